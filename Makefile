@@ -1,0 +1,45 @@
+# The words of this project. Everything else (CI included) calls these.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+# PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.PHONY: setup check test faults gpu bench sft docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raylane needs Python 3.11 or newer; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[sft,dev]' || \
+	  $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) -c constraints.txt -e '.[sft,dev]'
+	touch $(STAMP)
+
+check: setup
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/python -m pytest tests -m 'not gpu' $(ARGS)
+
+faults: setup
+	$(BIN)/python -m pytest tests -m faults $(ARGS)
+
+gpu: setup
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+bench: setup
+	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)
+
+sft: setup
+	$(BIN)/raylane data docstrings --out runs/docstrings/data
+	$(BIN)/raylane sft examples/sft_docstrings.yaml $(ARGS)
+
+docs: setup
+	$(BIN)/python -m pytest tests/examples tests/rules $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

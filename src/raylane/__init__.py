@@ -1,0 +1,62 @@
+"""raylane: direct tensor transport, worker groups and supervised fine-tuning for stock Ray.
+
+The names below are all of the public ones; each is loaded when it is first asked for, so that `import raylane` costs
+next to nothing and needs no optional package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from raylane import errors
+    from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
+    from raylane.workers.batch import BatchDict
+    from raylane.workers.group import WorkerGroup, WorkerOptions
+    from raylane.workers.sharding import NamedSharding
+
+_HOME = {
+    "errors": "raylane.errors",
+    "get": "raylane.transport.api",
+    "get_async": "raylane.transport.api",
+    "method": "raylane.transport.api",
+    "put": "raylane.transport.api",
+    "stats": "raylane.transport.api",
+    "wait_tensor_freed": "raylane.transport.api",
+    "BatchDict": "raylane.workers.batch",
+    "NamedSharding": "raylane.workers.sharding",
+    "WorkerGroup": "raylane.workers.group",
+    "WorkerOptions": "raylane.workers.group",
+}
+
+__all__ = [
+    "BatchDict",
+    "NamedSharding",
+    "WorkerGroup",
+    "WorkerOptions",
+    "__version__",
+    "errors",
+    "get",
+    "get_async",
+    "method",
+    "put",
+    "stats",
+    "wait_tensor_freed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'raylane' has no attribute {name!r}; it has {', '.join(__all__)}")
+    module = importlib.import_module(home)
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

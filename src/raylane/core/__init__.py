@@ -1,0 +1,1 @@
+"""Values and pure helpers; imports neither Ray nor CUDA nor anything else of raylane."""

@@ -1,0 +1,117 @@
+"""Every error that raylane raises on its own account.
+
+RaylaneError
+├── TransportError (also ray.exceptions.RayError: see below)
+│   ├── SourceLostError            the process that held the tensors is gone
+│   ├── TransferTimeoutError       it took longer than the deadline (also a TimeoutError)
+│   ├── TransportUnavailableError  no way, or not the way asked for, between these two places
+│   ├── TensorFreedError           the source has already let go of the value
+│   ├── TensorMutatedError         a published tensor was written to before it was read
+│   └── ProtocolError              the other end broke the protocol, or is not one of ours
+├── WorkerGroupError
+│   ├── WorkerLostError            a worker of a group died
+│   └── WorkerCallError            a worker's method raised, or did not answer in time
+├── ConfigError (also a ValueError)   the configuration cannot be used as written
+├── DataError (also a ValueError)     the training data cannot be used as it is
+└── CheckpointError                   a checkpoint cannot be written, read or trusted
+
+The caller's mistakes in plain arguments are ValueError and TypeError; an AssertionError is our own bug.
+
+Transport errors derive from RayError for one reason: the function that unpickles a ticket *returns* such an error
+instead of raising it, and Ray then raises that very object from ray.get, from await and inside the consumer, with no
+traceback of its own (raising there would give an untyped RaySystemError). Who uses this module: everybody.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.exceptions import RayError
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "ProtocolError",
+    "RaylaneError",
+    "SourceLostError",
+    "TensorFreedError",
+    "TensorMutatedError",
+    "TransferTimeoutError",
+    "TransportError",
+    "TransportUnavailableError",
+    "WorkerCallError",
+    "WorkerGroupError",
+    "WorkerLostError",
+]
+
+
+class RaylaneError(Exception):
+    """Root of the tree. `fields` holds what the message names (actor, rank, step, key ...), and survives pickling."""
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields = fields
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fields)
+
+
+def _rebuild(cls: type[RaylaneError], message: str, fields: dict[str, Any]) -> RaylaneError:
+    return cls(message, **fields)
+
+
+class TransportError(RaylaneError, RayError):
+    """A value could not be moved."""
+
+
+class SourceLostError(TransportError):
+    """The process that held the tensors died, was killed, or broke the connection half way."""
+
+
+class TransferTimeoutError(TransportError, TimeoutError):
+    """A transfer or a wait passed its deadline. The source may still be alive; a later attempt can succeed."""
+
+
+class TransportUnavailableError(TransportError):
+    """The transport that was asked for, or any at all, cannot connect these two places; the reason is in the message."""
+
+
+class TensorFreedError(TransportError):
+    """The source has released the value: every ref was gone, or the process that owned the ref died."""
+
+
+class TensorMutatedError(TransportError):
+    """A tensor was written to in place between its publication and this read, and `on_mutation="error"` was asked for."""
+
+
+class ProtocolError(TransportError):
+    """The other end sent something that is not our protocol, or could not prove that it belongs to this cluster."""
+
+
+class WorkerGroupError(RaylaneError):
+    """A group of workers could not do what was asked of it as a whole."""
+
+
+class WorkerLostError(WorkerGroupError):
+    """A worker of the group died; the others are still there."""
+
+
+class WorkerCallError(WorkerGroupError):
+    """A worker's method raised, or did not answer before the deadline."""
+
+
+class ConfigError(RaylaneError, ValueError):
+    """The configuration cannot be used as written; the message names the key, the value and what would do."""
+
+
+class DataError(RaylaneError, ValueError):
+    """The training data cannot be used as it is; the message names the file, the line and what would do."""
+
+
+class CheckpointError(RaylaneError):
+    """A checkpoint could not be written, was not complete, or does not fit this run."""

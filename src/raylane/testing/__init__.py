@@ -1,0 +1,1 @@
+"""Shipped test tools: contract suites, fault injection and leak checks for programs that use raylane."""

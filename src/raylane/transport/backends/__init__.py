@@ -1,0 +1,1 @@
+"""One file per way to move bytes, behind the contract in `base`."""

@@ -1,0 +1,1 @@
+"""Worker groups: actors on named axes, and what goes to whom."""
