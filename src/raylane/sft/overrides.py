@@ -1,0 +1,298 @@
+"""From YAML files and command-line words to one plain document, checked against the schema as it is put together.
+
+Words are Hydra's: `a.b=c` sets a key that the schema knows, `+a.b=c` adds a key to an open mapping, `++a.b=c` does
+whichever applies, `~a.b` takes away what the file set. Values are YAML (`null`, `true`, `1e-4`, `[1, 2]`,
+`{a: 1}`). A file may start with `defaults: base.yaml` (or a list): those are read first, this file on top of them.
+Knows the shape of the schema only through pydantic's `model_fields`. Called by `config.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from raylane.errors import ConfigError
+
+__all__ = ["apply_overrides", "explain", "parse_override", "read_yaml", "refuse_unknown", "suggest"]
+
+# Keys of NeMo-RL that people bring along: what to write here instead, or why not.
+FROM_NEMO_RL = {
+    "sft.only_unmask_final": "what is supervised is marked by {% generation %} in the chat template",
+    "policy.megatron_cfg": "there is no Megatron backend; remove it",
+    "policy.dynamic_batching": "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
+    "policy.sequence_packing.train_mb_tokens": "a row has policy.max_total_sequence_length tokens",
+    "policy.dtensor_cfg.enabled": "it is always on; remove it",
+    "policy.dtensor_cfg.tensor_parallel_size": "tensor parallelism is not supported yet; remove it",
+    "policy.dtensor_cfg.context_parallel_size": "context parallelism is not supported yet; remove it",
+    "policy.dtensor_cfg.sequence_parallel": "sequence parallelism is not supported yet; remove it",
+    "policy.dtensor_cfg.lora_cfg": "LoRA is not supported yet; remove it",
+    "data.max_input_seq_length": "use policy.max_total_sequence_length",
+    "data.add_bos": "the chat template decides; remove it",
+    "data.add_eos": "the chat template decides; remove it",
+    "data.num_workers": "data is tokenised once into a cache; remove it",
+    "checkpointing.save_consolidated": "use checkpointing.save_hf",
+    "logger.mlflow_enabled": "MLflow is not supported; metrics.jsonl is always written",
+}
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """'did you mean 'a'?' when something is close, otherwise what there is."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.55)
+    if close:
+        return "did you mean " + " or ".join(repr(word) for word in close) + "?"
+    return "there is " + ", ".join(sorted(known)) if known else "there is nothing here to set"
+
+
+# ---------------------------------------------------------------------------------------------------------- the schema
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _is_open(where: type[BaseModel] | None) -> bool:
+    """May keys be added here that the schema does not declare? (None stands for a plain mapping inside the schema.)"""
+    return where is None or where.model_config.get("extra") == "allow"
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = _model_of(field.annotation)
+        if inner is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def _unknown(root: type[BaseModel], parent: Sequence[str], model: type[BaseModel], name: str) -> str:
+    """Why the key `parent.name` cannot be, and what the writer may have meant."""
+    path = ".".join([*parent, name])
+    if path in FROM_NEMO_RL:
+        return f"unknown key {path!r}: {FROM_NEMO_RL[path]}"
+    siblings = {".".join([*parent, known]): known for known in model.model_fields}
+    close = difflib.get_close_matches(name, siblings.values(), n=1, cutoff=0.55)
+    if close:
+        return f"unknown key {path!r}; did you mean {'.'.join([*parent, close[0]])!r}?"
+    elsewhere = [known for known in _paths(root) if known.rpartition(".")[2] == name]
+    elsewhere += difflib.get_close_matches(path, list(_paths(root)), n=2, cutoff=0.7)
+    if elsewhere:
+        return f"unknown key {path!r}; did you mean {' or '.join(repr(one) for one in dict.fromkeys(elsewhere))}?"
+    return f"unknown key {path!r}; {'.'.join(parent) or 'the top level'} has {', '.join(model.model_fields)}"
+
+
+def refuse_unknown(document: Mapping[str, Any], root: type[BaseModel], source: str) -> None:
+    """Raise ConfigError naming every key of `document` that the schema does not know, each with a suggestion."""
+    problems = list(_unknown_keys(document, root, root, []))
+    if problems:
+        raise ConfigError(f"{source}: " + "; ".join(problems), keys=problems)
+
+
+def _unknown_keys(
+    document: Mapping[str, Any], root: type[BaseModel], model: type[BaseModel], parent: list[str]
+) -> Iterator[str]:
+    for key, value in document.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            if not _is_open(model):
+                yield _unknown(root, parent, model, str(key))
+            continue
+        inner = _model_of(field.annotation)
+        if inner is not None and isinstance(value, Mapping):
+            yield from _unknown_keys(value, root, inner, [*parent, key])
+
+
+def explain(error: ValidationError, source: str) -> str:
+    """Every complaint of pydantic in one line each: key, what is wrong, and the value that was given."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"]) or "the whole"
+        said = problem["msg"].removeprefix("Value error, ")
+        given = "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r})"
+        lines.append(f"{path}: {said}{given}")
+    return f"{source}: " + "; ".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------- YAML files
+
+
+def _loader() -> Any:
+    """PyYAML's safe loader, with YAML 1.2's floats (1e-4 is a number) and repeated keys refused."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} is repeated", key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"^[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())  # a SafeLoader: see _loader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+
+
+def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The document in `path`, over those that its `defaults:` name (relative to it, later ones over earlier ones)."""
+    path = path.resolve()
+    if path in _chain:
+        raise ConfigError("defaults go round in a circle: " + " -> ".join(str(one) for one in (*_chain, path)))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        by = f" (named in defaults: of {_chain[-1]})" if _chain else ""
+        raise ConfigError(f"cannot read configuration {path}{by}: {error.strerror or error}") from error
+    own = _parse_yaml(text, str(path))
+    if own is None:
+        own = {}
+    if not isinstance(own, dict):
+        raise ConfigError(f"{path} holds a {type(own).__name__} where sections such as policy: and data: are needed")
+    bases = own.pop("defaults", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: defaults: must be a file name or a list of them, not {bases!r}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, read_yaml(path.parent / base, (*_chain, path)))
+    return merge(merged, own)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """A new document: `above` wins, mappings are merged key by key, lists are replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------- command-line words
+
+
+@dataclass(frozen=True)
+class Override:
+    """One word of the command line. `sign` is '', '+', '++' or '~'; `has_value` is false for a bare `~a.b`."""
+
+    word: str
+    sign: str
+    path: tuple[str, ...]
+    value: Any
+    has_value: bool
+
+
+def parse_override(word: str) -> Override:
+    """Take one command-line word apart; ConfigError when it is not of the form that the module describes."""
+    match = re.fullmatch(r"(\+\+|\+|~)?([^=+~\s][^=\s]*?)(?:=(.*))?", word, flags=re.DOTALL)
+    how = "write a.b=c, +a.b=c, ++a.b=c or ~a.b"
+    if match is None:
+        raise ConfigError(f"cannot read override {word!r}; {how}")
+    sign, dotted, text = match[1] or "", match[2], match[3]
+    path = tuple(dotted.split("."))
+    if not all(path):
+        raise ConfigError(f"override {word!r} has an empty part in its key; {how}")
+    if text is None and sign != "~":
+        raise ConfigError(f"override {word!r} has no value; {how}")
+    if text is not None and not text.strip():
+        raise ConfigError(f"override {word!r} has an empty value; write {dotted}=null, or {dotted}=\"''\" for no text")
+    value = None if text is None else _parse_yaml(text, f"the value of override {word!r}")
+    if isinstance(value, dict) and any(v is None and isinstance(k, str) and ":" in k for k, v in value.items()):
+        raise ConfigError(f"override {word!r}: put a blank after each colon, as in {{a: 1}}")
+    return Override(word, sign, path, value, text is not None)
+
+
+def apply_overrides(document: Mapping[str, Any], words: Sequence[str], root: type[BaseModel]) -> dict[str, Any]:
+    """A new document with the words applied from left to right; ConfigError where one does not fit the schema."""
+    result = copy.deepcopy(dict(document))
+    for word in words:
+        _apply(result, parse_override(word), root)
+    return result
+
+
+def _apply(document: dict[str, Any], override: Override, root: type[BaseModel]) -> None:
+    declared = _check_path(override, root, document)
+    *parents, last = override.path
+    here = document
+    for name in parents:
+        below = here.setdefault(name, {}) if override.sign != "~" else here.get(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"override {override.word!r}: {name!r} holds {below!r}, which has no keys")
+        here = below
+    if override.sign == "~":
+        _take_away(here, override)
+        return
+    if override.sign == "+" and (declared or last in here):
+        dotted = ".".join(override.path)
+        what = "is a declared key" if declared else f"is already {here[last]!r}"
+        raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
+    both = isinstance(override.value, dict) and isinstance(here.get(last), dict)
+    here[last] = merge(here[last], override.value) if both else override.value
+
+
+def _check_path(override: Override, root: type[BaseModel], document: Mapping[str, Any]) -> bool:
+    """Does the schema declare this key? ConfigError when it neither does nor allows it with this sign."""
+    where: type[BaseModel] | None = root
+    here: Any = document
+    for depth, name in enumerate(override.path):
+        field = where.model_fields.get(name) if where is not None else None
+        outer = here if isinstance(here, Mapping) else None
+        here_has = outer is not None and name in outer
+        here = outer[name] if outer is not None and here_has else None
+        if field is not None:
+            inner = _model_of(field.annotation)
+            is_last = depth == len(override.path) - 1
+            if inner is None and not is_last and not _holds_mapping(field.annotation):
+                dotted = ".".join(override.path[: depth + 1])
+                raise ConfigError(f"override {override.word!r}: {dotted} is a single value and has no keys below it")
+            where = inner
+            if is_last:
+                return True
+            continue
+        if not _is_open(where):
+            assert where is not None
+            raise ConfigError(f"override {override.word!r}: {_unknown(root, override.path[:depth], where, name)}")
+        if override.sign == "" and not here_has:
+            dotted = ".".join(override.path[: depth + 1])
+            near = difflib.get_close_matches(name, [*(where.model_fields if where else ()), *(outer or ())], n=1)
+            hint = f"; did you mean {near[0]!r}? Otherwise," if near else ""
+            raise ConfigError(
+                f"override {override.word!r}: {dotted} is not set{hint or ';'} to add a new key "
+                f"to an open mapping write +{override.word}"
+            )
+        where = None
+    return False
+
+
+def _holds_mapping(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", annotation) is dict
+
+
+def _take_away(here: dict[str, Any], override: Override) -> None:
+    last = override.path[-1]
+    if last not in here:
+        raise ConfigError(
+            f"override {override.word!r}: {'.'.join(override.path)} is not set by the file, so there is nothing to "
+            "take away (its default applies already)"
+        )
+    if override.has_value and here[last] != override.value:
+        raise ConfigError(f"override {override.word!r}: it is {here[last]!r}, not {override.value!r}")
+    del here[last]
