@@ -1,0 +1,235 @@
+"""A batch: a dict whose values are tensors [B, ...] or lists of length B, with what is done to batches along B.
+
+Plain: a subclass of dict that pickles as it stands and copies no tensor unless rows must move. Pure but for torch;
+knows nothing of Ray or of worker groups. Used by drivers that cut batches for workers, and by workers that cut them
+further into micro-batches.
+
+B = rows of a batch. A token budget counts rows x longest row, i.e. what a padded micro-batch really computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["BatchDict", "inverse_order", "plan_token_budget"]
+
+
+class BatchDict(dict[str, Any]):
+    """Values are torch tensors [B, ...] of any dtype and device, or lists of length B; B is the same for all keys.
+
+    Methods return new batches and leave this one alone; `slice`, `chunk` and unreordered shards share its storage.
+    Methods raise ValueError naming key and sizes when the values do not agree, TypeError for any other kind of value.
+    """
+
+    @property
+    def size(self) -> int:
+        """B, the number of rows; 0 for a batch with no key."""
+        sizes: dict[str, int] = {}
+        for key, value in self.items():
+            sizes[key] = _rows(key, value)
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the values of a batch have one number of rows, these differ: {sizes}")
+        return next(iter(sizes.values()), 0)
+
+    @classmethod
+    def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_values: Mapping[str, float] = {}) -> BatchDict:
+        """Put batches behind one another.
+
+        Tensors of one key whose sizes differ behind B are padded at their ends to the largest, with `pad_values[key]`
+        (0 where the key is not named). Raises ValueError when batches have different keys, a key has different
+        dtypes, kinds or numbers of dimensions, or `pad_values` names a key that no batch has.
+        """
+        parts = [cls(batch) for batch in batches]
+        if not parts:
+            raise ValueError("from_batches needs at least one batch, got none")
+        keys = list(parts[0])
+        for i, part in enumerate(parts):
+            part.size  # noqa: B018 - the property raises when the part does not agree with itself
+            if set(part) != set(keys):
+                raise ValueError(f"batch {i} has the keys {sorted(part)}, batch 0 has {sorted(keys)}")
+        _check_keys("pad_values", pad_values, keys)
+        return cls({key: _join(key, [part[key] for part in parts], pad_values.get(key, 0)) for key in keys})
+
+    def select(self, rows: Sequence[int] | torch.Tensor) -> BatchDict:
+        """These rows in this order, repeats allowed; copies tensors. ValueError for a row that is not there."""
+        picked = [int(row) for row in rows]
+        size = self.size
+        outside = [row for row in picked if not 0 <= row < size]
+        if outside:
+            raise ValueError(f"rows {outside[:5]} are not in a batch of {size} rows")
+        index = torch.tensor(picked, dtype=torch.long)
+        return self._map(
+            lambda value: (
+                value[index.to(value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in picked]
+            )
+        )
+
+    def slice(self, start: int, stop: int) -> BatchDict:
+        """Rows start to stop (not included) as views. ValueError unless 0 <= start <= stop <= size."""
+        if not 0 <= start <= stop <= self.size:
+            raise ValueError(f"slice {start}:{stop} does not lie in a batch of {self.size} rows")
+        return self._map(lambda value: value[start:stop])
+
+    def chunk(self, index: int, chunks: int) -> BatchDict:
+        """The index-th of `chunks` equal, contiguous parts, as views. ValueError when the rows cannot be split so."""
+        if not 0 <= index < chunks:
+            raise ValueError(f"chunk {index} of {chunks}: the index goes from 0 to {chunks - 1}")
+        rows = _divided(self.size, chunks, "chunks")
+        return self.slice(index * rows, (index + 1) * rows)
+
+    def shard(self, shards: int, *, batch_size: int | None = None, allow_uneven: bool = False) -> list[BatchDict]:
+        """One batch per shard.
+
+        With `batch_size`, each run of that many rows is split over all shards, so that shard i holds its part of every
+        global batch, in order. `allow_uneven` gives the first shards one row more where the rows do not divide (not
+        together with `batch_size`); otherwise such sizes raise ValueError.
+        """
+        size = self.size
+        if shards < 1:
+            raise ValueError(f"a batch is cut into at least 1 shard, got {shards}")
+        if allow_uneven:
+            if batch_size is not None:
+                raise ValueError("allow_uneven and batch_size contradict each other; give one of them")
+            edges = [_edge(size, shards, i) for i in range(shards + 1)]
+            return [self.slice(edges[i], edges[i + 1]) for i in range(shards)]
+        batch_size = size if batch_size is None else batch_size
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 row, got {batch_size} for a batch of {size} rows")
+        steps, rows = (
+            _divided(size, batch_size, "rows per global batch", sized=True),
+            _divided(batch_size, shards, "shards"),
+        )
+        if steps == 1:
+            return [self.slice(i * rows, (i + 1) * rows) for i in range(shards)]
+        starts = [[step * batch_size + i * rows for step in range(steps)] for i in range(shards)]
+        return [self.select([at + row for at in own for row in range(rows)]) for own in starts]
+
+    def reorder(self, order: Sequence[int]) -> BatchDict:
+        """Row i of the result is row order[i]; `inverse_order(order)` undoes it. ValueError if it is no permutation."""
+        if sorted(order) != list(range(self.size)):
+            raise ValueError(f"order has {len(order)} entries and is not a permutation of {self.size} rows")
+        return self.select(order)
+
+    def pad(self, size: int, fill: Mapping[str, Any] = {}) -> BatchDict:
+        """Grow to `size` rows: tensors get rows of `fill[key]` (default 0), lists get `fill[key]` (default None)."""
+        missing = size - self.size
+        if missing < 0:
+            raise ValueError(f"cannot pad {self.size} rows to {size}")
+        _check_keys("fill", fill, self)
+        grown = BatchDict()
+        for key, value in self.items():
+            if isinstance(value, torch.Tensor):
+                grown[key] = torch.cat([value, value.new_full((missing, *value.shape[1:]), fill.get(key, 0))])
+            else:
+                grown[key] = value + [fill.get(key)] * missing
+        return grown
+
+    def micro_batches(self, rows: int) -> Iterator[BatchDict]:
+        """Contiguous parts of `rows` rows each, as views. ValueError when they do not divide the batch."""
+        count = _divided(self.size, rows, "rows per micro-batch", sized=True)
+        return (self.slice(i * rows, (i + 1) * rows) for i in range(count))
+
+    def token_budget_micro_batches(
+        self, lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, at_least: int = 1
+    ) -> tuple[list[BatchDict], list[int]]:
+        """Micro-batches of at most `max_tokens` tokens, and the order of rows that they come in.
+
+        `lengths[i]` is row i's length in tokens. Padding columns are not cut here. See `plan_token_budget`.
+        """
+        if len(lengths) != self.size:
+            raise ValueError(f"there are {len(lengths)} lengths for a batch of {self.size} rows")
+        plan = plan_token_budget(lengths, max_tokens, round_to=round_to, at_least=at_least)
+        return [self.select(rows) for rows in plan], [row for rows in plan for row in rows]
+
+    def to(self, device: torch.device | str) -> BatchDict:
+        """Tensors on this device (those that are there already are not copied); lists as they are."""
+        return self._map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value)
+
+    def _map(self, cut: Any) -> BatchDict:
+        return BatchDict({key: cut(value) for key, value in self.items()})
+
+
+def inverse_order(order: Sequence[int]) -> list[int]:
+    """The order that undoes this one."""
+    inverse = [0] * len(order)
+    for place, row in enumerate(order):
+        inverse[row] = place
+    return inverse
+
+
+def plan_token_budget(
+    lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, at_least: int = 1
+) -> list[tuple[int, ...]]:
+    """Group rows so that rows x longest length (rounded up to `round_to`) stays within `max_tokens`.
+
+    Rows are taken from long to short (equal ones by index), so the plan is deterministic and wastes little padding.
+    `at_least` asks for that many groups, since ranks that train together need equally many: the largest are halved.
+    Raises ValueError naming the row that is too long by itself, or when there are fewer rows than groups asked for.
+    """
+    if at_least > len(lengths):
+        raise ValueError(f"at least {at_least} micro-batches cannot be made of {len(lengths)} rows")
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        tokens = math.ceil(lengths[row] / round_to) * round_to
+        if tokens > max_tokens:
+            raise ValueError(f"row {row} has {lengths[row]} tokens ({tokens} rounded); the budget is {max_tokens}")
+        if groups and (len(groups[-1]) + 1) * longest <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = tokens
+    while len(groups) < at_least:
+        widest = max(range(len(groups)), key=lambda i: len(groups[i]))
+        half = len(groups[widest]) // 2
+        groups[widest : widest + 1] = [groups[widest][:half], groups[widest][half:]]
+    return [tuple(group) for group in groups]
+
+
+def _rows(key: str, value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0:
+            raise ValueError(f"{key!r} is a tensor without dimensions; the first dimension of every value is the rows")
+        return value.shape[0]
+    if isinstance(value, list):
+        return len(value)
+    raise TypeError(f"{key!r} is a {type(value).__name__}; a batch holds tensors [B, ...] and lists of length B")
+
+
+def _join(key: str, values: list[Any], pad_value: float) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        raise ValueError(f"{key!r} is a tensor in some batches and a list in others")
+    if len({value.dtype for value in values}) > 1 or len({value.ndim for value in values}) > 1:
+        raise ValueError(f"{key!r} differs between batches: {[(value.dtype, tuple(value.shape)) for value in values]}")
+    shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    return torch.cat([_padded(value, shape, pad_value) for value in values])
+
+
+def _padded(value: torch.Tensor, shape: Sequence[int], pad_value: float) -> torch.Tensor:
+    if list(value.shape[1:]) == list(shape):
+        return value
+    wide = value.new_full((value.shape[0], *shape), pad_value)
+    wide[tuple(slice(0, size) for size in value.shape)] = value
+    return wide
+
+
+def _divided(size: int, by: int, what: str, *, sized: bool = False) -> int:
+    if by < 1 or size % by:
+        raise ValueError(f"{size} rows cannot be divided by {by} {what}" + ("" if sized else " evenly"))
+    return size // by
+
+
+def _edge(size: int, shards: int, i: int) -> int:
+    return i * (size // shards) + min(i, size % shards)
+
+
+def _check_keys(argument: str, named: Iterable[str], known: Iterable[str]) -> None:
+    unknown = sorted(set(named) - set(known))
+    if unknown:
+        raise ValueError(f"{argument} names {unknown}; the batch has the keys {sorted(known)}")

@@ -1,0 +1,73 @@
+"""The actor that holds one worker: it sets the worker's environment, builds it, and runs its methods.
+
+The worker itself stays a plain class that knows nothing of Ray. Runs in the worker's process; `WorkerGroup` is its only
+caller. torch is imported here, at the top, so that all workers of a group load it at the same time while they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import ray
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from raylane.errors import WorkerLostError
+
+__all__ = ["Seat", "WorkerHost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a worker's process runs."""
+
+    node_id: str
+    address: str
+    """IP address of the node."""
+    pid: int
+    store_port: int | None
+    """Port of the rendezvous store, in the process that opened it (rank 0)."""
+
+
+class WorkerHost:
+    """One per rank. `take_seat` comes first, then `build`, then any number of `call`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._worker: Any = None
+        """The user's object; None until `build`, and again after Ray has restarted this process."""
+        self._store: TCPStore | None = None
+        """The group's rendezvous (rank 0 only); lives as long as this process."""
+
+    def take_seat(self, opens_store: bool) -> Seat:
+        """Say where this process runs; on rank 0 also open the store that MASTER_PORT names.
+
+        The system picks a free port and the store listens on it from then on, so nobody can take it in between (as
+        they can when a port is looked up, let go and bound again later).
+        """
+        address = ray.util.get_node_ip_address()
+        if opens_store and self._store is None:
+            self._store = TCPStore(
+                address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+            )
+        port = self._store.port if self._store else None
+        return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
+
+    def build(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any], env: Mapping[str, str]) -> None:
+        """Set the rank variables in this process and construct the worker."""
+        os.environ.update(env)
+        self._worker = worker_class(*args, **kwargs)
+
+    def call(self, method: str, returns: bool, own: tuple[tuple[Any, ...], dict[str, Any]], common: Any) -> Any:
+        """Run a method with this worker's own arguments and the common ones; a result that nobody wants stays here."""
+        if self._worker is None:
+            raise WorkerLostError(
+                f"rank {self._rank} was started again by Ray and is empty; call rebuild_worker({self._rank})",
+                rank=self._rank,
+            )
+        args, kwargs = own
+        result = getattr(self._worker, method)(*args, **kwargs, **common)
+        return result if returns else None

@@ -1,0 +1,59 @@
+"""Checks a call against the worker class, on the driver, before anything is sent. Pure; called by `WorkerGroup`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+__all__ = ["check_call", "check_constructor", "check_worker_class"]
+
+
+def check_worker_class(worker_class: object) -> None:
+    """Raise TypeError unless this is a plain class."""
+    if not isinstance(worker_class, type):
+        raise TypeError(
+            f"a worker group takes a plain class, got {type(worker_class).__name__}; "
+            "if it is decorated with @ray.remote, take the decorator off: the group makes the actors itself"
+        )
+
+
+def check_call(worker_class: type, method: str, num_positional: int, keywords: Iterable[str]) -> None:
+    """Raise unless `worker_class` has this public method and it accepts these arguments.
+
+    AttributeError: no such method (the close names are given); TypeError: an argument is missing, unknown or given
+    twice, or the method is a coroutine or a generator, whose results could not be sent as one value.
+    """
+    function = _method(worker_class, method)
+    where = f"{worker_class.__name__}.{method}"
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError(f"{where} is asynchronous; workers of a group run plain methods")
+    if inspect.isgeneratorfunction(function):
+        raise TypeError(f"{where} is a generator; return a list instead")
+    signature = inspect.signature(function)
+    bound_to_self = not isinstance(inspect.getattr_static(worker_class, method), (staticmethod, classmethod))
+    try:
+        signature.bind(*([None] * (num_positional + bound_to_self)), **dict.fromkeys(keywords))
+    except TypeError as error:
+        raise TypeError(f"{where}{signature}: {error}") from None
+
+
+def check_constructor(worker_class: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError when the class cannot be constructed with these arguments."""
+    signature = inspect.signature(worker_class)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{worker_class.__name__}{signature}: {error}") from None
+
+
+def _method(worker_class: type, method: str) -> Callable[..., Any]:
+    function: Any = getattr(worker_class, method, None)
+    if callable(function) and not method.startswith("_"):
+        return function  # type: ignore[no-any-return]
+    public = sorted(name for name in dir(worker_class) if not name.startswith("_"))
+    methods = [name for name in public if callable(getattr(worker_class, name, None))]
+    close = get_close_matches(method, methods, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise AttributeError(f"{worker_class.__name__} has no public method {method!r}{hint} It has: {', '.join(methods)}")
