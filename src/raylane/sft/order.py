@@ -13,7 +13,15 @@ import numpy as np
 
 from raylane.errors import DataError
 
-__all__ = ["batch_rows", "epoch_of", "epoch_order", "rank_slice", "steps_per_epoch", "total_steps"]
+__all__ = [
+    "batch_rows",
+    "epoch_of",
+    "epoch_order",
+    "rank_slice",
+    "steps_per_epoch",
+    "total_steps",
+    "validation_batches",
+]
 
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
@@ -76,3 +84,17 @@ def rank_slice(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
         raise ValueError(f"a batch of {len(rows)} rows cannot be divided evenly among {world} workers")
     share = len(rows) // world
     return rows[rank * share : (rank + 1) * share]
+
+
+def validation_batches(num_rows: int, global_batch_size: int, max_batches: int = 0) -> list[np.ndarray]:
+    """Batches of rows in order, int64[global_batch_size] each, the last one filled up with -1 (rows of padding alone).
+
+    `max_batches` 0 means all of them; nothing is dropped then.
+    """
+    count = -(-num_rows // global_batch_size)
+    if max_batches:
+        count = min(count, max_batches)
+    rows = np.full(count * global_batch_size, -1, dtype=np.int64)
+    used = min(num_rows, len(rows))
+    rows[:used] = np.arange(used)
+    return list(rows.reshape(count, global_batch_size))

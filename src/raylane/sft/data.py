@@ -1,0 +1,357 @@
+"""Conversations made ready for training: tokenised, made to fit, counted, and kept on disk under a hash of all that
+they depend on.
+
+`prepare` is called once by the driver (and by `raylane inspect-data` and `plan`); workers then open the folders that
+it names through `rows.open_rows`. What cannot be trained on is a DataError or is counted in the report, never passed
+over in silence. T = `policy.max_total_sequence_length`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raylane.errors import DataError
+from raylane.sft.cache import TokenCache, write_cache
+from raylane.sft.chat import ChatTokenizer, Encoded, template_text
+from raylane.sft.messages import Conversation, is_held_out, read_conversations
+from raylane.sft.rows import RowSource, open_rows
+
+if TYPE_CHECKING:
+    from raylane.sft.config import RunConfig
+
+__all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_rows", "prepare"]
+
+log = logging.getLogger(__name__)
+
+# Part of every cache key: raise it when the same input would give other documents.
+FORMAT = 1
+# The masks of this many conversations at the head of a set are compared with who wrote what.
+MASK_CHECKS = 1000
+
+
+@dataclass
+class Counts:
+    """What became of one set of conversations. The token counts are of what is kept."""
+
+    conversations: int = 0  # read
+    documents: int = 0  # kept; more than the conversations when over-long ones were split
+    tokens: int = 0
+    supervised: int = 0  # tokens that the loss is on
+    turns: int = 0  # assistant turns read
+    ended_turns: int = 0  # those whose end token is supervised
+    truncated: int = 0  # conversations whose tail was cut
+    cut_tokens: int = 0  # tokens in those tails
+    dropped: int = 0  # over-long conversations left out
+    split: int = 0  # over-long conversations cut into pieces
+    emptied: int = 0  # conversations and pieces left out because cutting took all that was supervised
+    unsupervised: int = 0  # conversations left out because nothing in them was supervised
+    control_tokens: int = 0  # conversations whose text spells out a special token
+    also_in_train: int = 0  # validation conversations that are in the training data as well
+    longest: int = 0  # tokens of the longest conversation, as read
+
+    @property
+    def supervised_percent(self) -> float:
+        """Part of the kept tokens that the loss is on, in percent."""
+        return 100.0 * self.supervised / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare` hands on. Folders are absolute. `end_ids` end a turn; `pad_id` fills rows up."""
+
+    tokenizer_dir: Path  # a Hugging Face folder, chat template included
+    train: Path  # token cache
+    validation: Path | None  # token cache
+    vocab_size: int
+    pad_id: int
+    end_ids: tuple[int, ...]
+    report: dict[str, Counts] = field(default_factory=dict)  # "train" and, if there is one, "validation"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only; `from_json` reverses it."""
+        plain = asdict(self)
+        for name in ("tokenizer_dir", "train", "validation"):
+            plain[name] = None if plain[name] is None else str(plain[name])
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> PreparedData:
+        """The value whose `to_json` this is."""
+        known = {one.name for one in fields(Counts)}
+        report = {
+            name: Counts(**{key: value for key, value in counts.items() if key in known})
+            for name, counts in plain["report"].items()
+        }
+        validation = None if plain["validation"] is None else Path(plain["validation"])
+        return cls(
+            tokenizer_dir=Path(plain["tokenizer_dir"]),
+            train=Path(plain["train"]),
+            validation=validation,
+            vocab_size=plain["vocab_size"],
+            pad_id=plain["pad_id"],
+            end_ids=tuple(plain["end_ids"]),
+            report=report,
+        )
+
+
+# ------------------------------------------------------------------------------------------- pure: making them fit
+
+
+def fit(
+    tokens: np.ndarray, supervised: np.ndarray, row_tokens: int, overlong: str, where: str = "conversation"
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], str | None]:
+    """The documents that a conversation of n tokens becomes, and what was done: None, truncate, drop or split.
+
+    Pieces of a split overlap by one token: the first token of a piece is context only, so each supervised token is
+    predicted exactly once. DataError when `overlong` is "error" and it does not fit in `row_tokens`.
+    """
+    if len(tokens) <= row_tokens:
+        return [(tokens, supervised)], None
+    if overlong == "error":
+        raise DataError(
+            f"{where}: {len(tokens)} tokens, more than policy.max_total_sequence_length={row_tokens}, and "
+            "data.overlong=error; use truncate, drop or split, or a longer row"
+        )
+    if overlong == "drop":
+        return [], "drop"
+    if overlong == "truncate":
+        return [(tokens[:row_tokens], supervised[:row_tokens])], "truncate"
+    pieces = []
+    for start in range(0, len(tokens) - 1, row_tokens - 1):
+        mask = supervised[start : start + row_tokens].copy()
+        mask[0] = False
+        pieces.append((tokens[start : start + row_tokens], mask))
+    return pieces, "split"
+
+
+# ------------------------------------------------------------------------------------------------- what is cached
+
+
+def prepare(config: RunConfig) -> PreparedData:
+    """Tokenise the data of a run, or find that it was done before. Waits for files only; a second call is quick.
+
+    Writes below `data.cache_dir`. Raises DataError (data, chat template or mask cannot be used) or ConfigError (a
+    path in the configuration leads nowhere).
+    """
+    sources = _digest_files(_data_paths(config))
+    folder = Path(config.data.cache_dir).resolve() / f"data-{_key(config, sources)}"
+    done = folder / "prepared.json"
+    if not done.is_file():
+        _build(config, folder)
+    prepared = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
+    for line in warnings(prepared, config):
+        log.warning("%s", line)
+    return prepared
+
+
+def _data_paths(config: RunConfig) -> list[str]:
+    return [*config.data.train, *([] if config.data.validation is None else [config.data.validation])]
+
+
+def _digest_files(paths: Iterable[str | Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            with Path(path).open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _key(config: RunConfig, sources: str) -> str:
+    """Changes whenever the documents could: data, tokenizer, template, rule of the mask, length, versions."""
+    import tokenizers
+    import transformers
+
+    data, tokenizer = config.data, config.policy.tokenizer
+    folder = _tokenizer_folder(config)
+    names = ("*.json", "*.jinja", "*.model", "*.txt")
+    depends = {
+        "format": FORMAT,
+        "sources": sources,
+        "num_train_files": len(data.train),
+        "tokenizer": None if folder is None else _digest_files(sorted(p for n in names for p in Path(folder).glob(n))),
+        "train_vocab_size": tokenizer.train_vocab_size,
+        "template": template_text(tokenizer.chat_template),
+        "template_choice": tokenizer.chat_template == "chatml",
+        "row_tokens": config.policy.max_total_sequence_length,
+        "data": [data.overlong, data.allow_unsupervised, data.messages_key, data.validation_fraction],
+        "versions": [transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tokenizer_folder(config: RunConfig) -> str | None:
+    if config.policy.tokenizer.train_vocab_size is not None:
+        return None
+    return config.policy.tokenizer.name or config.policy.model_name
+
+
+def _build(config: RunConfig, folder: Path) -> None:
+    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins."""
+    draft = folder.with_name(f"{folder.name}.draft-{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        prepared = _fill(config, draft, folder)
+        (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not (folder / "prepared.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
+    tokenizer = _tokenizer(config)
+    tokenizer.save(draft / "tokenizer")
+    seen: set[bytes] = set()
+    report = {"train": _write_set(config, tokenizer, draft, "train", seen)}
+    if config.data.has_validation:
+        report["validation"] = _write_set(config, tokenizer, draft, "validation", seen)
+    return PreparedData(
+        tokenizer_dir=folder / "tokenizer",
+        train=folder / "train",
+        validation=folder / "validation" if config.data.has_validation else None,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
+        end_ids=tuple(sorted(tokenizer.end_ids)),
+        report=report,
+    )
+
+
+def _tokenizer(config: RunConfig) -> ChatTokenizer:
+    settings = config.policy.tokenizer
+    folder = _tokenizer_folder(config)
+    if folder is not None:
+        return ChatTokenizer.load(folder, settings.chat_template)
+    texts = (message["content"] for one in _conversations(config, "train") for message in one.messages)
+    return ChatTokenizer.train(texts, settings)
+
+
+def _conversations(config: RunConfig, name: str) -> Iterator[Conversation]:
+    data = config.data
+    if name == "validation" and data.validation is not None:
+        yield from read_conversations([data.validation], data.messages_key)
+        return
+    for one in read_conversations(data.train, data.messages_key):
+        held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
+        if held_out == (name == "validation"):
+            yield one
+
+
+def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: str, seen: set[bytes]) -> Counts:
+    counts = Counts()
+    write_cache(draft / name, _documents(config, tokenizer, name, seen, counts))
+    if not counts.documents:
+        asked = f"data.validation_fraction={config.data.validation_fraction}" if name == "validation" else "data.train"
+        raise DataError(
+            f"no {name} documents are left of {counts.conversations} conversations ({asked}; over-long and dropped: "
+            f"{counts.dropped}, nothing supervised: {counts.unsupervised + counts.emptied})"
+        )
+    if not counts.ended_turns:
+        raise DataError(
+            f"none of the {counts.turns} assistant turns of the {name} data has its end token supervised, so the model "
+            "would never learn to stop; put the end token inside {% generation %} ... {% endgeneration %}, or make it "
+            "the tokenizer's eos_token"
+        )
+    return counts
+
+
+def _documents(
+    config: RunConfig, tokenizer: ChatTokenizer, name: str, seen: set[bytes], counts: Counts
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """The documents of one set, counting as they pass; `seen` gathers training digests and recognises them later."""
+    for origin, conversation in enumerate(_conversations(config, name)):
+        encoded = tokenizer.encode(conversation)
+        _count_read(counts, conversation, encoded, tokenizer)
+        digest = conversation.digest()
+        if name == "train":
+            seen.add(digest)
+        else:
+            counts.also_in_train += digest in seen
+        if not encoded.supervised.any():
+            _refuse_unsupervised(config, conversation)
+            counts.unsupervised += 1
+            continue
+        if origin < MASK_CHECKS and (wrong := tokenizer.misplaced(conversation, encoded)):
+            raise DataError(f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template")
+        for tokens, supervised in _fitted(config, conversation, encoded, counts):
+            counts.documents += 1
+            counts.tokens += len(tokens)
+            counts.supervised += int(np.count_nonzero(supervised))
+            yield tokens, supervised, origin
+
+
+def _count_read(counts: Counts, conversation: Conversation, encoded: Encoded, tokenizer: ChatTokenizer) -> None:
+    counts.conversations += 1
+    counts.turns += encoded.num_turns
+    counts.ended_turns += encoded.num_ended_turns
+    counts.longest = max(counts.longest, len(encoded.tokens))
+    counts.control_tokens += tokenizer.special_in(conversation) is not None
+
+
+def _refuse_unsupervised(config: RunConfig, conversation: Conversation) -> None:
+    if not config.data.allow_unsupervised:
+        roles = ", ".join(message["role"] for message in conversation.messages)
+        raise DataError(
+            f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, or set "
+            "data.allow_unsupervised=true to leave such ones out (they are counted)"
+        )
+
+
+def _fitted(
+    config: RunConfig, conversation: Conversation, encoded: Encoded, counts: Counts
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    row_tokens = config.policy.max_total_sequence_length
+    pieces, done = fit(encoded.tokens, encoded.supervised, row_tokens, config.data.overlong, conversation.where)
+    counts.dropped += done == "drop"
+    counts.split += done == "split"
+    if done == "truncate":
+        counts.truncated += 1
+        counts.cut_tokens += len(encoded.tokens) - row_tokens
+    for tokens, supervised in pieces:
+        if supervised.any():
+            yield tokens, supervised
+        else:
+            counts.emptied += 1
+
+
+def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
+    """What a person should know before training on this, in sentences; pure."""
+    said = []
+    for name, c in prepared.report.items():
+        limit = config.policy.max_total_sequence_length
+        if c.truncated:
+            said.append(
+                f"{name}: {c.truncated} of {c.conversations} conversations are longer than {limit} tokens and lose "
+                f"their tail, {c.cut_tokens} tokens in all (longest: {c.longest}); data.overlong=split keeps them"
+            )
+        if c.dropped:
+            said.append(
+                f"{name}: {c.dropped} of {c.conversations} conversations are longer than {limit} tokens; dropped"
+            )
+        if c.emptied:
+            said.append(f"{name}: {c.emptied} pieces are left out: cutting took everything that was supervised in them")
+        if c.unsupervised:
+            said.append(f"{name}: {c.unsupervised} conversations in which nothing is supervised are left out")
+        if c.ended_turns < c.turns:
+            said.append(f"{name}: {c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token")
+        if c.control_tokens:
+            said.append(f"{name}: {c.control_tokens} conversations spell out special tokens in their text")
+        if c.also_in_train:
+            said.append(f"{name}: {c.also_in_train} of {c.conversations} conversations are also in the training data")
+    return said

@@ -1,0 +1,167 @@
+"""Conversations as they come from JSON Lines files: read, checked and brought into one form.
+
+One line is one JSON object with a list of OpenAI-style messages (and, if it has them, `tools`): roles system, user,
+assistant and tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a
+JSON string; `weight: 0` on an assistant message that is context only. Whatever cannot be used is a DataError that
+names file and line: nothing is skipped silently. Knows nothing of tokens. Called by `data.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raylane.errors import DataError
+
+__all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversations"]
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a data file. `where` is 'file:line', for messages to people."""
+
+    where: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None
+    weights: tuple[bool, ...]  # one for each assistant message, in order: is it trained on?
+
+    def digest(self) -> bytes:
+        """16 bytes that depend on the messages and tools alone: equal for duplicates, wherever they stand."""
+        text = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def is_held_out(digest: bytes, fraction: float) -> bool:
+    """Does a conversation with this digest belong to the held-out part? The same answer always and everywhere."""
+    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+
+
+def read_conversations(paths: Iterable[str | Path], messages_key: str = "messages") -> Iterator[Conversation]:
+    """The conversations of JSONL files, one after the other; blank lines are passed over."""
+    for path in paths:
+        empty = True
+        for number, line in _lines(Path(path)):
+            if line.strip():
+                empty = False
+                yield parse_conversation(line, f"{path}:{number}", messages_key)
+        if empty:
+            raise DataError(f"{path} holds no conversation", path=str(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: after line {number}: not UTF-8 ({error}); convert the file") from error
+    except OSError as error:
+        raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
+
+
+def parse_conversation(line: str, where: str, messages_key: str = "messages") -> Conversation:
+    """One line of JSON as a Conversation; DataError naming `where` when it is not one."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a {type(record).__name__} where an object with {messages_key!r} is needed")
+    if messages_key not in record:
+        close = difflib.get_close_matches(messages_key, record, n=1)
+        hint = f"set data.messages_key={close[0]}" if close else 'write {"messages": [{"role": ..., "content": ...}]}'
+        raise DataError(f"{where}: no key {messages_key!r} among {sorted(record)}; {hint}")
+    messages = record[messages_key]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: {messages_key!r} must be a list of at least one message")
+    parsed = tuple(_message(message, f"{where}, message {index}") for index, message in enumerate(messages))
+    weights = tuple(
+        _weight(raw, f"{where}, message {index}")
+        for index, (raw, message) in enumerate(zip(messages, parsed, strict=True))
+        if message["role"] == "assistant"
+    )
+    return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise DataError(f"{where}: a {type(message).__name__} where an object with role and content is needed")
+    role = ROLES.get(message.get("role", ""))
+    if role is None:
+        close = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(ROLES)}"
+        raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")
+    # Keys that templates may read (name, tool_call_id, reasoning_content ...) stay; those that say nothing go.
+    parsed = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    parsed["role"] = role
+    content = _content(message.get("content"), where)
+    calls = _tool_calls(message.get("tool_calls"), where)
+    if content is None and not (role == "assistant" and calls):
+        raise DataError(f"{where}: role {role!r} without content")
+    if calls and role != "assistant":
+        raise DataError(f"{where}: tool_calls on role {role!r}; only the assistant calls tools")
+    parsed["content"] = content or ""
+    parsed.pop("tool_calls", None)
+    if calls:
+        parsed["tool_calls"] = calls
+    return parsed
+
+
+def _content(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise DataError(f"{where}: content is a {type(content).__name__}, not text or a list of text parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{where}: content part of type {kind!r}; only text can be trained on")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: tool_calls is a {type(calls).__name__}, not a list")
+    return [_tool_call(call, f"{where}, tool call {index}") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f'{where}: must look like {{"function": {{"name": ..., "arguments": ...}}}}')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI writes it; chat templates expect the object
+        try:
+            arguments = json.loads(arguments)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _weight(message: dict[str, Any], where: str) -> bool:
+    weight = message.get("weight")
+    if weight not in (None, 0, 1):
+        raise DataError(f"{where}: weight is {weight!r}; it must be 0 (context only) or 1 (trained on)")
+    return weight != 0
+
+
+def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
+    return tuple(tools)
