@@ -104,14 +104,9 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
-    steps, epochs, warmup = config.sft.max_num_steps, config.sft.max_num_epochs, config.policy.scheduler.warmup_steps
+    steps, epochs = config.sft.max_num_steps, config.sft.max_num_epochs
     if steps is None and epochs is None:
         yield "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them"
-    if steps is not None and warmup > steps:
-        yield (
-            f"policy.scheduler.warmup_steps={warmup} is more than sft.max_num_steps={steps}; "
-            "the learning rate would never reach its peak: shorten the warm-up"
-        )
 
 
 def _validates(config: RunConfig) -> bool:
@@ -145,7 +140,9 @@ def _model_shape(shape: Mapping[str, Any]) -> Iterator[str]:
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
-    if hidden and heads and size("head_dim") is None and hidden % heads:
+    # Qwen3 and others have a head_dim of their own; these derive it (their configuration classes in transformers 5).
+    derives = shape.get("model_type") in ("llama", "mistral", "qwen2")
+    if derives and hidden and heads and size("head_dim") is None and hidden % heads:
         yield (
             f"policy.hf_config_overrides.hidden_size={hidden} is no multiple of num_attention_heads={heads}; "
             f"use {_nearest(hidden, heads)}, or set head_dim"

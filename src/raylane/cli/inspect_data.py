@@ -1,0 +1,42 @@
+"""`raylane inspect-data CONFIG [overrides]`: what a model would be trained on, in figures and marked text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from raylane.cli.sft import add_config_arguments, set_up_logging
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and overrides, and how many documents to show."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--show", type=int, default=3, metavar="N", help="documents to show (default 3); stands before CONFIG"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a sample of the training data with supervised spans marked, then the figures of every set."""
+    from raylane.sft import audit
+    from raylane.sft.chat import ChatTokenizer
+    from raylane.sft.config import load_config
+    from raylane.sft.data import open_rows, prepare
+
+    config = load_config(args.config, args.overrides)
+    set_up_logging(config.logger.log_level)
+    prepared = prepare(config)
+    folders = {"train": prepared.train, "validation": prepared.validation}
+    sets = {
+        name: open_rows(folder, config.policy, prepared.pad_id)
+        for name, folder in folders.items()
+        if folder is not None
+    }
+    style = audit.marks(sys.stdout.isatty())
+    if args.show > 0:
+        tokenizer = ChatTokenizer.load(prepared.tokenizer_dir)
+        print(audit.sample(sets["train"], tokenizer, style, args.show))
+    print(audit.report(prepared, config, sets))
+    return 0

@@ -1,0 +1,28 @@
+"""`raylane plan CONFIG [overrides]`: mesh, steps, tokens and memory of a run, in words; starts nothing.
+
+The data is tokenised (into the cache that the run will use), because steps and padding depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from raylane.cli.sft import add_config_arguments, set_up_logging
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and overrides."""
+    add_config_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; 1 with a message when the run could not be."""
+    from raylane.sft.config import load_config
+    from raylane.sft.planning import plan_run, render
+
+    config = load_config(args.config, args.overrides)
+    set_up_logging(config.logger.log_level)
+    print(render(plan_run(config), config))
+    return 0

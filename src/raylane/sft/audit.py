@@ -1,0 +1,107 @@
+"""What a model would be trained on, for people to look at: figures, and conversations with the supervised spans marked.
+
+Pure functions from prepared data to text; `raylane inspect-data` prints them. On a terminal supervised text is green
+and padding or context is plain; elsewhere it stands between [[ and ]].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raylane.sft.chat import ChatTokenizer, runs
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from raylane.sft.config import RunConfig
+    from raylane.sft.data import Counts, PreparedData
+    from raylane.sft.rows import RowSource
+
+__all__ = ["Marks", "figures", "mark_document", "marks", "report", "sample"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What goes before and after a supervised span, and a heading."""
+
+    open: str
+    close: str
+    bold: str
+    plain: str
+
+
+def marks(coloured: bool) -> Marks:
+    """ANSI colours (ECMA-48 SGR: 32 green, 1 bold, 0 plain) or brackets."""
+    return Marks("\x1b[32m", "\x1b[0m", "\x1b[1m", "\x1b[0m") if coloured else Marks("[[", "]]", "", "")
+
+
+def mark_document(tokens: np.ndarray, supervised: np.ndarray, tokenizer: ChatTokenizer, style: Marks) -> str:
+    """The text of one document, tokens int32[n], supervised bool[n], with each supervised span marked."""
+    parts = []
+    done = 0
+    for start, end in runs(supervised):
+        parts += [tokenizer.decode(tokens[done:start]), style.open, tokenizer.decode(tokens[start:end]), style.close]
+        done = end
+    parts.append(tokenizer.decode(tokens[done:]))
+    return "".join(parts)
+
+
+def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) -> str:
+    """The first `count` documents of a cache, marked, each under a heading."""
+    cache = rows.cache
+    shown = []
+    for index in range(min(count, len(cache))):
+        tokens, supervised = cache.document(index)
+        heading = (
+            f"{style.bold}document {index} (conversation {int(cache.origin[index])}): {len(tokens)} tokens, "
+            f"{int(supervised.sum())} supervised{style.plain}"
+        )
+        shown.append(f"{heading}\n{mark_document(tokens, supervised, tokenizer, style)}")
+    return "\n".join(shown)
+
+
+def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> str:
+    """What there is in one set, what was left out, and how full its rows are: one line for each."""
+    packing = config.policy.sequence_packing
+    layout = packing.algorithm if packing.enabled else "one document a row"
+    lines = [
+        ("conversations", f"{counts.conversations:,} read, the longest {counts.longest:,} tokens"),
+        ("documents", f"{counts.documents:,} kept, {counts.tokens:,} tokens"),
+        ("supervised", f"{counts.supervised:,} tokens, {counts.supervised_percent:.1f}%"),
+        ("end token", _end_token(counts)),
+        ("over-long", _overlong(counts, config)),
+        ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
+        ("control text", f"{counts.control_tokens:,} conversations spell out special tokens"),
+        ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
+    ]
+    if name == "validation":
+        lines.append(("in training", f"{counts.also_in_train:,} conversations are also in the training data"))
+    return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
+
+
+def _end_token(counts: Counts) -> str:
+    said = "yes" if counts.ended_turns == counts.turns else "NOT ALWAYS" if counts.ended_turns else "NO"
+    return f"supervised: {said} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"
+
+
+def _overlong(counts: Counts, config: RunConfig) -> str:
+    long = counts.truncated + counts.split + counts.dropped
+    if not long:
+        return f"none above {config.policy.max_total_sequence_length} tokens"
+    return (
+        f"{long:,} above {config.policy.max_total_sequence_length} tokens: {counts.truncated:,} truncated "
+        f"({counts.cut_tokens:,} tokens lost), {counts.split:,} split, {counts.dropped:,} dropped"
+    )
+
+
+def _dropped(counts: Counts) -> str:
+    return (
+        f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
+        f"{counts.unsupervised:,} with nothing supervised at all"
+    )
+
+
+def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
+    """`figures` of every set that there is."""
+    return "\n\n".join(figures(name, prepared.report[name], rows, config) for name, rows in sets.items())

@@ -1,0 +1,134 @@
+"""The Hugging Face configuration of the model of a run, and its size, without making any weights.
+
+Called by `planning` (memory estimates), and wherever a model is built. Imports transformers when first needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raylane.errors import ConfigError
+from raylane.sft.overrides import suggest
+
+if TYPE_CHECKING:
+    from raylane.sft.config import PolicyConfig
+
+__all__ = ["ModelShape", "model_config", "model_shape"]
+
+# Keywords that configuration classes of transformers 5 turn into something else instead of keeping them.
+CONVERTED = ("attn_implementation", "model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What planning needs to know of a model. Sizes are in elements; `num_parameters` counts tied ones once."""
+
+    model_type: str
+    num_parameters: int
+    largest_unit: int  # parameters of the largest part that is gathered at once: a layer, or the embedding and head
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int | None
+
+
+def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = None, end_id: int | None = None) -> Any:
+    """The transformers configuration object of `policy`, overrides applied; a new one on every call.
+
+    `vocab_size`, `pad_id` and `end_id` (of the tokenizer) shape a model from random weights; a model folder keeps its
+    own, but must have room for every token. Raises ConfigError: no such folder or model type, an override that this
+    model does not know, or a vocabulary too small for the tokenizer.
+    """
+    overrides = copy.deepcopy(policy.hf_config_overrides)
+    if policy.model_name is None:
+        config = _from_scratch(overrides, vocab_size, pad_id, end_id)
+    else:
+        config = _from_folder(policy.model_name, overrides)
+    if config.vocab_size < vocab_size:
+        raise ConfigError(
+            f"the model has vocab_size={config.vocab_size}, but the tokenizer has {vocab_size} tokens; use the model's "
+            "own tokenizer, or leave vocab_size out of policy.hf_config_overrides"
+        )
+    return config
+
+
+def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None, end_id: int | None) -> Any:
+    from transformers import AutoConfig
+
+    model_type = overrides.pop("model_type")
+    known = AutoConfig.for_model  # raises ValueError with every model type there is
+    try:
+        default = known(model_type)
+    except ValueError as error:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        hint = suggest(str(model_type), CONFIG_MAPPING_NAMES)
+        raise ConfigError(f"policy.hf_config_overrides.model_type={model_type!r} is unknown; {hint}") from error
+    _check_keys(overrides, default)
+    given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
+    return known(model_type, **{**given, **overrides})
+
+
+def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    if not Path(folder).is_dir():
+        raise ConfigError(
+            f"policy.model_name={folder!r} is no folder; give a local Hugging Face folder (config.json, safetensors), "
+            "or null to start from random weights"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _check_keys(overrides, config)
+        overrides.pop("model_type", None)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **overrides) if overrides else config
+    except (OSError, KeyError) as error:
+        raise ConfigError(f"transformers cannot read the model configuration in {folder}: {error}") from error
+
+
+def _check_keys(overrides: dict[str, Any], config: Any) -> None:
+    """transformers keeps any keyword without a word, so a typing error would silently change nothing."""
+    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), *CONVERTED}
+    for key in overrides:
+        if key not in known:
+            hint = suggest(key, [name for name in known if not name.startswith("_")])
+            raise ConfigError(
+                f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such key; {hint}", key=key
+            )
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    embedding = {
+        id(p): p.numel()
+        for m in (model.get_input_embeddings(), model.get_output_embeddings())
+        if m is not None
+        for p in m.parameters()
+    }
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+    heads = config.num_attention_heads
+    return ModelShape(
+        model_type=config.model_type,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        largest_unit=max(sum(embedding.values()), *layers),
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )

@@ -1,0 +1,279 @@
+"""What a run would do, worked out beforehand: mesh, steps, tokens, memory. Nothing is started.
+
+Pure but for `plan_run`, which prepares the data and looks at the model's configuration. Called by `raylane plan`, and
+by whoever needs the number of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raylane.errors import ConfigError
+from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from raylane.sft.config import RunConfig
+    from raylane.sft.model_config import ModelShape
+
+__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "make_plan", "plan_run", "render"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RowCount:
+    """Size of one set: rows of T positions, and what is in them."""
+
+    rows: int
+    documents: int
+    tokens: int
+    supervised: int
+    efficiency: float  # part of the positions that hold a token
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated bytes on each worker while it trains. See `estimate_memory` for what is counted."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it; what allocators and libraries take on top is not in here."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run in figures."""
+
+    dp_replicate: int
+    dp_shard: int
+    device: str
+    micro_batches: int
+    steps_per_epoch: int
+    total_steps: int
+    unused_rows: int  # of each epoch: less than a global batch is left over
+    positions: int  # tokens and padding that go through the model over the whole run
+    supervised: int  # about how many tokens the loss is on, over the whole run
+    validations: int
+    validation_batches: int
+    saves: int
+    flops: float  # of matrix products, forward and backward
+    memory: Memory
+    shape: ModelShape
+    train: RowCount
+    validation: RowCount | None
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """The plan of a run: prepares its data (or finds it in the cache) and counts the parameters of its model."""
+    from raylane.sft.data import open_rows, prepare
+    from raylane.sft.model_config import model_config, model_shape
+
+    prepared = prepare(config)
+    shape = model_shape(model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids)))
+
+    def count(name: str, folder: Path) -> RowCount:
+        rows = open_rows(folder, config.policy, prepared.pad_id)
+        counts = prepared.report[name]
+        return RowCount(rows.num_rows, counts.documents, counts.tokens, counts.supervised, rows.efficiency)
+
+    validation = None if prepared.validation is None else count("validation", prepared.validation)
+    return make_plan(config, shape, count("train", prepared.train), validation)
+
+
+def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:
+    """The plan of a run on data and a model of these sizes; ConfigError or DataError when it cannot be."""
+    check_layout(config)
+    _check_against(config, shape)
+    policy, sft = config.policy, config.sft
+    world, replicas = config.cluster.num_workers, policy.dtensor_cfg.dp_replicate_size
+    batch = policy.train_global_batch_size
+    steps = total_steps(train.rows, batch, sft.max_num_steps, sft.max_num_epochs)
+    positions = steps * batch * policy.max_total_sequence_length
+    num_validation_batches = (
+        len(validation_batches(validation.rows, sft.val_global_batch_size, sft.val_batches)) if validation else 0
+    )
+    return RunPlan(
+        dp_replicate=replicas,
+        dp_shard=world // replicas,
+        device="cuda" if config.cluster.gpus_per_node else "cpu",
+        micro_batches=micro_batches(batch, policy.train_micro_batch_size, world),
+        steps_per_epoch=steps_per_epoch(train.rows, batch),
+        total_steps=steps,
+        unused_rows=train.rows % batch,
+        positions=positions,
+        supervised=round(steps * batch / train.rows * train.supervised),
+        validations=num_validations(config, steps) if validation else 0,
+        validation_batches=num_validation_batches,
+        saves=_saves(config, steps),
+        flops=_flops(config, shape, positions),
+        memory=estimate_memory(config, shape),
+        shape=shape,
+        train=train,
+        validation=validation,
+    )
+
+
+def _check_against(config: RunConfig, shape: ModelShape) -> None:
+    length = config.policy.max_total_sequence_length
+    if shape.max_positions is not None and length > shape.max_positions:
+        raise ConfigError(
+            f"policy.max_total_sequence_length={length} is more than the model's max_position_embeddings="
+            f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
+        )
+
+
+def num_validations(config: RunConfig, steps: int) -> int:
+    """How often a run of so many steps validates; the last step counts once even if a period ends on it."""
+    period = config.sft.val_period
+    at = set(range(period, steps + 1, period)) if period else set()
+    if config.sft.val_at_end:
+        at.add(steps)
+    return len(at) + config.sft.val_at_start
+
+
+def _saves(config: RunConfig, steps: int) -> int:
+    if not config.checkpointing.enabled:
+        return 0
+    period = config.checkpointing.save_period
+    return len({*(range(period, steps + 1, period) if period else ()), steps})
+
+
+def _flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
+    """6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B);
+    one more forward pass, a third of that, with activation checkpointing."""
+    attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim
+    per_token = 6 * shape.num_parameters + attention * config.policy.max_total_sequence_length
+    again = 4 / 3 if config.policy.dtensor_cfg.activation_checkpointing else 1.0
+    return positions * per_token * again
+
+
+def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
+    """Bytes on each worker: float32 master weights, gradients and AdamW's two averages, all sharded; two gathered
+    units (the running one and the one fetched ahead) in the computing precision; what the backward pass needs of a
+    micro-batch; and the logits of one loss chunk with their gradient, in float32."""
+    policy = config.policy
+    shard = config.cluster.num_workers // policy.dtensor_cfg.dp_replicate_size
+    own = -(-shape.num_parameters // shard)
+    size = 2 if policy.precision == "bfloat16" else 4
+    tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
+    # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
+    # their product. With checkpointing only the layer's input is kept, and one layer at a time is whole.
+    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+    whole = 6 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim + 4 * shape.intermediate_size
+    kept = whole * shape.num_layers
+    if policy.dtensor_cfg.activation_checkpointing:
+        kept = shape.hidden_size * shape.num_layers + whole
+    chunk = min(policy.loss_chunk_tokens or tokens, tokens)
+    offloaded = policy.dtensor_cfg.cpu_offload
+    return Memory(
+        parameters=0 if offloaded else 4 * own,
+        gradients=0 if offloaded else 4 * own,
+        optimizer=0 if offloaded else 8 * own,
+        gathered=2 * size * shape.largest_unit,
+        activations=size * tokens * kept,
+        logits=2 * 4 * chunk * shape.vocab_size,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ in words
+
+
+def render(plan: RunPlan, config: RunConfig) -> str:
+    """The plan for people to read: plain text, several lines."""
+    lines = [
+        ("mesh", _mesh(plan)),
+        ("model", _model(plan, config)),
+        ("train", _set(plan.train, config)),
+        *([("validation", _set(plan.validation, config))] if plan.validation else []),
+        ("batch", _batch(plan, config)),
+        ("steps", _steps(plan, config)),
+        ("tokens", f"{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
+        ("validate", _validate(plan)),
+        ("save", _save(plan, config)),
+        ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),
+        ("memory", _memory(plan.memory) + (" (master weights in host memory)" if _offloads(config) else "")),
+    ]
+    return "\n".join(f"{name:<11}{text}" for name, text in lines)
+
+
+def _offloads(config: RunConfig) -> bool:
+    return config.policy.dtensor_cfg.cpu_offload
+
+
+def _mesh(plan: RunPlan) -> str:
+    world = plan.dp_replicate * plan.dp_shard
+    kind = "HSDP" if plan.dp_replicate > 1 else "FSDP"
+    workers = f"{world} worker{'s' if world > 1 else ''}"
+    over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
+    return f"dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard}: {workers}, {kind} over {over}"
+
+
+def _model(plan: RunPlan, config: RunConfig) -> str:
+    source = "random weights" if config.policy.model_name is None else config.policy.model_name
+    shape = plan.shape
+    return (
+        f"{shape.model_type}, {shape.num_parameters:,} parameters, {shape.num_layers} layers, "
+        f"vocabulary {shape.vocab_size:,}, from {source}, {config.policy.precision}"
+    )
+
+
+def _set(count: RowCount, config: RunConfig) -> str:
+    length = config.policy.max_total_sequence_length
+    return (
+        f"{count.documents:,} documents, {count.tokens:,} tokens ({100 * count.supervised / count.tokens:.1f}% "
+        f"supervised) in {count.rows:,} rows of {length} ({100 * count.efficiency:.1f}% full)"
+    )
+
+
+def _batch(plan: RunPlan, config: RunConfig) -> str:
+    policy = config.policy
+    return (
+        f"{policy.train_global_batch_size} rows = {config.cluster.num_workers} workers x "
+        f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows; "
+        f"{policy.train_global_batch_size * policy.max_total_sequence_length:,} positions a step"
+    )
+
+
+def _steps(plan: RunPlan, config: RunConfig) -> str:
+    unused = f" ({plan.unused_rows} rows left over in each)" if plan.unused_rows else ""
+    epochs = f"{plan.total_steps / plan.steps_per_epoch:.4g} epochs of {plan.steps_per_epoch:,}{unused}"
+    schedule = config.policy.scheduler
+    never = ", which this run does not get through" if schedule.warmup_steps > plan.total_steps else ""
+    return f"{plan.total_steps:,} = {epochs}; {schedule.warmup_steps} of warm-up{never}, then {schedule.name}"
+
+
+def _validate(plan: RunPlan) -> str:
+    if not plan.validations:
+        return "never"
+    return f"{plan.validations} times, {plan.validation_batches} batches each"
+
+
+def _save(plan: RunPlan, config: RunConfig) -> str:
+    if not plan.saves:
+        return "never"
+    state = 4 * plan.shape.num_parameters * (3 if config.checkpointing.save_optimizer else 1)
+    return f"{plan.saves} times to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
+
+
+def _memory(memory: Memory) -> str:
+    parts = (
+        (name, getattr(memory, name))
+        for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
+    )
+    return f"about {_size(memory.total)} on each worker: " + ", ".join(f"{name} {_size(part)}" for name, part in parts)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
