@@ -1,0 +1,156 @@
+"""The model of a run: a Hugging Face class, with its loss inside its forward, sharded by FSDP2 over a device mesh.
+
+Called by `worker`. Knows nothing of Ray, of data files or of optimizers. B, T, V, H as in `loss`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from raylane.errors import CheckpointError, ConfigError
+from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.workers.batch import BatchDict
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from raylane.sft.config import PolicyConfig
+
+__all__ = ["SupervisedModel", "build_model"]
+
+
+class SupervisedModel(nn.Module):
+    """A causal language model whose forward ends in the loss.
+
+    FSDP2 gathers the embedding, the last norm and the head only within the forward of the module it was applied to
+    last; making the logits outside it would see a shard of the head. Hence this wrapper.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, batch: BatchDict, loss_fn: LossFunction | None) -> Tensor:
+        """`input_ids`, `position_ids`, `labels`, int64 [B, T] -> the summed loss; without `loss_fn` logits [B, T, V].
+
+        No attention mask is ever passed: transformers then keeps documents apart wherever `position_ids` restart
+        (masking_utils.find_packed_sequence_indices, 5.23), while any mask, even of ones, lets them see each other.
+        """
+        if isinstance(loss_fn, CrossEntropy):
+            return loss_fn.from_hidden(self.hidden(batch), batch["labels"], self.causal_lm.get_output_embeddings())
+        logits: Tensor = self.causal_lm(**_inputs(batch)).logits
+        return logits if loss_fn is None else loss_fn(logits.float(), batch)
+
+    def hidden(self, batch: BatchDict) -> Tensor:
+        """Hidden states [B, T, H] that the head turns into logits. Only from within forward."""
+        hidden: Tensor = self.causal_lm.base_model(**_inputs(batch)).last_hidden_state
+        return hidden
+
+
+def _inputs(batch: BatchDict) -> dict[str, Any]:
+    # With a cache, transformers looks for restarting positions no more.
+    return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+
+
+def build_model(
+    hf_config: Any, policy: PolicyConfig, mesh: DeviceMesh, device: torch.device, seed: int
+) -> SupervisedModel:
+    """The sharded model with its start weights, float32 masters, in training mode. Collective.
+
+    Random weights depend on `seed` alone, not on the mesh: every worker makes all of them and keeps its shard. Weights
+    from `policy.model_name` are read shard by shard; the whole model is never in one process. Raises CheckpointError
+    when the folder's safetensors do not fit, ConfigError when this model cannot be trained here.
+    """
+    if policy.model_name is None:
+        torch.manual_seed(seed)
+        model = SupervisedModel(_causal_lm(hf_config))
+        _prepare(model, policy)
+        _shard(model, policy, mesh)
+        return model
+    with torch.device("meta"):
+        model = SupervisedModel(_causal_lm(hf_config))
+    _prepare(model, policy)
+    _shard(model, policy, mesh)
+    model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)
+    _tie(model.causal_lm)
+    _restore_buffers(model, hf_config, device)
+    read_weights(model.causal_lm, Path(policy.model_name))
+    return model
+
+
+def _causal_lm(hf_config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+    except ValueError as error:
+        raise ConfigError(f"no causal language model for model_type {hf_config.model_type!r}: {error}") from error
+
+
+def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
+    if policy.dtensor_cfg.activation_checkpointing:
+        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> None:
+    """One group per decoder layer, and one for the rest. float32 masters; gradients are reduced in float32."""
+    half = policy.precision == "bfloat16"
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
+    pin = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
+    for layer in model.causal_lm.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def _tie(causal_lm: Any) -> None:
+    """`to_empty` gives each name a tensor of its own; put the tie back, or the head would be trained apart."""
+    if causal_lm.config.tie_word_embeddings:
+        causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+
+
+def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
+    """Buffers that are not in checkpoints (rotary frequencies) are garbage after `to_empty`: make them anew."""
+    for name, module in model.named_modules():
+        lost = [key for key in dict(module.named_buffers(recurse=False)) if key in module._non_persistent_buffers_set]
+        if not lost:
+            continue
+        try:
+            fresh = type(module)(config=hf_config)
+        except TypeError as error:
+            raise ConfigError(f"cannot make the buffers {lost} of {name} ({type(module).__name__}) anew") from error
+        for key in lost:
+            setattr(module, key, getattr(fresh, key).to(device))
+
+
+def read_weights(causal_lm: Any, folder: Path) -> None:
+    """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder} holds no .safetensors file; other weight files are not read", path=str(folder))
+    parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # a tied weight has one name here
+    reader = HuggingFaceStorageReader(str(folder))
+    stored = set(reader.read_metadata().state_dict_metadata)
+    missing = sorted(set(parameters) - stored)
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
+            f"e.g. {missing[:3]}; it holds {sorted(stored)[:3]}",
+            path=str(folder),
+        )
+    try:
+        load(parameters, storage_reader=reader)
+    except Exception as error:  # DCP wraps whatever happened on any rank in its own class
+        raise CheckpointError(f"the weights in {folder} do not fit this model: {error}", path=str(folder)) from error
+
+
+def sharded(model: SupervisedModel) -> FSDPModule:
+    """The same object as what `fully_shard` made of it, for the type checker."""
+    return cast("FSDPModule", model)

@@ -1,0 +1,222 @@
+"""The driver's handle on a model in training: starts the workers, sends steps, and keeps checkpoints.
+
+    policy = Policy(config, prepare(config), total_steps=100)
+    policy.train_step(0)                    # the workers read their own rows; a step number is all that is sent
+    policy.train(batch, loss_fn)            # or the driver hands out a batch
+
+Needs an initialised Ray. Called by `trainer`, and by programs that bring their own batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from raylane.sft import checkpoint
+from raylane.sft.config import RunConfig, dump
+from raylane.sft.layout import micro_batches
+from raylane.sft.parallel import ParallelDims
+from raylane.sft.worker import SftWorker
+from raylane.workers.batch import BatchDict
+from raylane.workers.group import WorkerGroup, WorkerOptions
+
+if TYPE_CHECKING:
+    from raylane.sft.checkpoint import Saved
+    from raylane.sft.data import PreparedData
+    from raylane.sft.loss import LossFunction
+    from raylane.workers.future import GroupFuture
+
+__all__ = ["Policy", "worker_options"]
+
+_log = logging.getLogger(__name__)
+
+
+def worker_options(config: RunConfig) -> WorkerOptions:
+    """What each worker asks of Ray: its CPUs (as threads too), and a GPU if the nodes lend any."""
+    return WorkerOptions(
+        num_cpus=config.cluster.cpus_per_worker,
+        num_gpus=1 if config.cluster.gpus_per_node else 0,
+        env_vars={"TOKENIZERS_PARALLELISM": "false"},
+    )
+
+
+class Policy:
+    """Workers with a model, ready to train. Waits until they are; `shutdown` (or a `with` block) ends them.
+
+    Methods wait unless their name ends in `_nowait`. Failures of workers are WorkerLostError and WorkerCallError; after
+    one the policy can only be shut down.
+    """
+
+    def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
+        """`total_steps` shapes the learning rate's schedule."""
+        self._config = config
+        self._dims = ParallelDims.of(config)
+        self._next = 0
+        """Step that `train` runs next."""
+        self._losses: dict[str, LossFunction] = {}
+        """Loss functions that the workers have; kept here so that identity can be compared."""
+        device = "cuda" if config.cluster.gpus_per_node else "cpu"
+        self._group = WorkerGroup(
+            SftWorker,
+            self._dims.named_sharding(),
+            init_args=(device, config.cluster.cpus_per_worker),
+            options=worker_options(config),
+        )
+        try:
+            self.facts: dict[str, Any] = self._one("setup", config, prepared, total_steps)
+        except BaseException:
+            self._group.shutdown(timeout_s=10)
+            raise
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The workers, for calls of one's own."""
+        return self._group
+
+    @property
+    def next_step(self) -> int:
+        """The step that `train` would run, counted from 0."""
+        return self._next
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def train_step_nowait(self, number: int) -> GroupFuture:
+        """Send step `number`, for which each worker reads its own rows. Steps run in the order of sending."""
+        self._next = number + 1
+        return self._send("train_step", number)
+
+    def train_step(self, number: int) -> dict[str, float]:
+        """Run step `number`; returns its metrics (see `SftWorker.train_step`)."""
+        return self.result(self.train_step_nowait(number))
+
+    def train_nowait(
+        self,
+        batch: BatchDict,
+        loss_fn: LossFunction | None = None,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> GroupFuture:
+        """Send one step on a batch that the driver made: see `train`."""
+        size = batch.size
+        if gbs is not None and gbs != size:
+            raise ValueError(f"gbs={gbs}, but the batch has {size} rows; one call is one step on one global batch")
+        rows = mbs or self._config.policy.train_micro_batch_size
+        micro_batches(size, rows, self._dims.world)
+        parts = batch.shard(self._dims.world)
+        inner = self._dims.dp_shard
+        number = self._next
+        if not eval_mode:
+            self._next += 1
+        return self._group.run_all_workers_sharded_data(
+            "train_batch",
+            in_sharded_axes=self._dims.axes,
+            output_is_replicated=self._dims.axes,
+            common_kwargs={
+                "number": number,
+                "loss": self._loss_name(loss_fn),
+                "micro_batch_size": rows,
+                "eval_mode": eval_mode,
+            },
+            data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
+        )
+
+    def train(
+        self,
+        batch: BatchDict,
+        loss_fn: LossFunction | None = None,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on `batch`, the whole global batch; returns its metrics.
+
+        `batch`: input_ids, position_ids and labels, int64 [B, T] (labels shifted, -100 where nothing is learned), and
+        whatever `loss_fn` reads besides. `loss_fn(logits, batch)` returns the loss summed over supervised tokens (see
+        `loss.LossFunction`); None is cross-entropy. `eval_mode`: only the loss, no step. `mbs`: rows that a worker runs
+        at once (default policy.train_micro_batch_size). Raises ValueError when the rows do not divide.
+        """
+        return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
+
+    def validate(self) -> dict[str, float]:
+        """Loss on the validation set, and over how many tokens."""
+        return dict(self._one("evaluate"))
+
+    def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
+        """The metrics of a step that was sent. All workers agree on them; one sends them."""
+        metrics: dict[str, float] = self._group.get_all_worker_results(future, timeout_s)[0]
+        return metrics
+
+    def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
+        if loss_fn is None:
+            return None
+        for name, known in self._losses.items():
+            if known is loss_fn:
+                return name
+        name = f"loss-{len(self._losses)}"
+        self._group.get_all_worker_results(self._group.run_all_workers_single_data("add_loss", name, loss_fn))
+        self._losses[name] = loss_fn
+        return name
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
+        """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; drop old ones.
+
+        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder.
+        """
+        settings = self._config.checkpointing
+        partial = checkpoint.begin(Path(settings.checkpoint_dir), self._next)
+        self._one("save_state", str(partial / "state"), self._next)
+        if with_hf:
+            self._one("save_hf", str(partial / "hf"))
+        saved = checkpoint.commit(partial, self._next, metrics, dump(self._config))
+        _, removable = checkpoint.keep(checkpoint.list_saved(Path(settings.checkpoint_dir)), settings)
+        for old in removable:
+            checkpoint.remove(old)
+        return saved
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write the model as a Hugging Face folder anywhere, e.g. without any checkpoint."""
+        self._one("save_hf", str(Path(folder).resolve()))
+
+    def load(self, path: str | Path) -> int:
+        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step."""
+        saved = checkpoint.read(Path(path))
+        for difference in checkpoint.differences(saved.config, dump(self._config)):
+            _log.warning("resuming with another configuration, losses will differ: %s", difference)
+        self._next = int(self._one("load_state", str((saved.path / "state").resolve())))
+        return self._next
+
+    def shutdown(self, timeout_s: float = 30.0) -> bool:
+        """End the workers; bounded, and harmless the second time. Returns whether they ended in good order."""
+        return self._group.shutdown(timeout_s, cleanup_method="teardown")
+
+    def abandon(self) -> None:
+        """End the workers at once, without asking them: after a failure some may wait for ones that are gone."""
+        self._group.shutdown(timeout_s=10)
+
+    def _send(self, method: str, *args: Any) -> GroupFuture:
+        axes = self._dims.axes
+        return self._group.run_all_workers_sharded_data(
+            method, *args, replicate_on_axes=axes, output_is_replicated=axes
+        )
+
+    def _one(self, method: str, *args: Any) -> Any:
+        return self._group.get_all_worker_results(self._send(method, *args))[0]
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.abandon()

@@ -1,0 +1,114 @@
+"""What a worker writes to and reads from a checkpoint: torch DCP for state, safetensors for Hugging Face.
+
+All functions are collective: every worker calls them with the same arguments, each writes or reads its own shards.
+Called by `worker`; folder names, completeness and what is kept are `checkpoint`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from raylane.errors import CheckpointError
+from raylane.sft.model import SupervisedModel
+
+__all__ = ["has_optimizer", "load_state", "save_hf", "save_state"]
+
+# Flat names per parameter instead of numbered groups: the only form that loads on another layout.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_BYTES_PER_FILE = 4 * 2**30
+_OPTIMIZER_NOTE = "optimizer.json"
+
+
+def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+    """Write weights, optimizer (None: left out) and step as torch DCP. Waits until all workers have written.
+
+    No random state: each step seeds its own (`worker.SftWorker`), so there is none to go on with.
+    """
+    save(_state(model, optimizer, step), checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        (folder / _OPTIMIZER_NOTE).write_text(json.dumps({"optimizer": optimizer is not None}), encoding="utf-8")
+    dist.barrier()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Whether the optimizer was saved too; CheckpointError when this is no state folder."""
+    try:
+        return bool(json.loads((folder / _OPTIMIZER_NOTE).read_text(encoding="utf-8"))["optimizer"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} holds no saved state: {error!r}", path=str(folder)) from error
+
+
+def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
+    """Read weights and, if given, optimizer in place, on any number of workers; returns the step."""
+    state = _state(model, optimizer, 0)
+    try:
+        load(state, checkpoint_id=folder)
+    except Exception as error:  # DCP wraps whatever happened on any rank in its own class
+        raise CheckpointError(f"{folder} does not fit this model: {error}", path=str(folder)) from error
+    if optimizer is not None:
+        set_optimizer_state_dict(model.causal_lm, optimizer, state["optimizer"], options=_FLAT)
+    return int(state["step"].item())
+
+
+def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
+    return state
+
+
+def save_hf(folder: Path, model: SupervisedModel, tokenizer_dir: Path) -> None:
+    """Write a Hugging Face folder: float32 safetensors with index, config, generation config, tokenizer, template.
+
+    Every worker writes its shards, rank 0 joins them; no process holds the whole model. Waits until all is there.
+    """
+    weights = {name: parameter.detach() for name, parameter in model.causal_lm.named_parameters()}
+    writer = HuggingFaceStorageWriter(
+        str(folder),
+        fqn_to_index_mapping=_files(weights),
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+    save(weights, storage_writer=writer)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "sharded", ignore_errors=True)
+        _write_beside(folder, model.causal_lm, tokenizer_dir)
+    dist.barrier()
+
+
+def _write_beside(folder: Path, causal_lm: Any, tokenizer_dir: Path) -> None:
+    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
+    config.architectures = [type(causal_lm).__name__]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    if causal_lm.generation_config is not None:
+        causal_lm.generation_config.save_pretrained(folder)
+    for source in tokenizer_dir.iterdir():
+        if source.is_file() and source.name not in ("config.json", "generation_config.json"):
+            shutil.copy2(source, folder / source.name)
+
+
+def _files(weights: dict[str, Any]) -> dict[str, int]:
+    """Weight name -> number of the file that it goes into (from 1), in order, each file up to 4 GiB."""
+    files, used, number = {}, 0, 1
+    for name, weight in weights.items():
+        size = weight.numel() * weight.element_size()
+        if used and used + size > _BYTES_PER_FILE:
+            number, used = number + 1, 0
+        files[name] = number
+        used += size
+    return files

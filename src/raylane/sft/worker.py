@@ -1,0 +1,241 @@
+"""The worker of a fine-tuning run: one process of the group that holds a shard of the model and reads its own data.
+
+A plain class, built by `WorkerGroup` in an actor, or by anybody in a process that has the rank variables set. Every
+method is collective unless it says otherwise: the driver calls all workers with the same arguments, in one order.
+Called by `policy`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from raylane.sft import order, selfcheck, state, step
+from raylane.sft.config import RunConfig
+from raylane.sft.data import PreparedData
+from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.sft.model import SupervisedModel, build_model, sharded
+from raylane.sft.model_config import model_config
+from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.sft.parallel import ParallelDims
+from raylane.sft.rows import RowSource, open_rows
+from raylane.workers.batch import BatchDict
+
+__all__ = ["SftWorker"]
+
+_log = logging.getLogger(__name__)
+
+
+class SftWorker:
+    """Construct, `setup`, then steps. `teardown` before the process ends.
+
+    Numbers of steps count from 0. Randomness of a step (dropout, if the model has any) is seeded by run seed, step and
+    rank, so that nothing random needs to be saved and a resumed run goes on exactly.
+    """
+
+    def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
+        """Joins the process group: gloo, and nccl as well for device_type "cuda" (this worker's GPU is its first)."""
+        self._device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+        if device_type == "cuda":
+            torch.cuda.set_device(self._device)
+        torch.set_num_threads(num_threads)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._losses: dict[str, LossFunction] = {}
+        """Loss functions that the driver sent once, by name."""
+        self._free_since: float | None = None
+        """When the last step ended (monotonic seconds); None: something else has run since."""
+
+    def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
+        """Build model, optimizer and data; check that packing keeps documents apart. Replaces an earlier setup.
+
+        Returns facts for the log: number of parameters, of this worker's own, rows.
+        """
+        torch.manual_seed(config.sft.seed)
+        self._config, self._prepared, self._total_steps = config, prepared, total_steps
+        policy = config.policy
+        hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, _end_id(prepared))
+        mesh = ParallelDims.of(config).device_mesh(self._device.type)
+        self._model: SupervisedModel = build_model(hf_config, policy, mesh, self._device, config.sft.seed)
+        self._optimizer = make_optimizer(self._model, policy.optimizer)
+        self._loss = CrossEntropy(policy.loss_chunk_tokens)
+        self._train: RowSource = open_rows(prepared.train, policy, prepared.pad_id)
+        self._validation: RowSource | None = (
+            open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
+        )
+        selfcheck.check_model(self._model, self._train, self._device, policy.precision)
+        parameters = list(self._model.parameters())
+        return {
+            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters_held": sum(_held(parameter).numel() for parameter in parameters),
+            "train_rows": self._train.num_rows,
+        }
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def train_step(self, number: int) -> dict[str, float]:
+        """Step `number` on this worker's own rows of its global batch."""
+        started = time.perf_counter()
+        sft, policy = self._config.sft, self._config.policy
+        rows = order.batch_rows(
+            self._train.num_rows, policy.train_global_batch_size, sft.seed, number, self._config.data.shuffle
+        )
+        batch = _batch(self._train, order.rank_slice(rows, self._rank, self._world))
+        return self._step(batch, number, self._loss, policy.train_micro_batch_size, started)
+
+    def train_batch(
+        self, data: BatchDict, number: int, loss: str | None, micro_batch_size: int, eval_mode: bool
+    ) -> dict[str, float]:
+        """One step on this worker's part of a batch that the driver sent; with `eval_mode` the loss alone.
+
+        `data` has input_ids, position_ids and labels, int64 [B, T], and whatever the loss function reads. `loss` names
+        a function given to `add_loss`; None is cross-entropy.
+        """
+        started = time.perf_counter()
+        loss_fn = self._loss if loss is None else self._losses[loss]
+        if not eval_mode:
+            return self._step(data, number, loss_fn, micro_batch_size, started)
+        counts = step.count(data, self._device)
+        total = step.forward_only(self._model, data, micro_batch_size, loss_fn, self._device)
+        dist.all_reduce(total)
+        self._other_work_done()
+        return {"loss": float(total) / max(1, counts.supervised), "supervised_tokens": counts.supervised}
+
+    def add_loss(self, name: str, loss_fn: LossFunction) -> None:
+        """Keep a loss function, so that it is sent once and not with every step. Not collective."""
+        self._losses[name] = loss_fn
+
+    def _step(
+        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int, started: float
+    ) -> dict[str, float]:
+        policy = self._config.policy
+        ready = time.perf_counter()
+        torch.manual_seed(_step_seed(self._config.sft.seed, number, self._rank))
+        lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
+        set_learning_rate(self._optimizer, lr)
+        loss, norm, counts = step.optimize(
+            self._model, self._optimizer, batch, rows, loss_fn, policy.max_grad_norm, self._device
+        )
+        done = time.perf_counter()
+        waited = 0.0 if self._free_since is None else started - self._free_since
+        self._free_since = done
+        total = waited + done - started
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "supervised_tokens": counts.supervised,
+            "tokens": counts.tokens,
+            "tokens_per_s": counts.tokens / total,
+            "step_time_s": total,
+            "data_time_s": ready - started,
+            "dispatch_time_s": waited,
+            "compute_time_s": done - ready,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss over the supervised tokens of the validation set (its first `sft.val_batches`, or all)."""
+        if self._validation is None:
+            raise ValueError("there is no validation set: set data.validation or data.validation_fraction")
+        sft = self._config.sft
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        supervised = 0
+        for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
+            batch = _batch(self._validation, order.rank_slice(rows, self._rank, self._world))
+            supervised += step.count(batch, self._device).supervised
+            total += step.forward_only(self._model, batch, sft.val_micro_batch_size, self._loss, self._device)
+        dist.all_reduce(total)
+        self._other_work_done()
+        return {"loss": float(total) / max(1, supervised), "supervised_tokens": supervised}
+
+    def gradients(self, data: BatchDict, micro_batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
+        """(loss, whole gradient of every parameter by name, float32 on the CPU) of a batch; no weight changes.
+
+        For tests and for looking into a model; gathers one parameter after the other.
+        """
+        counts = step.count(data, self._device)
+        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device)
+        found = {name: _whole(p.grad) for name, p in self._model.causal_lm.named_parameters() if p.grad is not None}
+        self._optimizer.zero_grad(set_to_none=True)
+        self._other_work_done()
+        return loss, found
+
+    def own_rows(self, number: int) -> BatchDict:
+        """This worker's rows of step `number`, as `train_step` reads them. Not collective."""
+        policy = self._config.policy
+        rows = order.batch_rows(
+            self._train.num_rows,
+            policy.train_global_batch_size,
+            self._config.sft.seed,
+            number,
+            self._config.data.shuffle,
+        )
+        return _batch(self._train, order.rank_slice(rows, self._rank, self._world))
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: str, next_step: int) -> None:
+        """Write this run's state; `next_step` is the step that a resumed run begins with."""
+        optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
+        state.save_state(Path(folder), self._model, optimizer, next_step)
+        self._other_work_done()
+
+    def load_state(self, folder: str) -> int:
+        """Read the state back, on any layout; returns the step to begin with."""
+        path = Path(folder)
+        optimizer = self._optimizer if state.has_optimizer(path) else None
+        if optimizer is None and self._rank == 0:
+            _log.warning("%s holds no optimizer state: it starts anew, and losses will differ", folder)
+        sharded(self._model).reshard()
+        next_step = state.load_state(path, self._model, optimizer)
+        self._other_work_done()
+        return next_step
+
+    def save_hf(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder."""
+        state.save_hf(Path(folder), self._model, self._prepared.tokenizer_dir)
+        self._other_work_done()
+
+    def process_id(self) -> int:
+        """Not collective."""
+        return os.getpid()
+
+    def teardown(self) -> None:
+        """Leave the process group. All wait for all first: a process that leaves early can abort the others."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def _other_work_done(self) -> None:
+        # A forward without a backward leaves the last group gathered; it would be stale after the next weight change.
+        sharded(self._model).reshard()
+        self._free_since = None
+
+
+def _batch(source: RowSource, rows: Any) -> BatchDict:
+    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
+
+
+def _step_seed(seed: int, number: int, rank: int) -> int:
+    """Distinct for every (step, rank) of a run; plain arithmetic modulo 2**63, so equal on every machine."""
+    return (seed * 1_000_003 + number * 65_537 + rank) % 2**63
+
+
+def _end_id(prepared: PreparedData) -> int | None:
+    return prepared.end_ids[0] if prepared.end_ids else None
+
+
+def _held(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return whole.detach().float().cpu()
