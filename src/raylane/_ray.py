@@ -1,0 +1,175 @@
+"""The only door to what Ray does not call public. Every other module of raylane uses `ray`'s documented names alone.
+
+What is used, and why (each checked on Ray 2.60.0; tests/rules names the one that is gone when a new Ray drops it):
+
+| name | used for |
+| --- | --- |
+| worker.global_worker: mode, worker_id, actor_id, actors, core_worker | which process and which call this is |
+| CoreWorker.get_current_task_id / get_current_task_function_name | to know that Ray, not Python, made this call |
+| CoreWorker.is_canceled | a cancelled call publishes nothing |
+| CoreWorker.add_object_out_of_scope_callback | lifetimes: Ray's own reference count tells when a value is free |
+| CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | hand a ref over a link (object_store) |
+| `__ray_invocation_decorator__` on a method | runs in the caller, sees the refs that the call returned |
+| `__ray_num_returns__` and its siblings on a method | what `ray.method` writes and Ray reads back |
+| ObjectRef.task_id().actor_id() | which actor produced a ref |
+| ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
+| ray.experimental.internal_kv | the cluster's secret and where producers listen |
+
+Nothing here keeps state beyond what Ray keeps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray._private import worker as _worker
+from ray.cloudpickle import CloudPickler
+from ray.experimental import internal_kv
+
+__all__ = [
+    "INVOCATION_HOOK",
+    "METHOD_OPTIONS",
+    "CloudPickler",
+    "actor_of",
+    "actor_target",
+    "adopt_ref",
+    "call_identity",
+    "connected",
+    "current_actor_id",
+    "describe_self",
+    "hand_over_ref",
+    "is_actor_call",
+    "is_canceled",
+    "kv_get",
+    "kv_put_if_absent",
+    "kv_set",
+    "node_ip",
+    "on_out_of_scope",
+    "worker_token",
+]
+
+CHECKED_ON = ("2.60.0",)
+INVOCATION_HOOK = "__ray_invocation_decorator__"
+METHOD_OPTIONS = (
+    "num_returns",
+    "concurrency_group",
+    "max_task_retries",
+    "retry_exceptions",
+    "generator_backpressure_num_objects",
+    "enable_task_events",
+)
+"""What `ray.method` may leave on a function, as `__ray_<name>__`."""
+_KV_NAMESPACE = b"raylane"
+
+
+def connected() -> bool:
+    return bool(ray.is_initialized())
+
+
+def worker_token() -> bytes | None:
+    """Identifies this process's membership in one cluster session; None when not connected."""
+    worker = _worker.global_worker
+    return worker.worker_id if worker.connected else None
+
+
+def current_actor_id() -> str | None:
+    """Hexadecimal id of the actor that this process is, or None (driver, task worker)."""
+    actor_id = _worker.global_worker.actor_id
+    return None if actor_id is None or actor_id.is_nil() else actor_id.hex()
+
+
+def call_identity() -> tuple[str, bytes] | None:
+    """(function name, task id) of the call Ray runs in this thread or coroutine; None outside any call."""
+    worker = _worker.global_worker
+    if worker.mode != _worker.WORKER_MODE:
+        return None
+    core = worker.core_worker
+    name = core.get_current_task_function_name()
+    if not name:
+        return None
+    return name, core.get_current_task_id().binary()
+
+
+def actor_target(name: str) -> Any:
+    """What the class of this process's actor holds under a method name, without Ray's tracing wrapper; None if this
+    is no actor or it has no such name."""
+    worker = _worker.global_worker
+    actor_id = worker.actor_id
+    instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
+    if instance is None:
+        return None
+    found = inspect.getattr_static(type(instance), name, None)
+    if isinstance(found, classmethod | staticmethod):
+        found = found.__func__
+    # Ray wraps every method once for tracing; functools.wraps makes the copy look like ours, its code name does not.
+    while getattr(getattr(found, "__code__", None), "co_name", "") == "_resume_span":
+        found = found.__wrapped__
+    return found
+
+
+def describe_self() -> str:
+    """This process as an error message should name it: its actor and class, or what else it is."""
+    worker = _worker.global_worker
+    actor_id = worker.actor_id
+    instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
+    if instance is not None:
+        return f"Actor({type(instance).__name__}, {actor_id.hex()})"
+    return "the driver" if worker.mode == _worker.SCRIPT_MODE else "a task worker"
+
+
+def node_ip() -> str:
+    ip: str = ray.util.get_node_ip_address()
+    return ip
+
+
+def is_canceled() -> bool:
+    return bool(_worker.global_worker.core_worker.is_canceled())
+
+
+def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
+    """Call `callback(object id)` once, on a thread of Ray's, when nobody in the cluster can reach `ref` any more.
+
+    ValueError if this process does not own the ref. The callback may use Ray; an exception in it is logged and lost.
+    """
+    _worker.global_worker.core_worker.add_object_out_of_scope_callback(ref, callback)
+
+
+def actor_of(ref: Any) -> bytes:
+    """Binary id of the actor whose method returned `ref`."""
+    binary: bytes = ref.task_id().actor_id().binary()
+    return binary
+
+
+def is_actor_call(ref: Any) -> bool:
+    """Whether an actor's method returned `ref` (and not a plain task)."""
+    return not ref.task_id().actor_id().is_nil()
+
+
+def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:
+    """(object id, owner address): what another process needs to `adopt_ref`. The giver keeps `ref` until then."""
+    _, owner, _ = _worker.global_worker.core_worker.serialize_object_ref(ref)
+    return ref.binary(), owner
+
+
+def adopt_ref(binary: bytes, owner: bytes) -> Any:
+    ref = ray.ObjectRef(binary)
+    _worker.global_worker.core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, b"")
+    return ref
+
+
+def kv_get(key: str) -> bytes | None:
+    value: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_KV_NAMESPACE)
+    return value
+
+
+def kv_set(key: str, value: bytes) -> None:
+    internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=_KV_NAMESPACE)
+
+
+def kv_put_if_absent(key: str, value: bytes) -> bytes:
+    """Store unless there is something already; returns what is stored now."""
+    internal_kv._internal_kv_put(key.encode(), value, overwrite=False, namespace=_KV_NAMESPACE)
+    return kv_get(key) or value

@@ -1,0 +1,93 @@
+"""The contract of a transport: one file, one object, found by name in the registry, addable from another package.
+
+A backend moves the blocks of one value from their source into this process. What it can do is a frozen record that the
+chooser reads; whether it can connect two given places is a pure question with an answer in words.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raylane.core.deadline import Deadline
+from raylane.core.place import Place
+from raylane.errors import TensorFreedError
+from raylane.transport.ticket import Source, Ticket
+
+if TYPE_CHECKING:
+    from raylane.transport.endpoint import Endpoint
+
+SMALL_BLOCK_BYTES = 1 << 16
+"""Blocks below this share one buffer: a thousand small tensors are one allocation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a transport is for; `summary` is one line for people."""
+
+    summary: str
+    same_process: bool = False
+    same_host: bool = False
+    across_hosts: bool = False
+    one_sided: bool = False
+    """Whether the source's Python takes no part in a read."""
+    calls_ray: bool = False
+    """Whether a read uses Ray itself, which is not possible while Ray unpickles the ticket."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What a read brought."""
+
+    blocks: list[Any]
+    """ctypes arrays, one per block of the ticket, owned by whoever holds them."""
+    mutated: bool
+    """Whether the source saw a write since publication (False where the transport cannot tell)."""
+    creator_read: bool
+    """Whether the producing process received the same value itself before."""
+
+
+class Backend(abc.ABC):
+    """One way to move bytes. Stateless, or thread-safe; per-process state lives in the endpoint."""
+
+    name: str
+    capability: Capability
+
+    @abc.abstractmethod
+    def refusal(self, source: Source, here: Place) -> str | None:
+        """Why this transport cannot bring a value from `source` to `here`; None if it can. Pure."""
+
+    @abc.abstractmethod
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
+        """Bring the blocks. Waits, at most until the deadline. Raises SourceLostError, TensorFreedError,
+        TransferTimeoutError, ProtocolError; TransportUnavailableError when this way turns out not to exist, after which
+        `auto` takes the next."""
+
+
+def freed(ticket: Ticket) -> TensorFreedError:
+    """The error for a value that its source, which is alive, no longer holds."""
+    source = ticket.origin()
+    return TensorFreedError(
+        f"{source} has freed this value: every ref to it was gone, or the process that owned the ref has died. "
+        "Keep the ref (in a process that stays) until all readers are done",
+        source=source.label,
+        key=ticket.key.hex(),
+    )
+
+
+def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
+    """Warm memory for every block: large ones each their own, small ones in one shared buffer."""
+    small = [i for i, block in enumerate(ticket.blocks) if block.nbytes < SMALL_BLOCK_BYTES]
+    offsets, total = {}, 0
+    for i in small:
+        offsets[i] = total
+        total += -(-ticket.blocks[i].nbytes // 64) * 64
+    shared: Any = endpoint.pool.take(total) if total else None
+    return [
+        (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
+        if i in offsets
+        else endpoint.pool.take(block.nbytes)
+        for i, block in enumerate(ticket.blocks)
+    ]

@@ -1,0 +1,56 @@
+"""object_store: the source puts the blocks into Ray's object store and the reader takes them from there.
+
+For `raylane.get(ref, tensor_transport="object_store")`, and when no other way exists. A value that its producer
+declared `object_store` never comes here: it is an ordinary Ray object from the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import ray
+
+from raylane import _ray
+from raylane.core.deadline import Deadline
+from raylane.core.place import Place
+from raylane.core.segment import address_of
+from raylane.errors import TransferTimeoutError
+from raylane.transport import wire
+from raylane.transport.backends.base import Arrival, Backend, Capability, allocate
+from raylane.transport.backends.tcp import freed_or_odd
+from raylane.transport.ticket import Source, Ticket
+
+if TYPE_CHECKING:
+    from raylane.transport.endpoint import Endpoint
+
+
+class ObjectStoreBackend(Backend):
+    name = "object_store"
+    capability = Capability(
+        summary="through Ray's object store", same_process=True, same_host=True, across_hosts=True, calls_ray=True
+    )
+
+    def refusal(self, source: Source, here: Place) -> str | None:
+        return None
+
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
+        source = ticket.origin()
+        with endpoint.links().borrow(endpoint.address_of(source), source, deadline) as link:
+            link.send(wire.Put(ticket.key))
+            answer = link.receive()
+            if isinstance(answer, wire.PutReply):
+                ref = _ray.adopt_ref(answer.object_id, answer.owner)
+                try:
+                    arrays = ray.get(ref, timeout=deadline.left_s())
+                except ray.exceptions.GetTimeoutError as error:
+                    raise TransferTimeoutError(
+                        f"Ray's object store did not deliver the value of {source} within {deadline.timeout_s} s"
+                    ) from error
+                blocks = allocate(ticket, endpoint)
+                for mine, array in zip(blocks, arrays, strict=True):
+                    ctypes.memmove(address_of(mine), array.ctypes.data, array.nbytes)
+                del arrays, ref
+                link.send(wire.Done(ticket.key))
+                return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
+        raise freed_or_odd(answer, source, ticket)

@@ -1,0 +1,63 @@
+"""Transports by name: ours, those of other packages (entry points in the group `raylane.backends`), and those that are
+known but not here, with the reason."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from raylane.errors import TransportUnavailableError
+from raylane.transport.backends.base import Backend
+from raylane.transport.backends.host import HostBackend
+from raylane.transport.backends.local import LocalBackend
+from raylane.transport.backends.object_store import ObjectStoreBackend
+from raylane.transport.backends.tcp import TcpBackend
+
+AUTO = "auto"
+AUTO_ORDER = ("local", "host", "tcp", "object_store")
+NOT_YET = {
+    "cuda_ipc": "this version of raylane moves CUDA tensors through host memory",
+    "nixl": "this version of raylane has no NIXL transport",
+    "nccl": "this version of raylane has no NCCL transport",
+    "gloo": "this version of raylane has no Gloo transport; between CPU processes of a host, host is faster",
+}
+"""Transports that Ray users know by name and that this version does not have."""
+
+
+@functools.lru_cache(maxsize=1)
+def backends() -> Mapping[str, Backend]:
+    """All transports of this environment by name. A broken entry point is an error here, not a silent gap."""
+    found: dict[str, Backend] = {
+        backend.name: backend for backend in (LocalBackend(), HostBackend(), TcpBackend(), ObjectStoreBackend())
+    }
+    for point in entry_points(group="raylane.backends"):
+        try:
+            backend = point.load()()
+        except Exception as error:
+            raise TransportUnavailableError(
+                f"transport {point.name!r} of {point.value} cannot be loaded: {error!r}; repair or uninstall it"
+            ) from error
+        found[backend.name] = backend
+    return found
+
+
+def check_name(name: object) -> str:
+    """The name in its usual spelling. ValueError for an unknown one, TransportUnavailableError for one not here."""
+    if not isinstance(name, str):
+        raise TypeError(f"tensor_transport={name!r}: a transport is named by a string, one of {_known()}")
+    lower = name.lower()
+    if lower == AUTO or lower in backends():
+        return lower
+    if lower in NOT_YET:
+        raise TransportUnavailableError(
+            f"tensor_transport={name!r} is not available: {NOT_YET[lower]}. Use {AUTO!r}, or one of {_known()}"
+        )
+    close = difflib.get_close_matches(lower, [AUTO, *backends(), *NOT_YET], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"tensor_transport={name!r} is unknown{hint} Known here: {_known()}")
+
+
+def _known() -> str:
+    return ", ".join([AUTO, *backends()])

@@ -1,0 +1,45 @@
+"""tcp: the source's listener sends the blocks over TCP, straight from tensor memory into pooled memory. Anything,
+anywhere: what `auto` falls back to when nothing closer works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raylane.core.deadline import Deadline
+from raylane.core.place import Place
+from raylane.errors import ProtocolError, TensorFreedError
+from raylane.transport import wire
+from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed
+from raylane.transport.ticket import Source, Ticket
+
+if TYPE_CHECKING:
+    from raylane.transport.endpoint import Endpoint
+
+
+class TcpBackend(Backend):
+    name = "tcp"
+    capability = Capability(summary="sent by the source over TCP", same_process=True, same_host=True, across_hosts=True)
+
+    def refusal(self, source: Source, here: Place) -> str | None:
+        return None
+
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
+        source = ticket.origin()
+        with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
+            link.send(wire.Read(ticket.key))
+            answer = link.receive()
+            if isinstance(answer, wire.Data):
+                sizes = [block.nbytes for block in ticket.blocks]
+                if answer.sizes != sizes:
+                    raise ProtocolError(f"{source} sends blocks of {answer.sizes} bytes, the ticket says {sizes}")
+                blocks = allocate(ticket, endpoint)
+                link.receive_into(blocks)
+                return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
+        raise freed_or_odd(answer, source, ticket)
+
+
+def freed_or_odd(answer: wire.Message, source: Source, ticket: Ticket) -> TensorFreedError | ProtocolError:
+    """The error for an answer that does not bring the value."""
+    if isinstance(answer, wire.Gone):
+        return freed(ticket)
+    return ProtocolError(f"{source} answered a read with {type(answer).__name__}")

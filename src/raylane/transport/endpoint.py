@@ -1,0 +1,216 @@
+"""This process's end of the transport: one object that owns the store, the pool, the listener and the links.
+
+Made when first needed, for as long as this process is connected to one Ray session; after a `ray.shutdown` and a new
+`ray.init` the next use makes a fresh one. Everything in `transport` reaches its state through `endpoint()`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from raylane import _ray
+from raylane.core import place, vm
+from raylane.core.deadline import Deadline
+from raylane.core.segment import BufferPool
+from raylane.errors import SourceLostError, TransportUnavailableError
+from raylane.transport import wire
+from raylane.transport.lifetime import Anchors, Keeper
+from raylane.transport.link import Address, LinkPool
+from raylane.transport.listener import Listener
+from raylane.transport.store import Store
+from raylane.transport.ticket import Source
+
+MAX_IDLE_POOL_BYTES = 4 << 30
+FETCH_THREADS = 4
+
+
+def pool_limit_bytes() -> int:
+    """Idle receive memory to keep: `RAYLANE_POOL_BYTES`, else an eighth of the machine's memory, at most 4 GiB."""
+    text = os.environ.get("RAYLANE_POOL_BYTES")
+    if text:
+        if not text.isdigit():
+            raise ValueError(f"RAYLANE_POOL_BYTES={text!r} is not a number of bytes, such as 1073741824")
+        return int(text)
+    return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+
+
+class Endpoint:
+    """State of one process in one Ray session. Its parts are thread-safe; its own lock guards their creation only."""
+
+    def __init__(self, token: bytes) -> None:
+        self.token = token
+        self.place = place.here()
+        self.store = Store()
+        self.pool = BufferPool(pool_limit_bytes())
+        self.blocked: dict[tuple[str, place.Place], str] = {}
+        """Transports that were tried on a process and cannot reach it, with the reason."""
+        self.counts: collections.Counter[str] = collections.Counter()
+        """Values and bytes by what happened to them; approximate where threads meet."""
+        self._lock = threading.RLock()
+        self._secret: bytes | None = None
+        self._listener: Listener | None = None
+        self._source: Source | None = None
+        self._keeper: Keeper | None = None
+        self._anchors: Anchors | None = None
+        self._links: LinkPool | None = None
+        self._fetchers: ThreadPoolExecutor | None = None
+
+    def over(self) -> bool:
+        """Whether the session this was made for has ended."""
+        return _ray.worker_token() != self.token
+
+    def secret(self) -> bytes:
+        """What all processes of this Ray cluster share and nobody else knows."""
+        if self._secret is None:
+            with self._lock:
+                if self._secret is None:
+                    self._secret = _ray.kv_put_if_absent("secret", secrets.token_bytes(32))
+        return self._secret
+
+    def source(self) -> Source:
+        """Who holds what this process publishes. Starts the listener at the first call."""
+        if self._source is not None:
+            return self._source
+        with self._lock:
+            if self._source is None:
+                vm.allow_readers()
+                name = f"raylane-{self.token.hex()}"
+                host = _ray.node_ip()
+                self._listener = Listener(
+                    self.store,
+                    self.secret(),
+                    name=name,
+                    host=host,
+                    put_blocks=_put_blocks,
+                    session_over=self.over,
+                )
+                source = Source(self.place, _ray.describe_self(), name, self._listener.host, self._listener.port)
+                actor = _ray.current_actor_id()
+                if actor is not None:
+                    _ray.kv_set(_actor_key(bytes.fromhex(actor)), msgspec.msgpack.encode(source))
+                self._source = source
+        return self._source
+
+    def keeper(self) -> Keeper:
+        if self._keeper is None:
+            with self._lock:
+                if self._keeper is None:
+                    self._keeper = Keeper(self._holds_anything, self.over)
+        return self._keeper
+
+    def anchors(self) -> Anchors:
+        if self._anchors is None:
+            with self._lock:
+                if self._anchors is None:
+                    self._anchors = Anchors()
+        return self._anchors
+
+    def links(self) -> LinkPool:
+        if self._links is None:
+            with self._lock:
+                if self._links is None:
+                    self._links = LinkPool(self.secret(), _ray.describe_self())
+        return self._links
+
+    def fetchers(self) -> ThreadPoolExecutor:
+        """Threads that fetch several values at once."""
+        if self._fetchers is None:
+            with self._lock:
+                if self._fetchers is None:
+                    self._fetchers = ThreadPoolExecutor(FETCH_THREADS, "raylane-fetch")
+        return self._fetchers
+
+    def address_of(self, source: Source) -> Address:
+        """How a control link reaches a source from here."""
+        near = source.place.same_host(self.place) and source.place.net_namespace == self.place.net_namespace
+        return source.unix if near else (source.host, source.port)
+
+    def _holds_anything(self, actor: bytes, deadline: Deadline) -> bool:
+        """Whether an actor still holds published values. False if it never published, or is gone."""
+        data = _ray.kv_get(_actor_key(actor))
+        if data is None:
+            return False
+        source = msgspec.msgpack.decode(data, type=Source)
+        try:
+            with self.links().borrow(self.address_of(source), source, deadline) as link:
+                link.send(wire.Holding())
+                answer = link.receive()
+        except SourceLostError:
+            return False
+        return isinstance(answer, wire.Held) and answer.count > 0
+
+    def stats(self) -> dict[str, Any]:
+        self.pool.settle()
+        found: dict[str, Any] = dict(self.counts)
+        found.update(self.store.stats())
+        found["kept_actors"] = len(self._keeper) if self._keeper else 0
+        found["idle_links"] = len(self._links) if self._links else 0
+        found["pool_idle_bytes"] = self.pool.idle_bytes
+        found["pool_used_bytes"] = self.pool.used_bytes
+        found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
+        return found
+
+    def close(self) -> None:
+        """End threads and links and let go of everything published. Waits a few seconds at most."""
+        for part in (self._keeper, self._anchors, self._listener, self._links):
+            if part is not None:
+                part.close()
+        if self._fetchers is not None:
+            self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self.store.clear()
+
+
+def _actor_key(actor: bytes) -> str:
+    return f"actor/{actor.hex()}"
+
+
+def _put_blocks(views: list[memoryview]) -> tuple[bytes, bytes, object]:
+    import numpy as np
+    import ray
+
+    ref = ray.put([np.frombuffer(view, dtype=np.uint8) for view in views])
+    return (*_ray.hand_over_ref(ref), ref)
+
+
+_current: Endpoint | None = None
+_making = threading.Lock()
+
+
+def endpoint() -> Endpoint:
+    """This process's endpoint in the current Ray session. TransportUnavailableError when not connected to Ray."""
+    global _current
+    token = _ray.worker_token()
+    current = _current
+    if current is not None and current.token == token:
+        return current
+    if token is None:
+        raise TransportUnavailableError("this process is not connected to Ray: call ray.init() first")
+    with _making:
+        if _current is None or _current.token != token:
+            if _current is not None:
+                _current.close()
+            _current = Endpoint(token)
+        return _current
+
+
+def existing() -> Endpoint | None:
+    """The endpoint if there is one, without making it."""
+    return _current
+
+
+@atexit.register
+def close() -> None:
+    """End this process's endpoint, if it has one; the next use makes a new one."""
+    global _current
+    with _making:
+        current, _current = _current, None
+    if current is not None:
+        current.close()

@@ -1,0 +1,166 @@
+"""Turns a returned or put value into a ticket, at the moment Ray pickles it.
+
+That late moment is the point: Ray then knows which refs and handles the value contains, a result that is split by
+`num_returns` is published piece by piece, and what Ray never pickles is never published. The unpickling side is
+`reader.materialize`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pickle
+import secrets
+from collections.abc import Iterator
+from typing import Any, SupportsIndex
+
+import torch
+
+from raylane import _ray
+from raylane.core.segment import write_segment
+from raylane.transport import codec
+from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.options import PublishOptions
+from raylane.transport.store import Entry
+from raylane.transport.ticket import VERSION, Ticket, encode
+
+INLINE_BYTES = 1 << 16
+"""Up to here the tensors travel inside the ticket: Ray carries results below 100 KB in the reply itself."""
+OUT_OF_BAND_BYTES = 1 << 16
+"""A skeleton from this size on is handed to Ray as a buffer of its own, which it does not copy twice."""
+
+
+class Publication:
+    """One call's results, or one put: under which keys its values are kept, and what frees them."""
+
+    __slots__ = ("anchor", "anchored", "keys", "options")
+
+    def __init__(self, options: PublishOptions, *, anchored: bool) -> None:
+        self.options = options
+        self.anchored = anchored
+        """Whether the tickets carry an anchor. A put needs none: the ref that it returns is this process's own."""
+        self.anchor: Any = None
+        """One for all results of a call: they are freed with the last of them."""
+        self.keys: list[bytes] = []
+        """What was published; empty as long as everything went inline."""
+
+    def value(self, value: Any) -> Any:
+        """What to give Ray in place of a call's result. Tuples and lists may yet be split by `num_returns`."""
+        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+            return ReturnedMany(value, self)
+        return Returned(value, self)
+
+    def free_after(self, ref: Any) -> None:
+        """Free what is published under this, now and later, when a ref of this process is out of scope everywhere.
+
+        The callback holds the list of keys alone: holding this object it would hold the anchor, for ever."""
+        _ray.on_out_of_scope(ref, functools.partial(_free, self.keys))
+
+
+def _free(keys: list[bytes], _: object = None) -> None:
+    if keys:
+        endpoint().store.free(keys)
+
+
+class Returned:
+    """Stands for one value until Ray pickles it."""
+
+    __slots__ = ("_publication", "_value")
+
+    def __init__(self, value: Any, publication: Publication) -> None:
+        self._value = value
+        self._publication = publication
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self._value, self._publication)
+
+
+class ReturnedMany(tuple[Any, ...]):
+    """A tuple or list: Ray either pickles it whole (one return) or takes its items one by one (`num_returns`)."""
+
+    _value: Any
+    _publication: Publication
+
+    def __new__(cls, value: Any, publication: Publication) -> ReturnedMany:
+        self = super().__new__(cls, value)
+        self._value = value
+        self._publication = publication
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Returned(item, self._publication) for item in self._value)
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        if isinstance(index, slice):
+            raise TypeError("a result waiting to be published is taken item by item")
+        return Returned(self._value[index], self._publication)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self._value, self._publication)
+
+
+def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
+    from raylane.transport.reader import materialize  # they name each other: a ticket says who redeems it
+
+    skeleton, leaves = codec.encode(value)
+    if not leaves:
+        return pickle.loads, (_buffer(skeleton),)
+    layout = codec.plan(leaves)
+    size = sum(block.nbytes for block in layout.blocks)
+    here = endpoint()
+    options = publication.options
+    if size <= INLINE_BYTES and options.tensor_transport == "auto" and not options.snapshot:
+        here.counts["inline"] += 1
+        inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
+        ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
+        return materialize, (encode(ticket), _buffer(skeleton))
+    ticket = _publish(here, leaves, layout, publication)
+    if not publication.anchored:
+        return materialize, (encode(ticket), _buffer(skeleton))
+    return materialize, (encode(ticket), _buffer(skeleton), _anchor(here, publication))
+
+
+def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
+    options = publication.options
+    source = here.source()
+    entry = Entry(
+        key=secrets.token_bytes(16),
+        leaves=leaves,
+        layout=layout,
+        spans=[codec.span(leaf) for leaf in leaves],
+        versions=[
+            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        ],
+    )
+    if options.snapshot:
+        for block in layout.blocks:
+            view = memoryview((ctypes.c_char * block.nbytes).from_address(block.start)).cast("B")
+            entry.segments.append(write_segment(view))
+        entry.leaves, entry.spans, entry.versions = [], [], []
+        layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
+    here.store.publish(entry)
+    publication.keys.append(entry.key)
+    return Ticket(
+        version=VERSION,
+        wanted=options.tensor_transport,
+        on_mutation=options.on_mutation,
+        specs=layout.specs,
+        blocks=layout.blocks,
+        key=entry.key,
+        source=source,
+        header_address=entry.header_address,
+        nonce=entry.nonce,
+        segments=list(entry.segments),
+    )
+
+
+def _buffer(skeleton: bytes) -> bytes | pickle.PickleBuffer:
+    return pickle.PickleBuffer(skeleton) if len(skeleton) >= OUT_OF_BAND_BYTES else skeleton
+
+
+def _anchor(here: Endpoint, publication: Publication) -> Any:
+    """The ref that is nested in this call's tickets: Ray frees it after the last of them, and then so do we."""
+    if publication.anchor is None:
+        publication.anchor = here.anchors().take()
+        publication.free_after(publication.anchor)
+    return publication.anchor

@@ -1,0 +1,185 @@
+"""Redeems tickets: what runs when Ray unpickles one, and what `raylane.get` does with it.
+
+`materialize` is named in every ticket. It returns a value or, if that cannot be had, an *instance* of a TransportError:
+Ray raises such an instance by itself, of that very class, wherever the value would have gone. Nothing reached from
+there calls Ray but for one key look-up per process.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.errors import ProtocolError, TensorMutatedError, TransportError, TransportUnavailableError
+from raylane.transport import codec
+from raylane.transport.backends.base import Arrival, freed
+from raylane.transport.backends.registry import AUTO, backends
+from raylane.transport.choose import choose
+from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.ticket import Ticket, decode
+
+_FRAMES_TO_GET = 16
+"""Five lie between `materialize` and `Worker.get_objects` in Ray 2.60; more in nested values."""
+
+
+class _Collecting(threading.local):
+    active = False
+
+
+_collecting = _Collecting()
+"""Set while `raylane.get` calls `ray.get` in this thread: tickets are then returned unredeemed, as Pending."""
+
+
+class Pending:
+    """A value that is not fetched yet. Seen by `raylane.get` and by decorated methods' wrappers, never by users."""
+
+    __slots__ = ("future", "skeleton", "ticket")
+
+    def __init__(self, ticket: Ticket, skeleton: bytes) -> None:
+        self.ticket = ticket
+        self.skeleton = skeleton
+        self.future: Future[Any] | None = None
+
+    def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> None:
+        """Fetch on a thread of the endpoint's."""
+        self.future = (
+            endpoint()
+            .fetchers()
+            .submit(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray)
+        )
+
+    def result(self) -> Any:
+        """Wait; the fetch has a deadline of its own. Raises what it raised."""
+        if self.future is None:
+            raise AssertionError("a pending value was waited for before it was started")
+        return self.future.result()
+
+
+def materialize(payload: bytes, skeleton: bytes, anchor: object = None) -> Any:
+    """Called by unpickling, with Ray's locks held. `anchor` is there to be counted by Ray, not used."""
+    try:
+        ticket = decode(payload)
+    except ValueError as error:
+        return ProtocolError(str(error))
+    if ticket.inline is not None:
+        return codec.decode(skeleton, codec.build(ticket.specs, [bytearray(block) for block in ticket.inline]))
+    if _collecting.active:
+        return Pending(ticket, skeleton)
+    deadline = Deadline(default_timeout_s())
+    if not _inside_get():
+        from raylane.transport.calls import runs_a_wrapper  # it imports this module
+
+        if runs_a_wrapper():
+            pending = Pending(ticket, skeleton)
+            pending.start(None, deadline, may_call_ray=False)
+            return pending
+    try:
+        return redeem(ticket, skeleton, None, deadline, may_call_ray=False)
+    except TransportError as error:
+        return error
+
+
+def _inside_get() -> bool:
+    """Whether `ray.get` called this, in whatever thread: `Worker.get_objects` is then a few frames up."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_GET):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "get_objects":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> Any:
+    """The value. Waits for its bytes, at most until the deadline. Raises TransportError of some kind."""
+    here = endpoint()
+    source = ticket.origin()
+    wish = ticket.wanted if wanted is None else wanted
+    choice = choose(source, here.place, wish, backends(), here.blocked, may_call_ray=may_call_ray)
+    if choice.names[0] == "local":
+        entry = here.store.get(ticket.key)
+        if entry is None or entry.nonce != ticket.nonce:
+            raise freed(ticket)
+        if not entry.segments:
+            here.counts["local"] += 1
+            _, by_remote = here.store.mark_read(entry, creator=True)
+            if by_remote:
+                _warn_shared(ticket)
+            return codec.decode(skeleton, entry.leaves)
+    arrival = _fetch(here, ticket, choice.names, deadline, last_resort=wish != AUTO)
+    if arrival.mutated:
+        _say_mutated(ticket)
+    if arrival.creator_read:
+        _warn_shared(ticket)
+    return codec.decode(skeleton, _leaves(ticket, arrival))
+
+
+def _fetch(here: Endpoint, ticket: Ticket, names: tuple[str, ...], deadline: Deadline, *, last_resort: bool) -> Arrival:
+    """Try the transports in order; one that turns out not to exist between these processes is not tried again."""
+    source = ticket.origin()
+    for name in names:
+        try:
+            arrival = backends()[name].fetch(ticket, here, deadline)
+        except TransportUnavailableError as error:
+            here.blocked[name, source.place] = error.message
+            if last_resort or name == names[-1]:
+                raise
+            continue
+        here.counts[name] += 1
+        here.counts[f"{name}_bytes"] += ticket.nbytes
+        return arrival
+    raise AssertionError(f"no transport to try for {source}")
+
+
+def _leaves(ticket: Ticket, arrival: Arrival) -> list[Any]:
+    try:
+        return codec.build(ticket.specs, arrival.blocks)
+    except (RuntimeError, AssertionError) as error:  # torch raises either where there is no CUDA
+        devices = sorted({spec.device for spec in ticket.specs if spec.device != "cpu"})
+        if not devices:
+            raise
+        raise TransportUnavailableError(
+            f"the value of {ticket.origin()} has tensors on {', '.join(devices)}, which this process does not have "
+            f"({error}); move them to the CPU before returning them, or read them on a GPU"
+        ) from error
+
+
+def _say_mutated(ticket: Ticket) -> None:
+    if ticket.on_mutation == "allow":
+        return
+    text = (
+        f"a tensor published by {ticket.origin()} was written to in place before this read, so the reader sees the "
+        "later content. Wait for readers with raylane.wait_tensor_freed(tensor), or publish with snapshot=True"
+    )
+    if ticket.on_mutation == "error":
+        raise TensorMutatedError(text, source=ticket.origin().label)
+    warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def _warn_shared(ticket: Ticket) -> None:
+    if ticket.on_mutation != "allow":
+        warnings.warn(
+            f"a value is passed both to {ticket.origin()}, which created it, and to other processes. Its tensors are "
+            "not copied for the creator: if that writes to them, the others see it or not depending on when they read. "
+            "Publish with snapshot=True, or clone before writing",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def collect(refs: list[Any], timeout_s: float | None) -> list[Any]:
+    """`ray.get` that leaves tickets unredeemed. Raises what `ray.get` raises."""
+    import ray
+
+    _collecting.active = True
+    try:
+        values: list[Any] = ray.get(refs, timeout=timeout_s)
+    finally:
+        _collecting.active = False
+    return values

@@ -1,0 +1,132 @@
+"""What this process has published and not yet been told to let go of.
+
+The store keeps the producer's own tensor objects (no copy) under the key that the ticket carries. It knows nothing of
+sockets or of Ray: `publish` fills it, Ray's reference count empties it. One lock, held only to decide; memory is
+released and descriptors are closed after it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raylane.core.deadline import Deadline
+from raylane.core.segment import HeaderSlots
+from raylane.core.spans import Span
+from raylane.transport.codec import Layout
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One published value."""
+
+    key: bytes
+    leaves: list[Any]
+    """The producer's own objects, in the order of the skeleton's numbers; empty for a snapshot."""
+    layout: Layout
+    spans: list[Span]
+    """Where the producer's own tensors lie (device addresses for CUDA), for `wait_freed`."""
+    segments: list[int] = field(default_factory=list)
+    """memfds, one per block, for a snapshot."""
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    slot: int = -1
+    header_address: int = 0
+    nonce: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.layout.blocks)
+
+    def mutated(self) -> bool:
+        """Whether torch saw an in-place write to a leaf since publication (NumPy arrays keep no count)."""
+        return any(tensor._version != version for tensor, version in self.versions)
+
+
+class Store:
+    """Keys to entries, and who waits for which memory to be free. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards everything below
+        self._freed = threading.Condition(self._lock)
+        self._entries: dict[bytes, Entry] = {}
+        self._headers = HeaderSlots()
+        self.published = 0
+        self.nbytes = 0
+
+    def publish(self, entry: Entry) -> None:
+        """Keep an entry, whose key is new, until `free`. Fills in where its header is."""
+        with self._lock:
+            entry.slot, entry.header_address, entry.nonce = self._headers.open()
+            self._entries[entry.key] = entry
+            self.published += 1
+            self.nbytes += entry.nbytes
+
+    def get(self, key: bytes) -> Entry | None:
+        with self._lock:
+            return self._entries.get(key)
+
+    def free(self, keys: Iterable[bytes]) -> None:
+        """Let go of these; keys that are not here are none."""
+        with self._freed:
+            dropped = [entry for key in keys if (entry := self._take_out(key)) is not None]
+            if dropped:
+                self._freed.notify_all()
+        _release(dropped)
+
+    def clear(self) -> None:
+        with self._lock:
+            keys = list(self._entries)
+        self.free(keys)
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def _take_out(self, key: bytes) -> Entry | None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._headers.close(entry.slot)  # before the memory: see HeaderSlots
+            self.nbytes -= entry.nbytes
+        return entry
+
+    def mark_read(self, entry: Entry, *, creator: bool) -> tuple[bool, bool]:
+        """Note who received the value; returns (by its creator before, by another process before)."""
+        with self._lock:
+            if self._entries.get(entry.key) is not entry:
+                return False, False
+            _, by_creator, by_remote = self._headers.read(entry.slot)
+            if not (by_creator if creator else by_remote):
+                self._headers.mark(entry.slot, creator=creator)
+            return by_creator, by_remote
+
+    def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
+        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first."""
+        with self._freed:
+            return self._freed.wait_for(lambda: not self._held(spans), deadline.left_s())
+
+    def _held(self, spans: Sequence[Span]) -> bool:
+        return any(
+            ours.start < theirs.stop and theirs.start < ours.stop
+            for entry in self._entries.values()
+            for ours in entry.spans
+            for theirs in spans
+        )
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            return {"entries": len(self._entries), "entry_bytes": self.nbytes, "published": self.published}
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"Store({len(self._entries)} entries, {self.nbytes} bytes)"
+
+
+def _release(entries: list[Entry]) -> None:
+    for entry in entries:
+        for fd in entry.segments:
+            os.close(fd)
