@@ -182,8 +182,9 @@ class ChatTokenizer:
             texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
         own = "\n".join(texts["assistant"])
         for text in texts["other"]:
-            if len(text) >= 16 and text in said and text not in own:
-                return f"the loss would include what the assistant did not write: {text[:60]!r}"
+            for part in (text[:20], text[-20:]):  # a mask that starts or ends within it still takes in one of these
+                if len(part) >= 16 and part in said and part not in own:
+                    return f"the loss would include what the assistant did not write: {part!r}"
         trained = [text for text, weight in zip(texts["assistant"], conversation.weights, strict=True) if weight]
         missing = [text for text in trained if text not in said]
         if trained and len(missing) == len(trained):

@@ -213,7 +213,7 @@ class PolicyConfig(Section):
                 f"tokenizer.train_vocab_size={size} would give tokens that the weights of model_name="
                 f"{self.model_name!r} do not know; remove it, or set model_name=null to start from random weights"
             )
-        if self.model_name is None and "model_type" not in self.hf_config_overrides:
+        if self.model_name is None and not isinstance(self.hf_config_overrides.get("model_type"), str):
             raise ValueError(
                 "model_name is null, so hf_config_overrides.model_type must say what to build (llama, qwen2, qwen3 ...)"
             )

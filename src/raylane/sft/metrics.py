@@ -130,7 +130,7 @@ class MetricsLog:
     def live(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Redraw the bar in the last line of a terminal; does nothing elsewhere, so it may be called every step."""
         if self._live:
-            columns = os.get_terminal_size(self._stream.fileno()).columns
+            columns = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals do not know
             bar = progress_bar(step, total, figures, columns - 1)
             self._stream.write("\r" + bar.ljust(self._bar_width))
             self._stream.flush()

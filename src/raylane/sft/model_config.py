@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelShape", "model_config", "model_shape"]
 
-# Keywords that configuration classes of transformers 5 turn into something else instead of keeping them.
-CONVERTED = ("attn_implementation", "model_type", "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype")
+# Not attributes of a configuration object: how attention is computed, and the base of the rotary positions, which
+# transformers 5 keeps in rope_parameters (and overlooks as a keyword where config.json has rope_parameters).
+BESIDES = ("attn_implementation", "model_type", "rope_theta")
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
 
         hint = suggest(str(model_type), CONFIG_MAPPING_NAMES)
         raise ConfigError(f"policy.hf_config_overrides.model_type={model_type!r} is unknown; {hint}") from error
-    _check_keys(overrides, default)
+    overrides = _checked(overrides, default)
     given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
-    return known(model_type, **{**given, **overrides})
+    return _applied(known(model_type, **{**given, **overrides}), overrides)
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
@@ -86,22 +87,50 @@ def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _check_keys(overrides, config)
-        overrides.pop("model_type", None)
-        return AutoConfig.from_pretrained(folder, local_files_only=True, **overrides) if overrides else config
+        overrides = _checked(overrides, config)
+        if not overrides:
+            return config
+        return _applied(AutoConfig.from_pretrained(folder, local_files_only=True, **overrides), overrides)
     except (OSError, KeyError) as error:
         raise ConfigError(f"transformers cannot read the model configuration in {folder}: {error}") from error
 
 
-def _check_keys(overrides: dict[str, Any], config: Any) -> None:
-    """transformers keeps any keyword without a word, so a typing error would silently change nothing."""
-    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), *CONVERTED}
+def _checked(overrides: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The overrides as `config` will take them; transformers keeps any keyword without a word, so a typing error would
+    silently change nothing."""
+    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), *BESIDES}
     for key in overrides:
         if key not in known:
             hint = suggest(key, [name for name in known if not name.startswith("_")])
             raise ConfigError(
                 f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such key; {hint}", key=key
             )
+    taken = {key: value for key, value in overrides.items() if key != "model_type"}
+    if overrides.get("model_type", config.model_type) != config.model_type:
+        raise ConfigError(
+            f"policy.hf_config_overrides.model_type={overrides['model_type']!r}, but the model in policy.model_name is "
+            f"{config.model_type!r}; remove the override"
+        )
+    if "rope_theta" in taken:
+        rope = {"rope_type": "default", **(config.rope_parameters or {}), **taken.get("rope_parameters", {})}
+        taken["rope_parameters"] = {**rope, "rope_theta": float(taken.pop("rope_theta"))}
+    return taken
+
+
+def _applied(config: Any, overrides: dict[str, Any]) -> Any:
+    """`config`, once it is certain that every override took effect."""
+    for key, value in overrides.items():
+        if value is None:  # null leaves the choice to the model
+            continue
+        actual = getattr(config, key, None)
+        same = value in (actual, str(actual).removeprefix("torch.")) or (
+            isinstance(value, dict) and {**(actual or {}), **value} == actual
+        )
+        if key not in BESIDES and not same:
+            raise ConfigError(
+                f"policy.hf_config_overrides.{key}={value!r} has no effect: {type(config).__name__} makes it {actual!r}"
+            )
+    return config
 
 
 def model_shape(config: Any) -> ModelShape:

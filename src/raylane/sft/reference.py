@@ -1,0 +1,111 @@
+"""The reference page of the configuration, made from the models themselves so that it cannot go stale.
+
+`python -m raylane.sft.reference > docs/reference/sft-config.md` writes it; a test compares the file with this.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from raylane.sft.config import RunConfig
+
+__all__ = ["reference_markdown"]
+
+HEAD = """# Configuration of a fine-tuning run
+
+Made from the code by `python -m raylane.sft.reference`; do not edit.
+
+A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) puts it on top of others.
+Every key can be set on the command line as well:
+
+| word | meaning |
+|---|---|
+| `policy.max_grad_norm=0.5` | set a key of this page, or one that the file has set in an open mapping |
+| `+policy.hf_config_overrides.rope_theta=1e6` | add a new key to an open mapping |
+| `++policy.hf_config_overrides.rope_theta=1e6` | either of the two |
+| `~logger.log_dir` | take away what the file has set; the default applies |
+
+Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. A key that is not on this page is refused, with the nearest
+one that is. Paths start at the working directory. Key names are those of NeMo-RL where the same thing is meant.
+"""
+
+
+def reference_markdown() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_sections(RunConfig, "")]).rstrip() + "\n"
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
+    own = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+    if path:
+        yield f"## {path}\n\n{_first_paragraph(model)}\n"
+    if own:
+        yield "| key | type | default | meaning |\n|---|---|---|---|"
+        yield from (_row(name, field) for name, field in own.items())
+        yield ""
+    for name, field in model.model_fields.items():
+        if _is_section(field):
+            yield from _sections(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _first_paragraph(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    description = (field.description or "").replace("|", "\\|")
+    return f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    assert value is not PydanticUndefined
+    return f"`{json.dumps(value)}`"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    """Python's annotation in the words of YAML, with its bounds."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):  # Annotated inside a union
+        return _type(args[0], _flat(annotation.__metadata__))
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(choice)}`" for choice in args)
+    if origin is Union or str(origin) == "<class 'types.UnionType'>":
+        return " or ".join("null" if one is type(None) else _type(one, metadata) for one in args)
+    if origin is tuple:
+        return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
+    if origin is dict:
+        return "open mapping"
+    word = {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]
+    bounds = [text for one in _flat(metadata) if (text := _bound(one))]
+    return f"{word} {', '.join(bounds)}" if bounds else word
+
+
+def _flat(metadata: Any) -> list[Any]:
+    return [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+
+
+def _bound(constraint: Any) -> str:
+    signs = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+    for kind, attribute, sign in signs:
+        if isinstance(constraint, kind):
+            return f"{sign} {getattr(constraint, attribute)}"
+    return "of at least one" if isinstance(constraint, MinLen) else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_markdown())

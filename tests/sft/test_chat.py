@@ -1,0 +1,167 @@
+"""Tokens and masks: the spans of the template, of transformers and of the people who wrote agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raylane.errors import ConfigError, DataError
+from raylane.sft.chat import ChatTokenizer, chatml_template, runs, template_text, train_tokenizer
+from raylane.sft.config import TokenizerConfig
+from sft.conversations import question, talk, tokenizer, turn
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def spans(conversation) -> list[str]:
+    encoded = tokenizer().encode(conversation)
+    return [tokenizer().decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
+
+
+def test_every_assistant_turn_and_its_end_token_is_supervised_and_nothing_else() -> None:
+    conversation = talk(
+        turn("system", "You are kind."), turn("user", "one?"), turn("assistant", "1"), turn("user", "two?"),
+        turn("assistant", "2"),
+    )  # fmt: skip
+    assert spans(conversation) == ["1<|im_end|>", "2<|im_end|>"]
+    encoded = tokenizer().encode(conversation)
+    assert (encoded.num_turns, encoded.num_ended_turns) == (2, 2)
+    assert (encoded.tokens.dtype, encoded.supervised.dtype) == (np.int32, np.bool_)
+
+
+def test_tool_calls_are_supervised_and_tool_answers_are_not() -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    conversation = talk(
+        turn("system", "Be exact."),
+        turn("user", "1 + 2?"),
+        turn("assistant", "Let me see.", tool_calls=[call]),
+        turn("tool", "the tool says three"),
+        turn("assistant", "3"),
+        tools=TOOLS,
+    )
+    first, second = spans(conversation)
+    assert first == ('Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>')
+    assert second == "3<|im_end|>"
+    text = tokenizer().decode(tokenizer().encode(conversation).tokens)
+    assert text.count("Be exact.") == 1
+    assert '"name": "add", "parameters"' in text
+    assert "<|im_start|>tool\nthe tool says three<|im_end|>" in text
+
+
+def test_a_message_of_calls_alone_is_supervised() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("f", "g")]
+    (span,) = spans(talk(turn("user", "?"), turn("assistant", None, tool_calls=calls)))
+    assert span.startswith("<tool_call>")
+    assert span.count("</tool_call>") == 2
+
+
+def test_weight_zero_takes_a_turn_out_of_the_loss() -> None:
+    conversation = talk(
+        turn("user", "a"), turn("assistant", "bad", weight=0), turn("user", "b"), turn("assistant", "good")
+    )
+    assert spans(conversation) == ["good<|im_end|>"]
+
+
+def test_the_text_is_what_the_template_says() -> None:
+    conversation = talk(turn("user", "Hé, 你好 \U0001f600"), turn("assistant", "  spaces\n\nstay  "))
+    text = tokenizer().decode(tokenizer().encode(conversation).tokens)
+    assert text == (
+        "<|im_start|>user\nHé, 你好 \U0001f600<|im_end|>\n<|im_start|>assistant\n  spaces\n\nstay  <|im_end|>\n"
+    )
+
+
+def test_a_generation_prompt_is_what_stands_before_a_supervised_span() -> None:
+    """Otherwise the model would be asked, when used, from a place that it never saw in training."""
+    conversation = talk(turn("user", "one?"), turn("assistant", "1"))
+    encoded = tokenizer().encode(conversation)
+    start = runs(encoded.supervised)[0][0]
+    prompt = tokenizer().hf.apply_chat_template(
+        [turn("user", "one?")], add_generation_prompt=True, tokenize=True, return_dict=True
+    )["input_ids"]
+    assert prompt == encoded.tokens[:start].tolist()
+
+
+def test_training_a_tokenizer_is_deterministic_and_knows_every_byte() -> None:
+    texts = [json.dumps(question(seed)) for seed in range(20)]
+    one, other = train_tokenizer(texts, 350), train_tokenizer(texts, 350)
+    assert one.get_vocab() == other.get_vocab()
+    assert len(one) == 350
+    assert one.decode(one.encode("\x00 ünï \U0001f600")) == "\x00 ünï \U0001f600"
+    assert (one.eos_token, one.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_a_saved_tokenizer_loads_and_encodes_the_same(tmp_path: Path) -> None:
+    tokenizer().save(tmp_path)
+    again = ChatTokenizer.load(tmp_path)
+    conversation = talk(*question(3)["messages"])
+    one, other = tokenizer().encode(conversation), again.encode(conversation)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.supervised.tolist() == other.supervised.tolist()
+    assert (again.pad_id, again.end_ids, again.vocab_size) == (
+        tokenizer().pad_id,
+        tokenizer().end_ids,
+        tokenizer().vocab_size,
+    )
+
+
+def test_end_tokens_of_the_generation_config_count_too(tmp_path: Path) -> None:
+    tokenizer().save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert ChatTokenizer.load(tmp_path).end_ids == {2, 5}
+
+
+def test_a_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
+    assert template_text(None) is None
+    assert template_text("chatml") == chatml_template()
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert template_text(str(tmp_path / "mine.jinja")) == "mine"
+    with pytest.raises(ConfigError, match="neither null, 'chatml' nor a file"):
+        template_text("chatmll")
+
+
+def test_what_the_template_refuses_is_named_with_file_and_line() -> None:
+    template = chatml_template() + "{{ raise_exception('no tools today') }}"
+    chat = ChatTokenizer(train_tokenizer(["a"], 300), template)
+    with pytest.raises(DataError, match=r"talk\.jsonl:1: the chat template refuses .*no tools today"):
+        chat.encode(talk(turn("user", "a"), turn("assistant", "b")))
+
+
+def test_chatml_needs_its_tokens() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])), eos_token="</s>")
+    with pytest.raises(DataError, match=r"lacks <\|im_start\|> and <\|im_end\|>"):
+        ChatTokenizer(bare, chatml_template())
+
+
+def test_a_missing_folder_is_named() -> None:
+    with pytest.raises(ConfigError, match="no tokenizer folder 'nowhere/at/all'"):
+        ChatTokenizer.load("nowhere/at/all")
+
+
+def test_no_template_at_all_is_answered_with_what_to_set() -> None:
+    with pytest.raises(DataError, match=r"no chat template; set policy.tokenizer.chat_template=chatml"):
+        ChatTokenizer(train_tokenizer(["a"], 300))
+
+
+def test_weight_needs_one_span_for_each_message() -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    chat = ChatTokenizer(train_tokenizer(["a"], 300), template)
+    with pytest.raises(DataError, match="makes 1 generation spans for 2 assistant messages"):
+        chat.encode(talk(turn("user", "a"), turn("assistant", "b", weight=0), turn("assistant", "c")))
+
+
+def test_settings_train_a_tokenizer_with_its_own_template(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(chatml_template().replace("<|im_start|>", "<|im_start|> "))
+    settings = TokenizerConfig(train_vocab_size=300, chat_template=str(tmp_path / "t.jinja"))
+    assert "<|im_start|> " in ChatTokenizer.train(["a"], settings).hf.chat_template
+
+
+def test_runs_are_half_open() -> None:
+    assert runs(np.array([True, True, False, True])) == [(0, 2), (3, 4)]
+    assert runs(np.zeros(3, dtype=bool)) == []
+    assert runs(np.zeros(0, dtype=bool)) == []

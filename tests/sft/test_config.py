@@ -1,0 +1,84 @@
+"""The configuration tree: strict, frozen, the same after a round trip; and the page that describes it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pydantic
+import pytest
+import yaml
+
+from raylane.errors import ConfigError
+from raylane.sft.config import build_config, dump, load_config
+from raylane.sft.reference import reference_markdown
+from sft.conversations import config, document
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_file_with_overrides_becomes_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(document(tmp_path)))
+    made = load_config(path, ["sft.seed=7", "data.train=[a, b]", "policy.optimizer.kwargs.betas=[0.9, 0.95]"])
+    assert made.sft.seed == 7
+    assert made.data.train == ("a", "b")
+    assert made.policy.optimizer.kwargs.betas == (0.9, 0.95)
+
+
+def test_nothing_can_be_written_to_it(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    for section, key in ((made, "sft"), (made.sft, "seed"), (made.policy.optimizer.kwargs, "lr")):
+        with pytest.raises(pydantic.ValidationError, match="frozen"):
+            setattr(section, key, None)
+
+
+def test_it_survives_dump_build_and_pickle(tmp_path: Path) -> None:
+    made = config(tmp_path, policy={"optimizer": {"kwargs": {"fused": True}}})
+    assert build_config(dump(made)) == made
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert dump(made)["policy"]["optimizer"]["kwargs"]["fused"] is True
+
+
+def test_a_dump_is_a_copy(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    dump(made)["policy"]["hf_config_overrides"]["hidden_size"] = 99
+    assert made.policy.hf_config_overrides["hidden_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sft": {"seed": "abc"}}, ["sft.seed", "integer", "'abc'"]),
+        ({"sft": {"seed": -1}}, ["sft.seed", "-1"]),
+        ({"sft": {"feed": "worker"}}, ["sft.feed", "'workers' or 'driver'", "'worker'"]),
+        ({"sft": {"max_stps": 1}}, ["sft.max_stps", "sft.max_num_steps"]),
+        ({"policy": {"precision": "fp8"}}, ["policy.precision", "'float32' or 'bfloat16'"]),
+        ({"policy": {"optimizer": {"kwargs": {"weigth_decay": 1}}}}, ["weigth_decay", "weight_decay"]),
+        ({"policy": {"max_total_sequence_length": 1}}, ["policy.max_total_sequence_length"]),
+        ({"policy": {"max_grad_norm": float("nan")}}, ["policy.max_grad_norm"]),
+        ({"policy": {"tokenizer": {"name": "x"}}}, ["tokenizer.name='x'", "train_vocab_size=400", "remove one"]),
+        ({"policy": {"tokenizer": {"train_vocab_size": None}}}, ["tokenizer.name", "train_vocab_size"]),
+        ({"policy": {"model_name": "folder"}}, ["train_vocab_size=400", "'folder'"]),
+        ({"policy": {"hf_config_overrides": {"model_type": None}}}, ["model_type"]),
+        ({"data": {"validation": "v", "validation_fraction": 0.1}}, ["'v'", "0.1", "remove one"]),
+        ({"data": {"train": []}}, ["data.train"]),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_key_and_value(tmp_path: Path, sections: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(tmp_path, **sections)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_reference_page_is_what_the_models_say() -> None:
+    page = ROOT / "docs" / "reference" / "sft-config.md"
+    assert page.read_text() == reference_markdown(), "run: python -m raylane.sft.reference > " + str(page)
+
+
+def test_every_example_loads() -> None:
+    examples = sorted((ROOT / "examples").glob("sft_*.yaml"))
+    assert examples
+    for example in examples:
+        load_config(example)

@@ -1,0 +1,125 @@
+"""Reading conversations: every form that is accepted, and a message with file and line for every one that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylane.errors import DataError
+from raylane.sft.messages import is_held_out, parse_conversation, read_conversations
+from sft.conversations import question, talk, turn, write_jsonl
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_all_roles_and_turns_are_kept_in_order() -> None:
+    parsed = talk(turn("developer", "be brief"), turn("user", "hi"), turn("assistant", "ho"), turn("user", "again"))
+    assert [message["role"] for message in parsed.messages] == ["system", "user", "assistant", "user"]
+
+
+def test_tool_calls_become_objects_whatever_form_the_arguments_have() -> None:
+    as_object = {"function": {"name": "add", "arguments": {"a": 1}}}
+    parsed = talk(turn("user", "?"), turn("assistant", None, tool_calls=[CALL, as_object]), turn("tool", "2"))
+    calls = parsed.messages[1]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == [{"a": 1}, {"a": 1}]
+    assert parsed.messages[1]["content"] == ""
+
+
+def test_text_parts_are_joined() -> None:
+    parsed = talk(turn("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), turn("assistant", "c"))
+    assert parsed.messages[0]["content"] == "ab"
+
+
+def test_keys_that_templates_may_read_stay() -> None:
+    parsed = talk(
+        turn("user", "x", name="Ann"), turn("tool", "y", tool_call_id="c1"), turn("assistant", "z", tool_calls=None)
+    )
+    assert parsed.messages[0]["name"] == "Ann"
+    assert parsed.messages[1]["tool_call_id"] == "c1"
+    assert "tool_calls" not in parsed.messages[2]
+
+
+def test_weights_are_read_for_each_assistant_message() -> None:
+    parsed = talk(
+        turn("user", "x"), turn("assistant", "a", weight=0), turn("assistant", "b", weight=1), turn("assistant", "c")
+    )
+    assert parsed.weights == (False, True, True)
+    assert all("weight" not in message for message in parsed.messages)
+
+
+BAD_LINES: list[tuple[Any, list[str]]] = [
+    ("{", ["not JSON"]),
+    ([1], ["a list"]),
+    ({"message": []}, ["no key 'messages'", "data.messages_key=message"]),
+    ({"prompt": "a"}, ["no key 'messages' among ['prompt']", "role"]),
+    ({"messages": []}, ["at least one message"]),
+    ({"messages": ["hi"]}, ["message 0", "a str"]),
+    ({"messages": [turn("assistent", "x")]}, ["unknown role 'assistent'", "did you mean 'assistant'?"]),
+    ({"messages": [{"content": "x"}]}, ["unknown role None"]),
+    ({"messages": [turn("user", None)]}, ["role 'user' without content"]),
+    ({"messages": [turn("assistant", None)]}, ["without content"]),
+    ({"messages": [turn("user", 3)]}, ["content is a int"]),
+    ({"messages": [turn("user", [{"type": "image_url"}])]}, ["'image_url'", "only text"]),
+    ({"messages": [turn("user", "x", tool_calls=[CALL])]}, ["tool_calls on role 'user'"]),
+    ({"messages": [turn("assistant", "x", tool_calls=[{"name": "f"}])]}, ["tool call 0", "function"]),
+    ({"messages": [turn("assistant", "x", tool_calls={})]}, ["tool_calls is a dict"]),
+    (
+        {"messages": [turn("assistant", "x", tool_calls=[{"function": {"name": "f", "arguments": "{a"}}])]},
+        ["arguments of 'f' are not JSON"],
+    ),
+    (
+        {"messages": [turn("assistant", "x", tool_calls=[{"function": {"name": "f", "arguments": "3"}}])]},
+        ["must be an object, not 3"],
+    ),
+    ({"messages": [turn("assistant", "x", weight=0.5)]}, ["weight is 0.5"]),
+    ({"messages": [turn("user", "x")], "tools": {}, "x": 1}, []),
+    ({"messages": [turn("user", "x")], "tools": {"a": 1}}, ["'tools' must be a list"]),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), [case for case in BAD_LINES if case[1]])
+def test_what_cannot_be_used_is_named_with_file_and_line(line: Any, words: list[str]) -> None:
+    with pytest.raises(DataError) as error:
+        parse_conversation(line if isinstance(line, str) else json.dumps(line), "chat.jsonl:7")
+    for word in ["chat.jsonl:7", *words]:
+        assert word in str(error.value)
+
+
+def test_files_are_read_one_after_the_other_and_blank_lines_passed_over(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [question(1)])
+    second = tmp_path / "b.jsonl"
+    second.write_text("\ufeff" + json.dumps(question(2)) + "\n\n" + json.dumps(question(3)), encoding="utf-8")
+    where = [one.where for one in read_conversations([first, second])]
+    assert where == [f"{first}:1", f"{second}:1", f"{second}:3"]
+
+
+def test_other_keys_may_hold_the_messages(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"conversation": question(1)["messages"]}])
+    assert len(list(read_conversations([path], "conversation"))) == 1
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl: No such file"):
+        list(read_conversations([tmp_path / "none.jsonl"]))
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(DataError, match="holds no conversation"):
+        list(read_conversations([tmp_path / "empty.jsonl"]))
+    (tmp_path / "latin.jsonl").write_bytes('{"messages": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        list(read_conversations([tmp_path / "latin.jsonl"]))
+
+
+def test_a_digest_depends_on_the_messages_alone() -> None:
+    line = json.dumps(question(1))
+    one, other = parse_conversation(line, "a:1"), parse_conversation(line, "b:9")
+    assert one.digest() == other.digest()
+    assert one.digest() != parse_conversation(json.dumps(question(2)), "a:1").digest()
+
+
+def test_about_the_asked_part_is_held_out() -> None:
+    digests = [parse_conversation(json.dumps(question(seed)), "a:1").digest() for seed in range(2000)]
+    assert 150 < sum(is_held_out(digest, 0.1) for digest in digests) < 250
+    assert not any(is_held_out(digest, 0.0) for digest in digests)

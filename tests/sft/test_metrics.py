@@ -1,0 +1,228 @@
+"""Figures of a run: metrics.jsonl, lines for people, optional sinks, and the curve at the end."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import math
+import os
+import pty
+import sys
+import types
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylane.errors import ConfigError, DataError
+from raylane.sft.config import LoggerConfig
+from raylane.sft.curve import loss_curve, svg, ticks
+from raylane.sft.metrics import MetricsLog, figure, progress_bar, progress_line, read_metrics
+
+
+def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
+    with MetricsLog(LoggerConfig(), tmp_path / "run") as log:
+        log.log(1, {"loss": 2.5, "grad_norm": 1}, "train")
+        log.log(1, {"loss": math.nan}, "val")
+        records = read_metrics(log.path)
+    assert [(one["step"], sorted(set(one) - {"step", "time_s"})) for one in records] == [
+        (1, ["train:grad_norm", "train:loss"]),
+        (1, ["val:loss"]),
+    ]
+    assert records[0]["train:loss"] == 2.5
+    assert math.isnan(records[1]["val:loss"])
+    assert "NaN" not in log.path.read_text()  # JSON has none
+
+
+def test_a_second_log_appends_and_a_torn_line_is_cut_off(tmp_path: Path) -> None:
+    with MetricsLog(LoggerConfig(), tmp_path) as log:
+        log.log(1, {"loss": 2.0})
+    with log.path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert len(read_metrics(log.path)) == 1
+    with MetricsLog(LoggerConfig(), tmp_path) as log:
+        log.log(2, {"loss": 1.0})
+    assert [one["step"] for one in read_metrics(log.path)] == [1, 2]
+
+
+def test_a_spoilt_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nwhat\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is no line of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_rewind_takes_away_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    with MetricsLog(LoggerConfig(), tmp_path) as log:
+        for step in range(1, 6):
+            log.log(step, {"loss": step})
+        log.rewind(3)
+        log.log(4, {"loss": 40.0})
+        assert [(one["step"], one["loss"]) for one in read_metrics(log.path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    log = MetricsLog(LoggerConfig(), tmp_path)
+    log.close()
+    log.close()
+
+
+def test_progress_is_one_plain_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with MetricsLog(LoggerConfig(), tmp_path, stream) as log:
+        log.live(1, 20, {"loss": 5.5})
+        log.progress(2, 20, {"loss": 5.25, "tokens_per_s": 12345.6})
+    assert stream.getvalue() == "step  2/20  loss 5.2500  tokens_per_s 12,346\n"
+
+
+def test_on_a_terminal_a_bar_is_redrawn_and_gives_way_to_lines(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "w") as stream, MetricsLog(LoggerConfig(), tmp_path, stream) as log:
+        log.live(5, 20, {"loss": 5.5})
+        log.progress(6, 20, {"loss": 5.0})
+        stream.flush()
+        shown = os.read(leader, 4096).decode()
+    os.close(leader)
+    assert "\rstep" not in shown.split("\n")[0].split("\r")[1]
+    assert "5/20" in shown
+    assert shown.rstrip().endswith("step  6/20  loss 5")
+
+
+def test_lines_and_bars_are_pure() -> None:
+    assert progress_line(7, 107, {}) == "step   7/107"
+    bar = progress_bar(50, 100, {"loss": 1.0}, 60)
+    assert len(bar) <= 60
+    assert bar.count("#") == bar.count(".")
+    assert progress_bar(1, 2, {"loss": 1.0}, 8) == " step 1/"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3, "3"), (12345.6, "12,346"), (0.00025, "0.00025"), (4.51239, "4.5124"), (123.45, "123.5"), (math.inf, "inf")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_an_enabled_sink_whose_package_is_missing_is_named(
+    tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ImportError(f"No module named {package!r}")
+        return really(name, *rest, **more)
+
+    for name in [name for name in sys.modules if name.startswith((package, "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, package, None)
+    settings = LoggerConfig.model_validate({f"{package}_enabled": True})
+    with pytest.raises(ConfigError, match=rf"logger\.{package}_enabled=true needs the package {package}.*pip install"):
+        MetricsLog(settings, tmp_path)
+
+
+def test_nothing_optional_is_imported_unless_enabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it would fail
+    MetricsLog(LoggerConfig(), tmp_path).close()
+
+
+def test_enabled_sinks_get_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In-memory packages in the place of the real ones, which are optional and talk to files and servers."""
+    heard: list[Any] = []
+
+    class Writer:
+        def __init__(self, log_dir: str) -> None:
+            heard.append(("tensorboard", log_dir))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            heard.append((name, value, step))
+
+        def close(self) -> None:
+            heard.append("closed")
+
+    class Run:
+        def log(self, figures: dict[str, float], step: int) -> None:
+            heard.append((figures, step))
+
+        def finish(self) -> None:
+            heard.append("finished")
+
+    board = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **settings: heard.append(settings) or Run())
+    )
+    settings = LoggerConfig.model_validate(
+        {"tensorboard_enabled": True, "wandb_enabled": True, "wandb": {"project": "p", "name": "n"}}
+    )
+    with MetricsLog(settings, tmp_path) as log:
+        log.log(3, {"loss": 1.5}, "train")
+    assert heard == [
+        ("tensorboard", str(tmp_path / "tensorboard")),
+        {"project": "p", "name": "n", "dir": str(tmp_path)},
+        ("train/loss", 1.5, 3),
+        ({"train/loss": 1.5}, 3),
+        "closed",
+        "finished",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- curve
+
+
+def record(tmp_path: Path, *records: dict[str, float]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+
+
+def test_the_curve_is_a_page_that_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raylane.sft.curve.importlib.util.find_spec", lambda name: None)
+    record(tmp_path, {"step": 1, "train:loss": 8.0}, {"step": 2, "train:loss": 7.0}, {"step": 2, "val:loss": 7.5})
+    page = loss_curve(tmp_path)
+    assert page == tmp_path / "loss.html"
+    text = page.read_text()
+    assert "train:loss (last 7.0000)" in text
+    assert "val:loss (last 7.5000)" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "<script" not in text
+
+
+def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record(tmp_path, {"step": 1, "train:loss": 8.0}, {"step": 2, "train:loss": 7.0})
+    assert loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "loss.html").is_file()
+
+
+def test_no_loss_is_no_curve(tmp_path: Path) -> None:
+    record(tmp_path, {"step": 1, "train:tokens": 8.0}, {"step": 1, "train:loss": math.nan})
+    with pytest.raises(DataError, match="no train:loss and no val:loss"):
+        loss_curve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, 8.0)],
+        [(1, 8.0), (2, 8.0)],
+        [(step, 8.0 / step) for step in range(1, 200)],
+    ],
+)
+def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[float, float]]) -> None:
+    drawing = ET.fromstring(svg({"train:loss": points}))
+    line = next(node.attrib["d"] for node in drawing if node.attrib.get("fill") == "none")
+    places = [tuple(map(float, pair.split())) for pair in line.lstrip("M").split("L")]
+    assert len(places) == len(points)
+    assert all(0 <= x <= 860 and 0 <= y <= 440 for x, y in places)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (4.4, 8.6, [5, 6, 7, 8]), (0, 0.5, [0, 0.1, 0.2, 0.3, 0.4, 0.5]), (3, 3, [3])],
+)
+def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)

@@ -1,0 +1,195 @@
+"""Command-line words and YAML files: what each sign may do, and how a typing error is answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylane.errors import ConfigError
+from raylane.sft.config import RunConfig, load_config
+from raylane.sft.overrides import apply_overrides, merge, parse_override, read_yaml, refuse_unknown
+
+BASE: dict[str, Any] = {
+    "policy": {"tokenizer": {"train_vocab_size": 400}, "hf_config_overrides": {"model_type": "llama"}},
+    "data": {"train": "train.jsonl"},
+}
+
+
+def applied(*words: str) -> dict[str, Any]:
+    return apply_overrides(BASE, words, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("word", "sign", "path", "value"),
+    [
+        ("a.b=1", "", ("a", "b"), 1),
+        ("+a.b=1e-4", "+", ("a", "b"), 1e-4),
+        ("++a=[1, two]", "++", ("a",), [1, "two"]),
+        ("~a.b", "~", ("a", "b"), None),
+        ("a.b=null", "", ("a", "b"), None),
+        ("a.b=true", "", ("a", "b"), True),
+        ("a.b={c: 1}", "", ("a", "b"), {"c": 1}),
+        ("a.b=x=y", "", ("a", "b"), "x=y"),
+        ("a.b=''", "", ("a", "b"), ""),
+        ("a.b=3e-4", "", ("a", "b"), 3e-4),
+        ("a.b=1.5E+3", "", ("a", "b"), 1500.0),
+    ],
+)
+def test_words_are_taken_apart(word: str, sign: str, path: tuple[str, ...], value: Any) -> None:
+    override = parse_override(word)
+    assert (override.sign, override.path, override.value) == (sign, path, value)
+
+
+@pytest.mark.parametrize("word", ["a b", "=1", "a", "+a", "a..b=1", ".a=1", "a=", "a={b:1}", "a=[1", "", "+++a=1"])
+def test_words_that_cannot_be_read_are_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_override(word)
+    assert repr(word) in str(error.value)
+
+
+def test_plain_sets_a_declared_key_whether_or_not_the_file_does() -> None:
+    result = applied("sft.seed=3", "policy.tokenizer.train_vocab_size=500")
+    assert result["sft"] == {"seed": 3}
+    assert result["policy"]["tokenizer"]["train_vocab_size"] == 500
+    assert BASE["policy"]["tokenizer"]["train_vocab_size"] == 400
+
+
+def test_plus_adds_to_an_open_mapping_only() -> None:
+    result = applied("+policy.hf_config_overrides.rope_theta=1e6", "+policy.optimizer.kwargs.fused=true")
+    assert result["policy"]["hf_config_overrides"]["rope_theta"] == 1e6
+    assert result["policy"]["optimizer"]["kwargs"]["fused"] is True
+    with pytest.raises(ConfigError, match="is a declared key, and \\+ only adds new ones"):
+        applied("+sft.seed=3")
+    with pytest.raises(ConfigError, match="is already 'llama'"):
+        applied("+policy.hf_config_overrides.model_type=qwen3")
+    with pytest.raises(ConfigError, match=r"did you mean 'sft\.seed'"):
+        applied("+sft.sede=3")
+
+
+def test_plain_does_not_add_to_an_open_mapping_but_says_how() -> None:
+    with pytest.raises(ConfigError, match=r"write \+policy\.hf_config_overrides\.rope_theta=1e6"):
+        applied("policy.hf_config_overrides.rope_theta=1e6")
+    with pytest.raises(ConfigError, match="did you mean 'model_type'"):
+        applied("policy.hf_config_overrides.model_tipe=qwen3")
+    assert applied("policy.hf_config_overrides.model_type=qwen3")["policy"]["hf_config_overrides"] == {
+        "model_type": "qwen3"
+    }
+
+
+def test_double_plus_does_either() -> None:
+    result = applied("++policy.hf_config_overrides.a.b=1", "++sft.seed=4")
+    assert result["policy"]["hf_config_overrides"]["a"] == {"b": 1}
+    assert result["sft"]["seed"] == 4
+    with pytest.raises(ConfigError, match="unknown key"):
+        applied("++policy.lr=1")
+
+
+def test_tilde_takes_away_what_the_file_set() -> None:
+    assert "tokenizer" not in applied("~policy.tokenizer")["policy"]
+    assert applied("~data.train=train.jsonl")["data"] == {}
+    with pytest.raises(ConfigError, match=r"it is 'train\.jsonl', not 'other'"):
+        applied("~data.train=other")
+    with pytest.raises(ConfigError, match="is not set by the file"):
+        applied("~sft.seed")
+    with pytest.raises(ConfigError, match="unknown key"):
+        applied("~sft.sede")
+
+
+def test_later_words_win() -> None:
+    assert applied("sft.seed=1", "sft.seed=2")["sft"]["seed"] == 2
+
+
+def test_a_key_below_a_single_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a single value and has no keys below it"):
+        applied("sft.seed.x=1")
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("policy.max_grad_nrom=1", "policy.max_grad_norm"),
+        ("lr=1", "policy.optimizer.kwargs.lr"),
+        ("max_num_steps=1", "sft.max_num_steps"),
+        ("polcy.precision=float32", "policy"),
+        ("data.max_input_seq_length=5", "policy.max_total_sequence_length"),
+        ("policy.dtensor_cfg.tensor_parallel_size=2", "not supported yet"),
+    ],
+)
+def test_an_unknown_key_on_the_command_line_is_answered_with_the_nearest(word: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        applied(word)
+    assert meant in str(error.value)
+    assert word in str(error.value)
+
+
+def test_every_unknown_key_of_a_file_is_named_with_the_nearest() -> None:
+    wrong = {"sft": {"max_steps": 3}, "policy": {"optimizer": {"kwarg": {}}}, "dta": {}}
+    with pytest.raises(ConfigError) as error:
+        refuse_unknown(wrong, RunConfig, "run.yaml")
+    for words in ("run.yaml", "'sft.max_steps'", "sft.max_num_steps", "policy.optimizer.kwargs", "'dta'", "'data'"):
+        assert words in str(error.value)
+
+
+def test_what_the_hints_for_nemo_rl_name_is_really_unknown_here() -> None:
+    from raylane.sft.overrides import FROM_NEMO_RL, _paths
+
+    assert not set(FROM_NEMO_RL) & set(_paths(RunConfig))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_read_first_and_merged_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    write(tmp_path / "bases" / "root.yaml", "sft: {seed: 1, val_period: 2}\ndata: {train: [a, b]}\n")
+    write(tmp_path / "bases" / "fast.yaml", "defaults: root.yaml\nsft: {seed: 2}\n")
+    write(tmp_path / "other.yaml", "logger: {log_dir: x}\n")
+    top = write(tmp_path / "top.yaml", "defaults: [bases/fast.yaml, other.yaml]\ndata: {train: c}\n")
+    assert read_yaml(top) == {
+        "sft": {"seed": 2, "val_period": 2},
+        "data": {"train": "c"},
+        "logger": {"log_dir": "x"},
+    }
+
+
+def test_defaults_that_go_round_in_a_circle_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "defaults: b.yaml")
+    write(tmp_path / "b.yaml", "defaults: a.yaml")
+    with pytest.raises(ConfigError, match="circle"):
+        read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: missing.yaml", "missing.yaml"),
+        ("defaults: {a: 1}", "must be a file name or a list"),
+        ("- 1\n- 2", "holds a list"),
+        ("a: [1", "is not YAML"),
+        ("sft: {seed: 1}\nsft: {seed: 2}", "'sft' is repeated"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
+        read_yaml(write(tmp_path / "a.yaml", text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_numbers_with_an_exponent_are_numbers_in_open_mappings_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "a: 1e-4\nb: 1e6\nc: -2E+3\nd: 1.5\ne: 12e\nf: '1e3'\n")
+    assert read_yaml(path) == {"a": 1e-4, "b": 1e6, "c": -2000.0, "d": 1.5, "e": "12e", "f": "1e3"}
+
+
+def test_merging_changes_neither_side() -> None:
+    below, above = {"a": {"b": 1}}, {"a": {"c": [1]}}
+    merged = merge(below, above)
+    merged["a"]["c"].append(2)
+    assert (below, above) == ({"a": {"b": 1}}, {"a": {"c": [1]}})

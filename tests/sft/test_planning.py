@@ -1,0 +1,151 @@
+"""Plans: figures that can be checked by hand, and a model whose size and keys are known without making it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylane.errors import ConfigError, DataError
+from raylane.sft.config import RunConfig
+from raylane.sft.model_config import ModelShape, model_config, model_shape
+from raylane.sft.planning import RowCount, estimate_memory, make_plan, num_validations, plan_run, render
+from sft.conversations import config, question, write_jsonl
+
+SHAPE = ModelShape("llama", 1000, 300, 2, 16, 32, 2, 1, 8, 400, 256)
+VAL_SIZES = {"val_global_batch_size": 4, "val_micro_batch_size": 2}
+ROWS = RowCount(rows=21, documents=50, tokens=2000, supervised=900, efficiency=0.74)
+
+
+def test_steps_and_tokens(tmp_path: Path) -> None:
+    run = config(
+        tmp_path,
+        cluster={"num_workers": 2},
+        policy={"train_global_batch_size": 4, "dtensor_cfg": {"dp_replicate_size": 2}},
+        sft={"val_period": 4, "val_at_start": True, "val_at_end": True, **VAL_SIZES},
+        data={"validation_fraction": 0.1},
+    )
+    plan = make_plan(run, SHAPE, ROWS, RowCount(9, 9, 100, 50, 0.5))
+    assert (plan.dp_replicate, plan.dp_shard, plan.device) == (2, 1, "cpu")
+    assert (plan.steps_per_epoch, plan.total_steps, plan.unused_rows, plan.micro_batches) == (5, 10, 1, 2)
+    assert plan.positions == 10 * 4 * 128
+    assert plan.supervised == round(40 / 21 * 900)
+    assert plan.validations == 4  # before the first step, after 4, 8 and 10
+    assert plan.validation_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("period", "at_end", "times"), [(0, False, 0), (0, True, 1), (5, True, 2), (4, False, 2), (4, True, 3)]
+)
+def test_the_last_step_validates_once(tmp_path: Path, period: int, at_end: bool, times: int) -> None:
+    run = config(tmp_path, sft={"val_period": period, "val_at_end": at_end}, data={"validation_fraction": 0.1})
+    assert num_validations(run, 10) == times
+
+
+def memory(tmp_path: Path, **sections: Any) -> Any:
+    return estimate_memory(config(tmp_path, **sections), SHAPE)
+
+
+def test_memory_is_shared_by_the_workers_of_a_shard_and_not_by_replicas(tmp_path: Path) -> None:
+    one = memory(tmp_path)
+    assert (one.parameters, one.gradients, one.optimizer) == (4000, 4000, 8000)
+    two = memory(tmp_path, cluster={"num_workers": 2})
+    assert (two.parameters, two.optimizer) == (2000, 4000)
+    replicas = memory(tmp_path, cluster={"num_workers": 2}, policy={"dtensor_cfg": {"dp_replicate_size": 2}})
+    assert replicas.parameters == 4000
+    assert one.total == sum(
+        (one.parameters, one.gradients, one.optimizer, one.gathered, one.activations, one.logits)
+    )  # fmt: skip
+
+
+def test_what_saves_memory_saves_memory(tmp_path: Path) -> None:
+    base = memory(tmp_path, policy={"precision": "float32"})
+    assert memory(tmp_path, policy={"precision": "bfloat16"}).activations * 2 == base.activations
+    checkpointed = {"precision": "float32", "dtensor_cfg": {"activation_checkpointing": True}}
+    assert memory(tmp_path, policy=checkpointed).activations < base.activations
+    assert memory(tmp_path, policy={"loss_chunk_tokens": 64}).logits * 2 == base.logits
+    offloaded = {"dtensor_cfg": {"cpu_offload": True}}
+    assert memory(tmp_path, policy=offloaded, cluster={"gpus_per_node": 1}).optimizer == 0
+
+
+def test_rows_longer_than_the_model_can_place_are_refused(tmp_path: Path) -> None:
+    short = ModelShape(**{**SHAPE.__dict__, "max_positions": 64})
+    with pytest.raises(ConfigError, match=r"max_total_sequence_length=128 .* max_position_embeddings=64"):
+        make_plan(config(tmp_path), short, ROWS, None)
+
+
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="1 rows, less than one global batch of 2"):
+        make_plan(config(tmp_path), SHAPE, RowCount(1, 1, 10, 5, 0.1), None)
+
+
+def real(tmp_path: Path, **sections: Any) -> RunConfig:
+    write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(20)])
+    shape = {
+        "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    policy = sections.setdefault("policy", {})
+    policy["hf_config_overrides"] = {**shape, **policy.get("hf_config_overrides", {})}
+    return config(tmp_path, **sections)
+
+
+def test_a_real_plan_counts_the_model_and_reads_the_data(tmp_path: Path) -> None:
+    run = real(tmp_path)
+    plan = plan_run(run)
+    layer = 16 * 16 + 2 * 16 * 8 + 16 * 16 + 2 * 8 + 3 * 16 * 32 + 2 * 16
+    assert plan.shape.num_parameters == plan.shape.vocab_size * 16 + 2 * layer + 16
+    assert plan.shape.largest_unit == plan.shape.vocab_size * 16
+    assert plan.train.documents == 20
+    text = render(plan, run)
+    for words in ("dp_replicate=1 x dp_shard=1: 1 worker, FSDP over gloo", f"{plan.total_steps} = 2 epochs", "never"):
+        assert words in text
+
+
+def test_a_warm_up_that_outlasts_the_run_is_mentioned(tmp_path: Path) -> None:
+    run = real(tmp_path, policy={"scheduler": {"warmup_steps": 1000}})
+    assert "1000 of warm-up, which this run does not get through" in render(plan_run(run), run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"num_hiden_layers": 3}, ["num_hiden_layers", "Qwen3Config has no such key", "'num_hidden_layers'"]),
+        ({"model_type": "quen3"}, ["'quen3' is unknown", "'qwen3'"]),
+        ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling", "no such key"]),
+        ({"vocab_size": 10}, ["vocab_size=10", "the tokenizer has 400 tokens"]),
+    ],
+)
+def test_model_overrides_that_would_change_nothing_are_refused(
+    tmp_path: Path, overrides: dict, words: list[str]
+) -> None:
+    run = real(tmp_path, policy={"hf_config_overrides": overrides})
+    with pytest.raises(ConfigError) as error:
+        model_config(run.policy, vocab_size=400)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_model_folder_keeps_its_shape_but_for_overrides(tmp_path: Path) -> None:
+    made = model_config(real(tmp_path).policy, vocab_size=400, pad_id=0, end_id=2)
+    made.save_pretrained(str(tmp_path / "model"))
+    policy = real(tmp_path).policy.model_copy(
+        update={"model_name": str(tmp_path / "model"), "hf_config_overrides": {"rope_theta": 5e5}}
+    )
+    again = model_config(policy, vocab_size=300)
+    assert again.vocab_size == 400
+    assert again.rope_parameters["rope_theta"] == 5e5
+    assert model_shape(again) == model_shape(made)
+    other = policy.model_copy(update={"hf_config_overrides": {"model_type": "llama"}})
+    with pytest.raises(ConfigError, match=r"model_type='llama', but the model .* is 'qwen3'"):
+        model_config(other, vocab_size=300)
+    with pytest.raises(ConfigError, match=r"model_name='nowhere' is no folder"):
+        model_config(policy.model_copy(update={"model_name": "nowhere"}), vocab_size=300)
+
+
+def test_making_a_model_configuration_changes_nothing_in_the_run(tmp_path: Path) -> None:
+    run = real(tmp_path)
+    before = dict(run.policy.hf_config_overrides)
+    model_config(run.policy, vocab_size=400)
+    assert run.policy.hf_config_overrides == before
