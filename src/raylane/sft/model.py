@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -96,7 +97,9 @@ def _causal_lm(hf_config: Any) -> Any:
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     if policy.dtensor_cfg.activation_checkpointing:
-        model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        lm = model.causal_lm  # renamed in transformers 5.x; the older name warns where there are both
+        enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     model.train()
 
 
@@ -147,8 +150,9 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
         )
     try:
         load(parameters, storage_reader=reader)
-    except Exception as error:  # DCP wraps whatever happened on any rank in its own class
-        raise CheckpointError(f"the weights in {folder} do not fit this model: {error}", path=str(folder)) from error
+    except CheckpointException as error:
+        reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
 
 
 def sharded(model: SupervisedModel) -> FSDPModule:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +41,8 @@ def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Opti
 
     No random state: each step seeds its own (`worker.SftWorker`), so there is none to go on with.
     """
-    save(_state(model, optimizer, step), checkpoint_id=folder)
+    with _told(f"the state could not be written to {folder}", folder):
+        save(_state(model, optimizer, step), checkpoint_id=folder)
     if dist.get_rank() == 0:
         (folder / _OPTIMIZER_NOTE).write_text(json.dumps({"optimizer": optimizer is not None}), encoding="utf-8")
     dist.barrier()
@@ -55,10 +59,8 @@ def has_optimizer(folder: Path) -> bool:
 def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Read weights and, if given, optimizer in place, on any number of workers; returns the step."""
     state = _state(model, optimizer, 0)
-    try:
+    with _told(f"{folder} does not fit this model", folder):
         load(state, checkpoint_id=folder)
-    except Exception as error:  # DCP wraps whatever happened on any rank in its own class
-        raise CheckpointError(f"{folder} does not fit this model: {error}", path=str(folder)) from error
     if optimizer is not None:
         set_optimizer_state_dict(model.causal_lm, optimizer, state["optimizer"], options=_FLAT)
     return int(state["step"].item())
@@ -83,7 +85,8 @@ def save_hf(folder: Path, model: SupervisedModel, tokenizer_dir: Path) -> None:
         save_distributed=True,
         enable_consolidation=True,
     )
-    save(weights, storage_writer=writer)
+    with _told(f"the model could not be written to {folder}", folder):
+        save(weights, storage_writer=writer)
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "sharded", ignore_errors=True)
         _write_beside(folder, model.causal_lm, tokenizer_dir)
@@ -100,6 +103,16 @@ def _write_beside(folder: Path, causal_lm: Any, tokenizer_dir: Path) -> None:
     for source in tokenizer_dir.iterdir():
         if source.is_file() and source.name not in ("config.json", "generation_config.json"):
             shutil.copy2(source, folder / source.name)
+
+
+@contextmanager
+def _told(what: str, folder: Path) -> Iterator[None]:
+    """DCP's error, which is no Exception and holds what happened on each rank, as ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise CheckpointError(f"{what}: {reasons}", path=str(folder), ranks=sorted(error.failures)) from error
 
 
 def _files(weights: dict[str, Any]) -> dict[str, int]:

@@ -1,0 +1,168 @@
+"""Several workers on a real Ray against one plain model: layouts, both ways to feed, checkpoints across layouts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import ray
+import torch
+
+from raylane.errors import WorkerCallError
+from raylane.sft import worker as worker_module
+from raylane.sft.data import prepare
+from raylane.sft.policy import Policy
+from sft import tiny_run
+
+# The workers' processes do not have the tests on their path; loss functions travel with the calls instead.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_data(folder)
+    return folder
+
+
+def twice_the_loss(logits, batch):
+    labels = batch["labels"].flatten()
+    return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+
+
+class Run:
+    """A policy whose workers are set up again and again: starting processes is what costs time."""
+
+    def __init__(self, folder, workers, changes):
+        self.folder, self.changes = folder, {"cluster.num_workers": workers, **changes}
+        self.config = tiny_run.config_of(folder, self.changes)
+        self.prepared = prepare(self.config)
+        self.policy = Policy(self.config, self.prepared, 8)
+
+    def again(self):
+        self.policy._one("setup", self.config, self.prepared, 8)
+        self.policy._next = 0
+
+    def gradients(self, step=0, rows=2):
+        batch = tiny_run.global_batch(self.config, self.prepared, step)
+        parts, inner = batch.shard(self.policy._dims.world), self.policy._dims.dp_shard
+        axes = self.policy._dims.axes
+        future = self.policy.group.run_all_workers_sharded_data(
+            "gradients",
+            in_sharded_axes=axes,
+            output_is_replicated=axes,
+            common_kwargs={"micro_batch_size": rows},
+            data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
+        )
+        return self.policy.group.get_all_worker_results(future, 60)[0]
+
+    def losses(self, steps):
+        return [self.policy.train_step(number)["loss"] for number in steps]
+
+    def own_losses(self):
+        """Of a plain model's start weights, on the global batch of step 0."""
+        batch = tiny_run.global_batch(self.config, self.prepared)
+        return tiny_run.reference_gradients(tiny_run.reference_model(self.config, self.prepared), batch)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(ray_session, folder):
+    run = Run(folder, 2, {})
+    yield run
+    assert run.policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def hsdp4(ray_session, folder):
+    run = Run(folder, 4, {"policy.dtensor_cfg.dp_replicate_size": 2})
+    yield run
+    assert run.policy.shutdown()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp4"])
+def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, request):
+    run = request.getfixturevalue(layout)
+    run.again()
+    for rows in (1, 2):
+        tiny_run.assert_same(run.gradients(rows=rows), run.own_losses())
+
+
+def test_four_shards_without_replicas_too(hsdp4, folder):
+    flat = tiny_run.config_of(folder, {"cluster.num_workers": 4})
+    hsdp4.policy._one("setup", flat, hsdp4.prepared, 8)
+    tiny_run.assert_same(hsdp4.gradients(), hsdp4.own_losses())
+
+
+def test_both_ways_to_feed_give_the_same_losses(fsdp2):
+    fsdp2.again()
+    by_workers = fsdp2.losses(range(4))
+    fsdp2.again()
+    batches = [tiny_run.global_batch(fsdp2.config, fsdp2.prepared, step) for step in range(4)]
+    by_driver = [fsdp2.policy.train(batch, gbs=8, mbs=2)["loss"] for batch in batches]
+    assert by_driver == by_workers
+    assert fsdp2.policy.next_step == 4
+
+
+def test_a_loss_function_of_ones_own_is_sent_once_and_used(fsdp2):
+    fsdp2.again()
+    batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
+    plain = fsdp2.policy.train(batch, eval_mode=True)
+    twice = fsdp2.policy.train(batch, twice_the_loss, eval_mode=True)
+    assert twice["loss"] == pytest.approx(2 * plain["loss"], rel=1e-6)
+    assert fsdp2.policy.next_step == 0, "eval_mode is no step"
+    fsdp2.policy.train(batch, twice_the_loss)
+    assert list(fsdp2.policy._losses.values()) == [twice_the_loss]
+    assert fsdp2.policy.train(batch, eval_mode=True)["loss"] < plain["loss"]
+
+
+def test_batches_that_do_not_divide_are_refused_before_anything_is_sent(fsdp2):
+    fsdp2.again()
+    batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
+    with pytest.raises(ValueError, match="no multiple of micro batch 3 x 2 workers"):
+        fsdp2.policy.train(batch, mbs=3)
+    with pytest.raises(ValueError, match="gbs=16, but the batch has 8 rows"):
+        fsdp2.policy.train(batch, gbs=16)
+    assert fsdp2.policy.next_step == 0
+
+
+def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
+    fsdp2.again()
+    hsdp4.again()
+    two, four = fsdp2.policy.validate(), hsdp4.policy.validate()
+    assert two["supervised_tokens"] == four["supervised_tokens"]
+    assert two["loss"] == pytest.approx(four["loss"], abs=1e-6)
+
+
+def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4):
+    fsdp2.again()
+    fsdp2.losses(range(3))
+    saved = fsdp2.policy.save({"train:loss": 1.0})
+    wanted = fsdp2.losses(range(3, 6))
+    fsdp2.again()
+    assert fsdp2.policy.load(saved.path) == 3
+    assert fsdp2.losses(range(3, 6)) == wanted, "on the same layout bit for bit"
+    hsdp4.again()
+    assert hsdp4.policy.load(saved.path) == 3
+    assert hsdp4.losses(range(3, 6)) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_every_worker_holds_its_share_only(fsdp2):
+    facts = fsdp2.policy.facts
+    assert facts["parameters_held"] <= facts["parameters"] / 2 + 64
+
+
+def test_a_diverging_step_is_told_by_rank_and_the_group_lives(fsdp2):
+    fsdp2.again()
+    broken = fsdp2.policy.train_nowait(tiny_run.global_batch(fsdp2.config, fsdp2.prepared), not_finite)
+    with pytest.raises(WorkerCallError, match=r"SftWorker.train_batch raised on rank \d: FloatingPointError: loss nan"):
+        fsdp2.policy.result(broken, timeout_s=60)
+    assert fsdp2.policy.train_step(1)["loss"] > 0
+
+
+def not_finite(logits, batch):
+    return logits.sum() * float("nan")
+
+
+def test_step_seeds_differ_between_steps_and_ranks():
+    seeds = {worker_module._step_seed(7, step, rank) for step in range(100) for rank in range(8)}
+    assert len(seeds) == 800

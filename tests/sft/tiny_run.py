@@ -1,0 +1,138 @@
+"""A run small enough for tests: generated conversations, a tokenizer trained on them, models of two layers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raylane.sft import order
+from raylane.sft.config import RunConfig, build_config
+from raylane.sft.data import PreparedData, open_rows, prepare
+from raylane.sft.model_config import model_config
+from raylane.workers.batch import BatchDict
+
+ROW_TOKENS = 64
+WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")
+
+
+def write_conversations(path: Path, count: int, seed: int) -> None:
+    """Questions of different lengths whose answers repeat them, so that there is something to learn."""
+    chooser = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            words = chooser.choices(WORDS, k=chooser.randint(1, 5))
+            messages = [
+                {"role": "user", "content": "say " + " ".join(words)},
+                {"role": "assistant", "content": " ".join(words)},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
+    """The tiny run in `folder`; `changes` by dotted key, e.g. {"cluster.num_workers": 2}."""
+    document: dict[str, Any] = {
+        "sft": {
+            "max_num_steps": 8,
+            "max_num_epochs": None,
+            "seed": 3,
+            "val_global_batch_size": 8,
+            "val_micro_batch_size": 2,
+        },
+        "policy": {
+            "model_name": None,
+            "hf_config_overrides": {
+                "model_type": "qwen3",
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+                "tie_word_embeddings": True,
+            },
+            "tokenizer": {"train_vocab_size": 320, "chat_template": "chatml"},
+            "max_total_sequence_length": ROW_TOKENS,
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 2,
+            "precision": "float32",
+            "loss_chunk_tokens": 16,
+            "optimizer": {"kwargs": {"lr": 1e-2}},
+            "scheduler": {"name": "cosine", "warmup_steps": 2},
+        },
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "validation": str(folder / "validation.jsonl"),
+            "cache_dir": str(folder / "cache"),
+        },
+        "checkpointing": {"checkpoint_dir": str(folder / "checkpoints"), "keep_latest_k": 9},
+        "logger": {"log_dir": str(folder / "logs"), "log_level": "warning"},
+        "cluster": {"num_workers": 1},
+    }
+    for key, value in (changes or {}).items():
+        *parents, last = key.split(".")
+        here = document
+        for parent in parents:
+            here = here.setdefault(parent, {})
+        here[last] = value
+    return build_config(document)
+
+
+def write_data(folder: Path) -> None:
+    """The two files that `config_of` names."""
+    write_conversations(folder / "train.jsonl", 150, seed=1)
+    write_conversations(folder / "validation.jsonl", 21, seed=2)
+
+
+def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
+    """All rows of a step, as the workers together read them."""
+    source = open_rows(prepared.train, config.policy, prepared.pad_id)
+    rows = order.batch_rows(
+        source.num_rows, config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle
+    )
+    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
+
+
+def reference_model(config: RunConfig, prepared: PreparedData) -> Any:
+    """A plain Hugging Face model with the weights that the run starts from."""
+    from transformers import AutoModelForCausalLM
+
+    hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
+    torch.manual_seed(config.sft.seed)
+    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).train()
+
+
+def reference_gradients(model: Any, batch: BatchDict) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a global batch, one document at a time through a plain model: no packing, no sharding."""
+    total, supervised = torch.zeros((), dtype=torch.float64), 0
+    losses = []
+    for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["document_ids"], strict=True):
+        for document in range(int(documents.max()) + 1):
+            own = documents == document
+            logits = model(input_ids=ids[own][None]).logits[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, labels[own], reduction="sum"))
+            supervised += int((labels[own] != -100).sum())
+    (torch.stack(losses).sum() / supervised).backward()
+    total = sum(loss.item() for loss in losses)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return total / supervised, gradients
+
+
+def assert_same(
+    found: tuple[float, Mapping[str, torch.Tensor]], wanted: tuple[float, Mapping[str, torch.Tensor]]
+) -> None:
+    """Loss and every gradient equal to 1e-5."""
+    assert abs(found[0] - wanted[0]) < 1e-5, (found[0], wanted[0])
+    assert set(found[1]) == set(wanted[1])
+    for name, gradient in wanted[1].items():
+        difference = float((found[1][name] - gradient).abs().max())
+        assert difference < 1e-5, (name, difference, float(gradient.abs().max()))
+
+
+def prepared_in(folder: Path) -> PreparedData:
+    """The data of the tiny run, tokenised (once per folder)."""
+    return prepare(config_of(folder))
