@@ -22,6 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylane.errors import WorkerGroupError
+from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import Call, Plan, check_nesting, plan_sharded, plan_some, take
 from raylane.workers.future import GroupFuture
@@ -263,15 +264,7 @@ def _cut(args: Sequence[Any], kwargs: Mapping[str, Any], path: tuple[int, ...] |
 
 def _packed(value: Any) -> Any:
     """What stands for an argument in the call: itself if it is plain, else a reference to it, put once."""
-    return _put(value) if _carries_arrays(value) else value
-
-
-def _put(value: Any) -> Any:
-    try:
-        from raylane.transport.api import put  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        put = ray.put
-    return put(value)
+    return put(value) if _carries_arrays(value) else value
 
 
 def _carries_arrays(value: Any) -> bool:
