@@ -111,3 +111,24 @@ def test_data_docstrings_writes_both_sides(tmp_path: Path, capsys: pytest.Captur
 def test_data_docstrings_refuses_a_fraction_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not in"):
         main(["data", "docstrings", "--out", str(tmp_path), "--validation-fraction", "1.5"])
+
+
+def test_the_summary_of_a_run_says_what_there_is_and_nothing_else(tmp_path: Path) -> None:
+    from raylane.cli.sft import summary
+    from raylane.sft.sample import Sample
+    from raylane.sft.trainer import RunResult
+
+    nothing = RunResult(3, True, None, None, None, None, None, None)
+    assert summary(nothing) == "ended         on SIGTERM after 3 steps"
+    sample = Sample("user\nWhat is `abc`?\nassistant\n", "A module.")
+    whole = RunResult(1200, False, 4.5, 4.75, tmp_path / "c", tmp_path / "hf", tmp_path / "loss.html", sample)
+    assert summary(whole).splitlines() == [
+        "ended         after 1,200 steps",
+        "train loss    4.5000",
+        "held-out loss 4.7500",
+        f"checkpoint    {tmp_path}/c",
+        f"model         {tmp_path}/hf",
+        f"loss curve    {tmp_path}/loss.html",
+        "asked         user What is `abc`? assistant",
+        "answered      A module.",
+    ]
