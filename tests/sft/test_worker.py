@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import selfcheck
@@ -24,10 +23,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker():
-    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
-        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
             patch.setenv(name, str(value))
         worker = SftWorker("cpu")
         yield worker

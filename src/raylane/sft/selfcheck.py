@@ -22,9 +22,10 @@ __all__ = ["check_model", "packed_pair"]
 
 _log = logging.getLogger(__name__)
 
-# Largest difference of logits, relative to the largest logit. Measured on tiny models of random weights: 1e-6 in
-# float32, 2e-2 in bfloat16, and 0.3 to 1 when documents see each other.
-_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
+# Largest difference of logits, relative to the largest logit. Measured with torch 2.13 on a CPU, random weights of
+# llama, qwen2 and qwen3: 0 in both precisions; 0.24 to 0.85 when documents see each other. The room is for kernels that
+# add up in another order.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 def check_model(model: SupervisedModel, source: RowSource, device: torch.device, precision: str) -> None:
