@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,3 +19,28 @@ def ray_session() -> Iterator[None]:
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def cluster(ray_session: None) -> Iterator[None]:
+    """The session's Ray, for a test that must leave no actor, thread, descriptor, segment or published value."""
+    from raylane.testing.leaks import leaks, snapshot
+
+    before = snapshot()
+    yield
+    left = leaks(before, within_s=20)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Wait for a condition with a deadline, by asking again; fails with the last answer."""
+    import time
+
+    def wait(condition: Callable[[], object], within_s: float = 10.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not (answer := condition()):
+            assert time.monotonic() < deadline, f"still {answer!r} after {within_s} s"
+            time.sleep(0.02)
+
+    return wait

@@ -12,6 +12,7 @@ What is used, and why (each checked on Ray 2.60.0; tests/rules names the one tha
 | `__ray_invocation_decorator__` on a method | runs in the caller, sees the refs that the call returned |
 | `__ray_num_returns__` and its siblings on a method | what `ray.method` writes and Ray reads back |
 | ObjectRef.task_id().actor_id() | which actor produced a ref |
+| _private.state.actors | leak checks ask which actors are alive |
 | ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
 | ray.experimental.internal_kv | the cluster's secret and where producers listen |
 
@@ -46,6 +47,7 @@ __all__ = [
     "kv_get",
     "kv_put_if_absent",
     "kv_set",
+    "living_actors",
     "node_ip",
     "on_out_of_scope",
     "worker_token",
@@ -152,6 +154,13 @@ def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:
     """(object id, owner address): what another process needs to `adopt_ref`. The giver keeps `ref` until then."""
     _, owner, _ = _worker.global_worker.core_worker.serialize_object_ref(ref)
     return ref.binary(), owner
+
+
+def living_actors() -> dict[str, str]:
+    """Hexadecimal id to class name of every actor of the cluster that is not dead. For leak checks."""
+    from ray._private import state
+
+    return {actor_id: info["ActorClassName"] for actor_id, info in state.actors().items() if info["State"] != "DEAD"}
 
 
 def adopt_ref(binary: bytes, owner: bytes) -> Any:

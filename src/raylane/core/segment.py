@@ -163,8 +163,9 @@ class HeaderSlots:
 
 
 def write_segment(source: memoryview) -> int:
-    """A new memfd holding a copy of `source` (bytes), sealed against any further change. Returns its descriptor, which
+    """A new memfd holding a copy of `source`, sealed against any further change. Returns its descriptor, which
     is the caller's to close. Written with write(2): the writer never maps it, so its pages are faulted in only once."""
+    source = source.cast("B")
     fd = os.memfd_create("raylane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         done = 0

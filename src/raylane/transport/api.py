@@ -43,7 +43,8 @@ def method(
     Called from Python it is the plain method. Other options go to `ray.method` (`num_returns`, `concurrency_group`,
     ...), which may also be stacked above or below this decorator.
 
-    tensor_transport: `auto` (the closest way that works), `local`, `host`, `tcp`, or `object_store` (undecorated).
+    tensor_transport: `auto` (the closest way that works), `local`, `host`, `tcp`, or `object_store` (Ray carries it).
+        Items of a generator are always carried by Ray.
     snapshot: copy the tensors once into sealed shared memory when published; later writes are never seen by readers.
     on_mutation: `warn`, `error` or `allow`, for a read that finds a tensor written to since it was published.
 
@@ -90,8 +91,6 @@ def put(
     options = publish_options(tensor_transport, _tensor_transport, snapshot, on_mutation, where="raylane.put")
     if isinstance(value, ray.ObjectRef):
         raise TypeError("raylane.put was given an ObjectRef: the value is published already, pass the ref on")
-    if options.tensor_transport == "object_store":
-        return ray.put(value)
     publication = Publication(options, anchored=False)
     try:
         ref = ray.put(Returned(value, publication))

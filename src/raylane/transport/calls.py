@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from raylane import _ray
+from raylane.errors import TransportUnavailableError
 from raylane.transport.lifetime import keep_actor_alive
 from raylane.transport.options import PublishOptions
 from raylane.transport.publish import Publication
@@ -34,11 +35,12 @@ _INNER_ATTRIBUTE = "__raylane_inner__"
 class Call:
     """One call by Ray of one wrapper, claimed for as long as it runs."""
 
-    __slots__ = ("options", "task_id")
+    __slots__ = ("options", "streams", "task_id")
 
-    def __init__(self, task_id: bytes, options: PublishOptions) -> None:
+    def __init__(self, task_id: bytes, options: PublishOptions, *, streams: bool) -> None:
         self.task_id = task_id
         self.options = options
+        self.streams = streams
 
     def __enter__(self) -> Call:
         _claim.set(self.task_id)
@@ -52,9 +54,9 @@ class Call:
 
     def publish(self, value: Any) -> Any:
         """What to hand to Ray for the method's result."""
-        if self.options.tensor_transport == "object_store" or _ray.is_canceled():
+        if _ray.is_canceled():
             return value
-        return Publication(self.options, anchored=True).value(value)
+        return Publication(self.options, anchored=True, streams=self.streams).value(value)
 
 
 def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
@@ -96,10 +98,10 @@ def is_outermost(wrapper: Callable[..., Any]) -> bytes | None:
     return task_id
 
 
-def begin(wrapper: Callable[..., Any]) -> Call | None:
+def begin(wrapper: Callable[..., Any], *, streams: bool = False) -> Call | None:
     """The call, if it is one of Ray's; None for Python's own, which goes straight to the function."""
     task_id = is_outermost(wrapper)
-    return None if task_id is None else Call(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE))
+    return None if task_id is None else Call(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE), streams=streams)
 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -127,6 +129,12 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     of this module, which are pickled by reference. It has no `__wrapped__`, because Ray reads `num_returns` and the
     like from the unwrapped function and would miss what `ray.method` wrote on this one.
     """
+    generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if generator and options.tensor_transport not in ("auto", "object_store"):
+        raise TransportUnavailableError(
+            f"tensor_transport={options.tensor_transport!r} is not available for {function.__qualname__}, a generator: "
+            "Ray loses count of refs nested in streamed items, so Ray itself carries them. Use auto, or return a list"
+        )
     wrapper = _choose_wrapper(function)
     functools.update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]
@@ -173,7 +181,7 @@ def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        call = begin(wrapper)
+        call = begin(wrapper, streams=True)
         if call is None:
             yield from function(*args, **kwargs)
             return
@@ -187,7 +195,7 @@ def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_async_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        call = begin(wrapper)
+        call = begin(wrapper, streams=True)
         if call is None:
             async for value in function(*args, **kwargs):
                 yield value

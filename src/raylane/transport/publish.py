@@ -14,10 +14,12 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 
 from raylane import _ray
 from raylane.core.segment import write_segment
+from raylane.core.spans import Span
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.options import PublishOptions
@@ -33,12 +35,17 @@ OUT_OF_BAND_BYTES = 1 << 16
 class Publication:
     """One call's results, or one put: under which keys its values are kept, and what frees them."""
 
-    __slots__ = ("anchor", "anchored", "keys", "options")
+    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options")
 
-    def __init__(self, options: PublishOptions, *, anchored: bool) -> None:
+    def __init__(self, options: PublishOptions, *, anchored: bool, streams: bool = False) -> None:
         self.options = options
         self.anchored = anchored
         """Whether the tickets carry an anchor. A put needs none: the ref that it returns is this process's own."""
+        self.carried = streams or options.tensor_transport == "object_store"
+        """Whether Ray carries the bytes. A generator's items have no choice: in one of a hundred streamed items Ray
+        2.60 loses count of the refs nested in it, and would have us free values that are still referenced."""
+        self.held: list[codec.Layout] = []
+        """Memory that Ray is about to copy."""
         self.anchor: Any = None
         """One for all results of a call: they are freed with the last of them."""
         self.keys: list[bytes] = []
@@ -109,11 +116,16 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     size = sum(block.nbytes for block in layout.blocks)
     here = endpoint()
     options = publication.options
-    if size <= INLINE_BYTES and options.tensor_transport == "auto" and not options.snapshot:
+    if size <= INLINE_BYTES and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
         here.counts["inline"] += 1
         inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
         return materialize, (encode(ticket), _buffer(skeleton))
+    if publication.carried:
+        here.counts["carried"] += 1
+        publication.held.append(layout)
+        ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks)
+        return materialize, (encode(ticket), _buffer(skeleton), None, [_view(block) for block in layout.blocks])
     ticket = _publish(here, leaves, layout, publication)
     if not publication.anchored:
         return materialize, (encode(ticket), _buffer(skeleton))
@@ -134,8 +146,7 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     )
     if options.snapshot:
         for block in layout.blocks:
-            view = memoryview((ctypes.c_char * block.nbytes).from_address(block.start)).cast("B")
-            entry.segments.append(write_segment(view))
+            entry.segments.append(write_segment(memoryview((ctypes.c_char * block.nbytes).from_address(block.start))))
         entry.leaves, entry.spans, entry.versions = [], [], []
         layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
     here.store.publish(entry)
@@ -152,6 +163,12 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         nonce=entry.nonce,
         segments=list(entry.segments),
     )
+
+
+def _view(block: Span) -> pickle.PickleBuffer:
+    """A block's bytes, for Ray to copy once, straight into its object store. By way of NumPy: Ray 2.60 crashes on
+    unpacking the buffer format that ctypes gives."""
+    return pickle.PickleBuffer(np.frombuffer((ctypes.c_char * block.nbytes).from_address(block.start), dtype=np.uint8))
 
 
 def _buffer(skeleton: bytes) -> bytes | pickle.PickleBuffer:

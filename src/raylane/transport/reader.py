@@ -17,7 +17,7 @@ from typing import Any
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import ProtocolError, TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport import codec
-from raylane.transport.backends.base import Arrival, freed
+from raylane.transport.backends.base import Arrival, copied, freed
 from raylane.transport.backends.registry import AUTO, backends
 from raylane.transport.choose import choose
 from raylane.transport.endpoint import Endpoint, endpoint
@@ -60,14 +60,17 @@ class Pending:
         return self.future.result()
 
 
-def materialize(payload: bytes, skeleton: bytes, anchor: object = None) -> Any:
-    """Called by unpickling, with Ray's locks held. `anchor` is there to be counted by Ray, not used."""
+def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried: list[Any] | None = None) -> Any:
+    """Called by unpickling, with Ray's locks held. `anchor` is there to be counted by Ray, not used; `carried` are the
+    blocks' bytes where Ray carried them, read-only in its store."""
     try:
         ticket = decode(payload)
     except ValueError as error:
         return ProtocolError(str(error))
     if ticket.inline is not None:
         return codec.decode(skeleton, codec.build(ticket.specs, [bytearray(block) for block in ticket.inline]))
+    if carried is not None:
+        return codec.decode(skeleton, codec.build(ticket.specs, copied(ticket, endpoint(), carried)))
     if _collecting.active:
         return Pending(ticket, skeleton)
     deadline = Deadline(default_timeout_s())

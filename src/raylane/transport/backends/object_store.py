@@ -1,12 +1,11 @@
 """object_store: the source puts the blocks into Ray's object store and the reader takes them from there.
 
 For `raylane.get(ref, tensor_transport="object_store")`, and when no other way exists. A value that its producer
-declared `object_store` never comes here: it is an ordinary Ray object from the start.
+declared `object_store` never comes here: Ray carries its bytes from the start.
 """
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import ray
@@ -14,10 +13,9 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import address_of
 from raylane.errors import TransferTimeoutError
 from raylane.transport import wire
-from raylane.transport.backends.base import Arrival, Backend, Capability, allocate
+from raylane.transport.backends.base import Arrival, Backend, Capability, copied
 from raylane.transport.backends.tcp import freed_or_odd
 from raylane.transport.ticket import Source, Ticket
 
@@ -47,9 +45,7 @@ class ObjectStoreBackend(Backend):
                     raise TransferTimeoutError(
                         f"Ray's object store did not deliver the value of {source} within {deadline.timeout_s} s"
                     ) from error
-                blocks = allocate(ticket, endpoint)
-                for mine, array in zip(blocks, arrays, strict=True):
-                    ctypes.memmove(address_of(mine), array.ctypes.data, array.nbytes)
+                blocks = copied(ticket, endpoint, arrays)
                 del arrays, ref
                 link.send(wire.Done(ticket.key))
                 return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from raylane.core.deadline import Deadline, default_timeout_s
+
+
+def test_no_limit() -> None:
+    deadline = Deadline(None)
+    assert deadline.left_s() is None
+    assert not deadline.expired
+
+
+def test_zero_has_expired_and_never_goes_below() -> None:
+    deadline = Deadline(0)
+    assert deadline.expired
+    assert deadline.left_s() == 0
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan")])
+def test_bad_timeouts_are_named(bad: float) -> None:
+    with pytest.raises(ValueError, match=str(bad)):
+        Deadline(bad)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("", 60.0), ("2.5", 2.5), ("none", None), ("inf", None)])
+def test_environment(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None) -> None:
+    monkeypatch.setenv("RAYLANE_TIMEOUT_S", text)
+    assert default_timeout_s() == seconds
+
+
+def test_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLANE_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="soon"):
+        default_timeout_s()

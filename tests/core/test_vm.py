@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from raylane.core import place, vm
+from raylane.core.segment import address_of
+
+CHILD = """
+import ctypes, sys
+buffer = ctypes.create_string_buffer(bytes(range(200)) * 500)
+print(ctypes.addressof(buffer), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_reads_ranges_of_another_process_in_order_and_notices_its_death() -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        address = int(child.stdout.readline())
+        mine = ctypes.create_string_buffer(300)
+        vm.read(child.pid, [(address, address_of(mine), 200), (address + 5, address_of(mine) + 200, 100)])
+        assert mine.raw == bytes(range(200)) + bytes(range(5, 105))
+        many = ctypes.create_string_buffer(3000)
+        vm.read(child.pid, [(address + i % 200, address_of(many) + i, 1) for i in range(3000)])
+        assert many.raw == bytes(i % 200 for i in range(3000))
+        with pytest.raises(OSError) as bad:
+            vm.read(child.pid, [(8, address_of(mine), 8)])
+        assert bad.value.errno == errno.EFAULT
+    finally:
+        child.kill()
+        child.communicate()
+    with pytest.raises(ProcessLookupError):
+        vm.read(child.pid, [(address, address_of(mine), 8)])
+
+
+def test_a_place_knows_itself_and_a_dead_process() -> None:
+    here = place.here()
+    assert here.pid == os.getpid()
+    assert place.alive(here)
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    assert place.start_ticks(child.pid) is not None or child.poll() is not None
+    while place.start_ticks(child.pid) is not None:  # until it is a zombie: not yet waited for
+        os.sched_yield()
+    assert child.wait() == 0
+
+
+def test_a_split_read_keeps_the_order_and_the_limits() -> None:
+    big = vm.MAX_BYTES_PER_CALL
+    calls = vm._calls([(0, 0, big + 5), (10 * big, 2 * big, 7)])
+    assert calls == [[(0, 0, big)], [(big, big, 5), (10 * big, 2 * big, 7)]]
+    assert [len(call) for call in vm._calls([(i, i, 1) for i in range(2500)])] == [1024, 1024, 452]
