@@ -98,6 +98,10 @@ class Listener:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
+    def strangers(self) -> int:
+        """Connections that have not proven themselves yet."""
+        return len(self._strangers)
+
     # The loop
 
     def _run(self) -> None:

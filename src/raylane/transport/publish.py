@@ -25,6 +25,7 @@ from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.options import PublishOptions
 from raylane.transport.store import Entry
 from raylane.transport.ticket import VERSION, Ticket, encode
+from raylane.transport.versions import counters
 
 INLINE_BYTES = 1 << 16
 """Up to here the tensors travel inside the ticket: Ray carries results below 100 KB in the reply itself."""
@@ -162,13 +163,16 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         header_address=entry.header_address,
         nonce=entry.nonce,
         segments=list(entry.segments),
+        counters=counters(tensor for tensor, _ in entry.versions),
     )
 
 
 def _view(block: Span) -> pickle.PickleBuffer:
     """A block's bytes, for Ray to copy once, straight into its object store. By way of NumPy: Ray 2.60 crashes on
     unpacking the buffer format that ctypes gives."""
-    return pickle.PickleBuffer(np.frombuffer((ctypes.c_char * block.nbytes).from_address(block.start), dtype=np.uint8))
+    view = memoryview((ctypes.c_char * block.nbytes).from_address(block.start)).cast("B")
+    array: Any = np.frombuffer(view, dtype=np.uint8)
+    return pickle.PickleBuffer(array)
 
 
 def _buffer(skeleton: bytes) -> bytes | pickle.PickleBuffer:

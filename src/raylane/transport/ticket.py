@@ -44,6 +44,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     nonce: int = 0
     segments: list[int] = []
     """Descriptors in the source, one per block, of a snapshot's sealed memfds."""
+    counters: list[tuple[int, int]] = []
+    """Addresses in the source of torch's 32-bit write counters, and what they were at publication."""
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,7 @@ from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment
-from raylane.errors import SourceLostError, TensorFreedError, TransportUnavailableError
+from raylane.errors import SourceLostError, TransportUnavailableError
 from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed
 from raylane.transport.ticket import HEADER_BYTES, Source, Ticket
 
@@ -50,6 +50,7 @@ class HostBackend(Backend):
         source = ticket.origin()
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
+        counts = (ctypes.c_uint32 * len(ticket.counters))()
         try:
             if ticket.segments:
                 blocks = _map(ticket, source)
@@ -57,15 +58,18 @@ class HostBackend(Backend):
             else:
                 blocks = allocate(ticket, endpoint)
                 ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
-                vm.read(source.place.pid, [*ranges, header_range])
+                words = [(there, address_of(counts) + 4 * i, 4) for i, (there, _) in enumerate(ticket.counters)]
+                vm.read(source.place.pid, [*ranges, *words, header_range])
         except OSError as error:
-            raise _translate(error, ticket, header_range, header) from error
+            raise _translate(error, ticket) from error
         nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
         if nonce != ticket.nonce:
-            raise _gone(ticket)
+            # Another process by the same pid would hold another nonce, or none.
+            raise freed(ticket) if place.alive(source.place) else _lost(source)
         if not remote_read:
             _mark(ticket)
-        return Arrival(blocks=blocks, mutated=False, creator_read=bool(creator_read))
+        mutated = any(now != then for now, (_, then) in zip(counts, ticket.counters, strict=True))
+        return Arrival(blocks=blocks, mutated=mutated, creator_read=bool(creator_read))
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:
@@ -95,22 +99,27 @@ def _mark(ticket: Ticket) -> None:
             raise
 
 
-def _gone(ticket: Ticket) -> SourceLostError | TensorFreedError:
-    source = ticket.origin()
-    if not place.alive(source.place):
-        return SourceLostError(
-            f"{source} died; the tensors it held died with it. Make them again, or keep a copy elsewhere",
-            source=source.label,
-        )
-    return freed(ticket)
+def _lost(source: Source) -> SourceLostError:
+    return SourceLostError(
+        f"{source} died; the tensors it held died with it. Make them again, or keep a copy elsewhere",
+        source=source.label,
+    )
 
 
-def _translate(error: OSError, ticket: Ticket, header: vm.Range, into: Any) -> Exception:
+def _translate(error: OSError, ticket: Ticket) -> Exception:
+    """What a failed read means. A dying process loses its memory before its entry in /proc, so that is asked last."""
     source = ticket.origin()
-    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS) and place.alive(source.place):
+    if error.errno == errno.ESRCH or not place.alive(source.place):
+        return _lost(source)
+    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return TransportUnavailableError(
             f"the kernel forbids reading the memory of {source} ({error.strerror}): containers need CAP_SYS_PTRACE or "
             "kernel.yama.ptrace_scope=0; tcp works without either",
             source=source.label,
         )
-    return _gone(ticket)
+    header = ctypes.create_string_buffer(HEADER_BYTES)  # a descriptor or a page is gone: with the value, or all of it?
+    try:
+        vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+    except OSError:
+        return _lost(source)
+    return freed(ticket)

@@ -1,0 +1,284 @@
+"""Links against a real listener over real sockets, without Ray: what is right is served, what is wrong is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raylane.core import place
+from raylane.core.deadline import Deadline
+from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
+from raylane.transport import codec, listener, wire
+from raylane.transport.link import Address, Link, LinkPool
+from raylane.transport.listener import Listener
+from raylane.transport.store import Entry, Store
+from raylane.transport.ticket import Source
+
+SECRET = b"s" * 32
+
+
+def entry(tensor: torch.Tensor) -> Entry:
+    layout = codec.plan([tensor])
+    return Entry(key=secrets.token_bytes(16), leaves=[tensor], layout=layout, spans=[codec.span(tensor)])
+
+
+class Server:
+    def __init__(self) -> None:
+        self.name = f"raylane-test-{secrets.token_hex(8)}"
+        self.store = Store()
+        self.listener = Listener(
+            self.store,
+            SECRET,
+            name=self.name,
+            host="127.0.0.1",
+            put_blocks=lambda views: (b"id", b"owner", [bytes(view) for view in views]),
+            session_over=lambda: False,
+        )
+        self.addresses: list[Address] = [self.name, ("127.0.0.1", self.listener.port)]
+        self.source = Source(place.here(), "Actor(Test)", self.name, "127.0.0.1", self.listener.port)
+
+    def link(self, address: Address | None = None, secret: bytes = SECRET, timeout_s: float = 10) -> Link:
+        return Link(address or self.addresses[1], secret, Deadline(timeout_s), who="test", peer=str(self.source))
+
+    def serves(self) -> bool:
+        """Whether a newcomer is still answered."""
+        link = self.link()
+        link.send(wire.Holding())
+        answer = link.receive()
+        link.close()
+        return isinstance(answer, wire.Held)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.listener.close()
+    assert not [t for t in threading.enumerate() if t.name == "raylane-listener"]
+
+
+def read(link: Link, key: bytes, nbytes: int) -> bytearray:
+    link.send(wire.Read(key))
+    answer = link.receive()
+    assert isinstance(answer, wire.Data), answer
+    assert answer.sizes == [nbytes]
+    data = bytearray(nbytes)
+    link.receive_into([data])
+    return data
+
+
+def test_reads_over_both_sockets(server: Server) -> None:
+    tensor = torch.arange(1_000_000, dtype=torch.int32)
+    kept = entry(tensor)
+    server.store.publish(kept)
+    for address in server.addresses:
+        link = server.link(address)
+        for _ in range(3):
+            assert read(link, kept.key, 4_000_000) == tensor.numpy().tobytes()
+        link.close()
+
+
+def test_many_readers_at_once(server: Server) -> None:
+    tensor = torch.arange(500_000, dtype=torch.int64)
+    kept = entry(tensor)
+    server.store.publish(kept)
+    expected, wrong = tensor.numpy().tobytes(), []
+
+    def work() -> None:
+        link = server.link()
+        for _ in range(5):
+            if read(link, kept.key, 4_000_000) != expected:
+                wrong.append(1)
+        link.close()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
+    kept = entry(torch.zeros(20_000_000, dtype=torch.uint8))
+    server.store.publish(kept)
+    lazy = server.link()
+    lazy.send(wire.Read(kept.key))
+    assert server.serves()
+    eager = server.link()
+    assert read(eager, kept.key, 20_000_000) == bytes(20_000_000)
+    eager.close()
+    server.store.free([kept.key])  # the bytes under way are still whole
+    answer = lazy.receive()
+    assert isinstance(answer, wire.Data)
+    data = bytearray(20_000_000)
+    lazy.receive_into([data])
+    assert data == bytes(20_000_000)
+    lazy.close()
+
+
+def test_what_is_gone_is_said(server: Server) -> None:
+    link = server.link()
+    for request in (wire.Read(b"unknown"), wire.Put(b"unknown")):
+        link.send(request)
+        assert link.receive() == wire.Gone(b"unknown")
+    link.close()
+
+
+def test_put_and_done(server: Server) -> None:
+    kept = entry(torch.ones(10))
+    server.store.publish(kept)
+    link = server.link()
+    link.send(wire.Put(kept.key))
+    assert link.receive() == wire.PutReply(b"id", b"owner", False, False)
+    link.send(wire.Done(kept.key))
+    link.send(wire.Holding())
+    assert link.receive() == wire.Held(1)
+    link.close()
+
+
+def test_wrong_secret_is_refused_and_says_so(server: Server) -> None:
+    with pytest.raises(ProtocolError, match="wrong proof"):
+        server.link(secret=b"x" * 32)
+    assert server.serves()
+
+
+def test_a_listener_that_cannot_prove_itself_is_not_trusted(server: Server) -> None:
+    class Impostor(threading.Thread):
+        def __init__(self) -> None:
+            super().__init__()
+            self.socket = socket.create_server(("127.0.0.1", 0))
+
+        def run(self) -> None:
+            peer, _ = self.socket.accept()
+            peer.sendall(wire.pack(wire.Challenge(wire.VERSION, b"n" * 16)))
+            peer.recv(1000)
+            peer.sendall(wire.pack(wire.Welcome(b"p" * 32)))
+            peer.close()
+            self.socket.close()
+
+    impostor = Impostor()
+    impostor.start()
+    with pytest.raises(ProtocolError, match="could not prove"):
+        server.link(impostor.socket.getsockname()[:2])
+    impostor.join()
+
+
+GARBAGE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 100,
+    struct.pack("<I", wire.MAX_FRAME_BYTES + 1) + b"x" * 100,
+    struct.pack("<I", 0),
+    struct.pack("<I", 5) + b"\x93abcd",
+    wire.pack(wire.Read(b"key")),  # before any proof
+    wire.pack(wire.Hello(99, b"n" * 16, b"p" * 32, "from the future")),
+    wire.pack(wire.Challenge(1, b"n")),
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_before_the_proof_ends_the_connection(server: Server, garbage: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
+        sock.sendall(garbage)
+        while sock.recv(1 << 16):
+            pass
+    assert server.serves()
+
+
+@pytest.mark.parametrize("garbage", [*GARBAGE[:5], wire.pack(wire.Held(3))], ids=range(6))
+def test_garbage_after_the_proof_ends_the_link(server: Server, garbage: bytes) -> None:
+    link = server.link()
+    link.socket.sendall(garbage)
+    with pytest.raises(SourceLostError):
+        link.receive()
+    link.close()
+    assert server.serves()
+
+
+def test_a_truncated_frame_waits_for_its_rest_and_does_no_harm(server: Server) -> None:
+    link = server.link()
+    frame = wire.pack(wire.Holding())
+    link.socket.sendall(frame[:3])
+    assert server.serves()
+    link.socket.sendall(frame[3:])
+    assert link.receive() == wire.Held(0)
+    link.socket.sendall(frame[:5])
+    link.close()
+    assert server.serves()
+
+
+def test_a_thousand_idle_connections(server: Server) -> None:
+    idle = []
+    for _ in range(1000):
+        with contextlib.suppress(OSError):
+            idle.append(socket.create_connection(("127.0.0.1", server.listener.port), timeout=10))
+    assert server.serves()
+    assert server.listener.strangers() <= listener.MAX_STRANGERS
+    for sock in idle:
+        sock.close()
+    assert server.serves()
+
+
+def test_silent_connections_are_dropped_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HANDSHAKE_TIMEOUT_S", 0.05)
+    with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
+        while sock.recv(1 << 16):
+            pass
+    assert server.serves()
+
+
+def test_a_listener_that_never_answers_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source = Source(place.here(), "Actor(Silent)", "", "127.0.0.1", silent.getsockname()[1])
+        with pytest.raises(TransferTimeoutError, match=r"Actor\(Silent\).*0\.2 s"):
+            Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), who="test", peer=str(source))
+
+
+def test_nobody_listening_is_a_lost_source(server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with pytest.raises(SourceLostError, match=r"Actor\(Test\)"):
+        server.link(("127.0.0.1", port))
+
+
+def test_a_pool_reuses_good_links_and_closes_bad_ones(server: Server) -> None:
+    pool = LinkPool(SECRET, "test")
+    address = server.addresses[0]
+
+    def ask() -> Any:
+        with pool.borrow(address, server.source, Deadline(10)) as link:
+            link.send(wire.Holding())
+            assert link.receive() == wire.Held(0)
+            return link
+
+    first = ask()
+    assert ask() is first
+    with pytest.raises(KeyError), pool.borrow(address, server.source, Deadline(10)):
+        raise KeyError
+    assert len(pool) == 0
+    second = ask()
+    assert second is not first
+    server.listener.close()
+    with pytest.raises(SourceLostError), pool.borrow(address, server.source, Deadline(10)):
+        raise AssertionError("there is nobody to link to")
+    pool.close()
+
+
+def test_closing_ends_every_link(server: Server) -> None:
+    link = server.link()
+    server.listener.close()
+    with pytest.raises(SourceLostError):
+        link.receive()
+    link.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > 1 and any(t.name == "raylane-listener" for t in threading.enumerate()):
+        assert time.monotonic() < deadline

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from raylane.core.deadline import Deadline
+from raylane.core.spans import Span
+from raylane.transport import codec
+from raylane.transport.store import Entry, Store
+
+
+def entry(key: bytes, tensor: torch.Tensor) -> Entry:
+    return Entry(key=key, leaves=[tensor], layout=codec.plan([tensor]), spans=[codec.span(tensor)])
+
+
+def test_publish_get_free() -> None:
+    store = Store()
+    one = entry(b"1", torch.ones(10))
+    store.publish(one)
+    assert store.get(b"1") is one
+    assert store.stats() == {"entries": 1, "entry_bytes": 40, "published": 1}
+    store.free([b"1", b"unknown"])
+    assert store.get(b"1") is None
+    assert repr(store) == "Store(0 entries, 0 bytes)"
+    store.free([b"1"])
+
+
+def test_marks_tell_who_read_before() -> None:
+    store = Store()
+    one = entry(b"1", torch.ones(10))
+    store.publish(one)
+    assert store.mark_read(one, creator=False) == (False, False)
+    assert store.mark_read(one, creator=True) == (False, True)
+    assert store.mark_read(one, creator=False) == (True, True)
+    store.free([b"1"])
+    assert store.mark_read(one, creator=False) == (False, False)
+
+
+def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
+    store = Store()
+    base = torch.zeros(100)
+    store.publish(entry(b"1", base[:50]))
+    store.publish(entry(b"2", base[40:]))
+    spans = [codec.span(base[45:46])]
+    assert not store.wait_freed(spans, Deadline(0))
+    woken = []
+    thread = threading.Thread(target=lambda: woken.append(store.wait_freed(spans, Deadline(30))))
+    thread.start()
+    store.free([b"1"])
+    assert not store.wait_freed(spans, Deadline(0))
+    store.free([b"2"])
+    thread.join()
+    assert woken == [True]
+    assert store.wait_freed([Span(0, 1)], Deadline(0))
+
+
+def test_a_write_after_publication_is_known() -> None:
+    tensor = torch.ones(4)
+    one = entry(b"1", tensor)
+    one.versions = [(tensor, tensor._version)]
+    assert not one.mutated()
+    tensor.mul_(2)
+    assert one.mutated()

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from raylane.transport.versions import counter_offsets, counters
+
+
+def test_the_counter_is_found_on_the_pinned_torch_and_follows_writes() -> None:
+    assert counter_offsets() is not None
+    tensors = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(3)[1:]]
+    found = counters(tensors)
+    assert len(found) == 3
+    for (address, before), tensor in zip(found, tensors, strict=True):
+        assert before == tensor._version
+        with torch.no_grad():
+            tensor.add_(1)
+        assert ctypes.c_uint32.from_address(address).value == tensor._version == before + 1
+
+
+def test_views_of_one_storage_share_a_counter() -> None:
+    base = torch.zeros(10)
+    assert len(counters([base, base[2:], base.view(2, 5)])) == 1
