@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.util.placement_group import placement_group_table
 
+import raylane
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 from raylane.workers.batch import BatchDict
 from raylane.workers.group import WorkerGroup, WorkerOptions
@@ -107,6 +108,23 @@ def test_batches_are_sharded_replicated_and_returned_once(group):
     assert results(group, future) == [60, 220]
     assert results(group, future) == [60, 220], "a future can be asked twice"
     assert future.done()
+
+
+def test_a_shard_is_put_once_however_many_workers_read_it_and_plain_values_never(group, monkeypatch):
+    puts = []
+    monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
+    batch = BatchDict({"ids": torch.arange(8)})
+    future = group.run_all_workers_sharded_data(
+        "total", batch.shard(2), in_sharded_axes=["dp"], replicate_on_axes=["tp"], common_kwargs={"scale": 2}
+    )
+    assert results(group, future) == [12, 12, 44, 44]
+    assert len(puts) == 2
+
+
+def test_a_reference_arrives_as_the_value_it_stands_for(group):
+    ref = raylane.put(BatchDict({"ids": torch.arange(4)}))
+    assert results(group, group.run_all_workers_single_data("total", ref)) == [6] * 4
+    assert results(group, group.run_all_workers_single_data("total", data=ref, scale=ray.put(2))) == [12] * 4
 
 
 def test_free_axes_are_left_out_or_called_with_none(group):

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import torch
 from raylane.sft.cache import TokenCache
 
 __all__ = ["Sample", "answer", "first_prompt"]
+
+
+_ROLES = ("user", "system", "tool")
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,16 @@ def first_prompt(cache: TokenCache) -> np.ndarray:
 def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_tokens: int = 64) -> Sample:
     """What the model in a Hugging Face folder says to these tokens, taking the likeliest token each time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as hf_logging
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_dir), local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(str(hf_dir), local_files_only=True).eval()
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # it would land in the middle of the run's own lines
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_dir), local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(hf_dir), local_files_only=True).eval()
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     with torch.inference_mode():
         out = model.generate(
@@ -47,10 +58,14 @@ def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_t
             eos_token_id=list(end_ids) or None,
             pad_token_id=tokenizer.pad_token_id,
         )[0]
-    new = out[ids.shape[1] :]
-    return Sample(_text(tokenizer, ids[0]), _text(tokenizer, new))
+    new: list[int] = out[ids.shape[1] :].tolist()
+    return Sample(_question(prompt.tolist(), tokenizer), tokenizer.decode(new, skip_special_tokens=True).strip())
 
 
-def _text(tokenizer: Any, ids: torch.Tensor) -> str:
-    text: str = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
-    return text.strip()
+def _question(prompt: list[int], tokenizer: Any) -> str:
+    """The longest stretch between special tokens, without the name of its role: what was asked, in most templates."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    parts = [list(part) for is_text, part in groupby(prompt, key=lambda token: token not in special) if is_text]
+    text: str = tokenizer.decode(max(parts, key=len, default=[])).strip()
+    role, _, rest = text.partition("\n")
+    return rest.strip() if rest and role.strip() in _ROLES else text

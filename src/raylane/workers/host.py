@@ -62,12 +62,20 @@ class WorkerHost:
         self._worker = worker_class(*args, **kwargs)
 
     def call(self, method: str, returns: bool, own: tuple[tuple[Any, ...], dict[str, Any]], common: Any) -> Any:
-        """Run a method with this worker's own arguments and the common ones; a result that nobody wants stays here."""
+        """Run a method with this worker's own arguments and the common ones; a result that nobody wants stays here.
+
+        An argument that is an ObjectRef arrives as the value it stands for, as in any call of Ray's.
+        """
         if self._worker is None:
             raise WorkerLostError(
                 f"rank {self._rank} was started again by Ray and is empty; call rebuild_worker({self._rank})",
                 rank=self._rank,
             )
         args, kwargs = own
-        result = getattr(self._worker, method)(*args, **kwargs, **common)
+        named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
+        result = getattr(self._worker, method)(*map(_value, args), **named)
         return result if returns else None
+
+
+def _value(argument: Any) -> Any:
+    return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
