@@ -13,7 +13,7 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import TransferTimeoutError
+from raylane.errors import SourceLostError, TransferTimeoutError
 from raylane.transport import wire
 from raylane.transport.backends.base import Arrival, Backend, Capability, copied
 from raylane.transport.backends.tcp import freed_or_odd
@@ -44,6 +44,10 @@ class ObjectStoreBackend(Backend):
                 except ray.exceptions.GetTimeoutError as error:
                     raise TransferTimeoutError(
                         f"Ray's object store did not deliver the value of {source} within {deadline.timeout_s} s"
+                    ) from error
+                except ray.exceptions.RayError as error:
+                    raise SourceLostError(
+                        f"Ray's object store lost the value of {source}: {error}", source=source.label
                     ) from error
                 blocks = copied(ticket, endpoint, arrays)
                 del arrays, ref

@@ -1,0 +1,34 @@
+"""The one contract suite over every transport that is here."""
+
+from __future__ import annotations
+
+import pytest
+
+from raylane.testing.contract import BackendContract
+from raylane.transport.backends.registry import backends
+
+pytestmark = pytest.mark.usefixtures("ray_session", "cluster")
+
+
+class TestLocal(BackendContract):
+    name = "local"
+    within_process = True
+
+
+class TestHost(BackendContract):
+    name = "host"
+
+
+class TestTcp(BackendContract):
+    name = "tcp"
+
+
+def test_every_transport_is_under_contract() -> None:
+    assert set(backends()) == {"local", "host", "tcp", "object_store"}
+
+
+class TestObjectStore(BackendContract):
+    """Published for any transport, fetched through Ray's store: a value *declared* object_store has no ticket."""
+
+    name = "object_store"
+    published_as = "auto"
