@@ -62,6 +62,18 @@ def test_resume_never_and_by_name(tmp_path):
         checkpoint.read(checkpoint.begin(tmp_path, 9))
 
 
+def test_a_run_does_not_start_among_the_later_checkpoints_of_another(tmp_path):
+    """They would be taken for the latest: this run's own would be dropped, and resume would go to theirs."""
+    write(tmp_path, 3)
+    write(tmp_path, 5)
+    here = settings(checkpoint_dir=str(tmp_path), resume="never")
+    with pytest.raises(CheckpointError, match=r"holds step_3, step_5, and this run starts at step 0"):
+        checkpoint.refuse_later(here, 0)
+    with pytest.raises(CheckpointError, match=r"holds step_5, and"):
+        checkpoint.refuse_later(here, 3)
+    checkpoint.refuse_later(here, 5)
+
+
 def test_a_damaged_description_is_told(tmp_path):
     one = write(tmp_path, 3)
     (one.path / "run.json").write_text("{")

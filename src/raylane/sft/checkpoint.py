@@ -27,7 +27,19 @@ from raylane.errors import CheckpointError
 if TYPE_CHECKING:
     from raylane.sft.config import CheckpointingConfig
 
-__all__ = ["Saved", "begin", "commit", "differences", "discard_partial", "find", "keep", "list_saved", "read", "remove"]
+__all__ = [
+    "Saved",
+    "begin",
+    "commit",
+    "differences",
+    "discard_partial",
+    "find",
+    "keep",
+    "list_saved",
+    "read",
+    "refuse_later",
+    "remove",
+]
 
 MARKER = "COMPLETE"
 _NAME = re.compile(r"step_(\d+)$")
@@ -47,7 +59,8 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.sequence_packing",
     "policy.loss_chunk_tokens",
     "policy.dtensor_cfg.dp_replicate_size",
-    "data",
+    "prepared",
+    "data.shuffle",
     "cluster.num_workers",
     "cluster.gpus_per_node",
 )
@@ -63,7 +76,7 @@ class Saved:
     metrics: Mapping[str, float]
     """E.g. {"val:loss": 4.5, "train:loss": 4.6}; a key that was not measured at this step is missing."""
     config: Mapping[str, Any]
-    """The configuration as plain values."""
+    """The configuration as plain values, and under "prepared" the hash of the tokenised data."""
 
 
 def read(path: Path) -> Saved:
@@ -97,6 +110,21 @@ def find(settings: CheckpointingConfig) -> Saved | None:
         saved = list_saved(Path(settings.checkpoint_dir))
         return saved[-1] if saved else None
     return read(Path(settings.resume))
+
+
+def refuse_later(settings: CheckpointingConfig, start: int) -> None:
+    """Raise CheckpointError if the folder holds checkpoints of later steps than the one that a run starts with.
+
+    They are of another run: this one's checkpoints would count as older, be dropped first, and not be resumed from.
+    """
+    later = [saved.path.name for saved in list_saved(Path(settings.checkpoint_dir)) if saved.step > start]
+    if later:
+        raise CheckpointError(
+            f"{settings.checkpoint_dir} holds {', '.join(later)}, and this run starts at step {start} "
+            f"(checkpointing.resume={settings.resume}); choose another checkpointing.checkpoint_dir, remove them, or "
+            "go on from the last one with checkpointing.resume=auto",
+            path=settings.checkpoint_dir,
+        )
 
 
 def begin(folder: Path, step: int) -> Path:

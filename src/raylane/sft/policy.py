@@ -54,6 +54,8 @@ class Policy:
         """`total_steps` shapes the learning rate's schedule."""
         self._config = config
         self._dims = ParallelDims.of(config)
+        self._data_key = prepared.train.parent.name
+        """Hash of data, tokenizer and template, from the name of the cache folder."""
         self._next = 0
         """Step that `train` runs next."""
         self._losses: dict[str, LossFunction] = {}
@@ -175,7 +177,7 @@ class Policy:
         self._one("save_state", str(partial / "state"), self._next)
         if with_hf:
             self._one("save_hf", str(partial / "hf"))
-        saved = checkpoint.commit(partial, self._next, metrics, dump(self._config))
+        saved = checkpoint.commit(partial, self._next, metrics, self._description())
         _, removable = checkpoint.keep(checkpoint.list_saved(Path(settings.checkpoint_dir)), settings)
         for old in removable:
             checkpoint.remove(old)
@@ -188,10 +190,13 @@ class Policy:
     def load(self, path: str | Path) -> int:
         """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step."""
         saved = checkpoint.read(Path(path))
-        for difference in checkpoint.differences(saved.config, dump(self._config)):
+        for difference in checkpoint.differences(saved.config, self._description()):
             _log.warning("resuming with another configuration, losses will differ: %s", difference)
         self._next = int(self._one("load_state", str((saved.path / "state").resolve())))
         return self._next
+
+    def _description(self) -> dict[str, Any]:
+        return {**dump(self._config), "prepared": self._data_key}
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers; bounded, and harmless the second time. Returns whether they ended in good order."""

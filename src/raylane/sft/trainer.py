@@ -78,6 +78,8 @@ def run(config: RunConfig) -> RunResult:
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
     resumed = checkpoint.find(config.checkpointing) if config.checkpointing.enabled else None
+    if config.checkpointing.enabled:
+        checkpoint.refuse_later(config.checkpointing, resumed.step if resumed else 0)
     with _connected(config), StopRequest() as stop, MetricsLog(config.logger, config.logger.log_dir) as log:
         with Policy(config, prepared, total) as policy:
             _log.info("%s workers ready: %s; %d steps to run", config.cluster.num_workers, policy.facts, total)
@@ -116,7 +118,7 @@ class Trainer:
             step = self._policy.load(saved.path)
             self.saved = saved
             _log.info("going on from %s, step %d of %d", saved.path, step, self.total_steps)
-        self._log.rewind(self.done)
+        self._log.rewind(self.done if saved is not None else -1)
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was never finished", path)
@@ -128,7 +130,7 @@ class Trainer:
         while self.done < self.total_steps and not self._stop.requested:
             self._step()
         self._wait_for_steps()
-        finished = self.done == self.total_steps
+        finished = self.done >= self.total_steps
         if finished and self._config.sft.val_at_end:
             self._validate()
         if self._config.checkpointing.enabled:

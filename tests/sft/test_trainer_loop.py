@@ -1,0 +1,126 @@
+"""The order of things in the loop over steps, on a policy that only writes down what it is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raylane.sft.checkpoint import Saved
+from raylane.sft.config import build_config
+from raylane.sft.trainer import StopRequest, Trainer
+
+FIGURES = (
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "step_time_s",
+    "data_time_s",
+    "dispatch_time_s",
+    "compute_time_s",
+)
+
+
+class RecordingPolicy:
+    """In-memory stand-in: a step's future is its number, and its loss too."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.next_step = 0
+
+    def train_step_nowait(self, number):
+        self.events.append(f"send {number}")
+        self.next_step = number + 1
+        return number
+
+    def result(self, future):
+        self.events.append(f"read {future}")
+        return {"loss": float(future), **dict.fromkeys(FIGURES, 0.0)}
+
+    def validate(self):
+        self.events.append(f"validate after {self.next_step}")
+        return {"loss": 10.0 + self.next_step}
+
+    def save(self, metrics, *, with_hf):
+        self.events.append(f"save {self.next_step}{' hf' if with_hf else ''} {sorted(metrics)}")
+        return Saved(self.next_step, Path("nowhere"), metrics, {})
+
+    def load(self, path):
+        self.next_step = int(path.name.removeprefix("step_"))
+        return self.next_step
+
+
+class NoLog:
+    """Takes figures and forgets them."""
+
+    def log(self, *_):
+        pass
+
+    progress = live = rewind = log
+
+
+def trainer_of(tmp_path, total, stop=None, **changes):
+    sft = {"max_num_steps": total, **{key: value for key, value in changes.items() if key != "save_period"}}
+    config = build_config(
+        {
+            "sft": sft,
+            "policy": {"hf_config_overrides": {"model_type": "llama"}, "tokenizer": {"train_vocab_size": 300}},
+            "data": {"train": "x.jsonl", "validation_fraction": 0.1},
+            "checkpointing": {"checkpoint_dir": str(tmp_path), "save_period": changes.get("save_period", 0)},
+        }
+    )
+    policy = RecordingPolicy()
+    return Trainer(config, policy, None, NoLog(), total, stop or StopRequest()), policy.events
+
+
+def test_steps_are_sent_ahead_of_the_results_that_were_read(tmp_path):
+    trainer, events = trainer_of(tmp_path, 4, steps_in_flight=2)
+    trainer.fit()
+    assert events[:6] == ["send 0", "send 1", "read 0", "send 2", "read 1", "send 3"]
+    assert events[6:] == ["read 2", "read 3", "save 4 hf ['train:loss']"]
+
+
+def test_one_step_in_flight_waits_for_each(tmp_path):
+    trainer, events = trainer_of(tmp_path, 2, steps_in_flight=1)
+    trainer.fit()
+    assert events[:4] == ["send 0", "read 0", "send 1", "read 1"]
+
+
+def test_validation_and_saves_wait_for_all_steps_and_come_in_this_order(tmp_path):
+    trainer, events = trainer_of(tmp_path, 4, steps_in_flight=3, val_period=2, val_at_start=True, save_period=2)
+    trainer.fit()
+    assert events[:6] == ["validate after 0", "send 0", "send 1", "read 0", "read 1", "validate after 2"]
+    assert events[6] == "save 2 ['train:loss', 'val:loss']"
+    assert events[-2:] == ["validate after 4", "save 4 hf ['train:loss', 'val:loss']"]
+    assert sum(event.startswith(("validate", "save")) for event in events) == 5, "the last step's are not done twice"
+
+
+def test_a_metric_of_an_earlier_step_is_not_the_checkpoints(tmp_path):
+    trainer, events = trainer_of(tmp_path, 3, val_period=2)
+    trainer.fit()
+    assert events[-1] == "save 3 hf ['train:loss']"
+
+
+def test_a_stop_request_ends_after_the_steps_under_way_and_saves_without_the_hugging_face_folder(tmp_path):
+    stop = StopRequest()
+    trainer, events = trainer_of(tmp_path, 9, stop, steps_in_flight=2, val_at_end=True)
+    send = trainer._policy.train_step_nowait
+
+    def stop_at_3(number):
+        if number == 3:
+            stop.ask()
+        return send(number)
+
+    trainer._policy.train_step_nowait = stop_at_3
+    trainer.fit()
+    assert events[-2:] == ["read 3", "save 4 ['train:loss']"]
+
+
+@pytest.mark.parametrize("saved_at", [4, 7])
+def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
+    trainer, events = trainer_of(tmp_path, 4, val_at_end=True)
+    path = tmp_path / f"step_{saved_at}"
+    (path / "hf").mkdir(parents=True)
+    trainer.go_on_from(Saved(saved_at, path, {}, {}))
+    trainer.fit()
+    assert events == [f"validate after {saved_at}"]
