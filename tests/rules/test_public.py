@@ -1,0 +1,100 @@
+"""What users hold on to: names, errors, the README's tree, the version."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import raylane
+from raylane import errors
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_public_names() -> None:
+    assert raylane.__all__ == [
+        "BatchDict",
+        "NamedSharding",
+        "WorkerGroup",
+        "WorkerOptions",
+        "__version__",
+        "errors",
+        "get",
+        "get_async",
+        "method",
+        "put",
+        "stats",
+        "wait_tensor_freed",
+    ]
+    for name in raylane.__all__:
+        assert getattr(raylane, name) is not None
+    assert dir(raylane) == sorted(raylane.__all__)
+    with pytest.raises(AttributeError, match="'nosuch'; it has BatchDict"):
+        raylane.nosuch  # noqa: B018
+
+
+def test_every_public_callable_is_documented() -> None:
+    for name in raylane.__all__:
+        value = getattr(raylane, name)
+        if callable(value):
+            assert inspect.getdoc(value), f"raylane.{name} has no docstring"
+
+
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_errors_survive_pickling_with_their_fields(cls: type[errors.RaylaneError]) -> None:
+    error = cls("it broke: actor 7", actor="7", step=3)
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is cls
+    assert str(back) == "it broke: actor 7"
+    assert back.fields == {"actor": "7", "step": 3}
+    assert isinstance(back, errors.RaylaneError)
+
+
+def test_the_tree_of_errors_is_drawn_and_complete() -> None:
+    drawing = errors.__doc__ or ""
+    for cls in CLASSES:
+        assert cls.__name__ in drawing
+        assert cls.__name__ in errors.__all__
+
+
+def tracked_folders() -> set[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {str(parent) for name in listed for parent in Path(name).parents}
+    return {f for f in folders if f != "." and f.count("/") <= 2 and not f.startswith(("tests/", "."))}
+
+
+def test_the_readme_draws_the_folders_that_there_are() -> None:
+    readme = (ROOT / "README.md").read_text()
+    block = re.search(r"```\n(src/raylane/.*?)```", readme, re.DOTALL)
+    assert block, "the README has no tree of folders"
+    trail: list[str] = []
+    drawn = set()
+    for line in block[1].splitlines():
+        name = line.split("#")[0].split()
+        if not name or not name[0].endswith("/"):
+            continue
+        depth = (len(line) - len(line.lstrip())) // 2
+        trail = [*trail[:depth], name[0].rstrip("/")]
+        path = "/".join(trail)
+        drawn |= {path, *(str(p) for p in Path(path).parents if str(p) != ".")}
+    assert drawn == tracked_folders()
+
+
+def test_the_changelog_knows_the_version() -> None:
+    assert f"## {raylane.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{raylane.__version__}"' in pyproject
+
+
+def test_the_constraints_pin_the_cpu_build_and_no_cuda() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    assert "torch==2.13.0+cpu" in text
+    assert not re.search(r"^(nvidia|cuda|triton)", text, re.MULTILINE)
