@@ -247,7 +247,7 @@ def _batch(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _steps(plan: RunPlan, config: RunConfig) -> str:
-    unused = f" ({plan.unused_rows} rows left over in each)" if plan.unused_rows else ""
+    unused = f" (rows left over in each: {plan.unused_rows})" if plan.unused_rows else ""
     epochs = f"{plan.total_steps / plan.steps_per_epoch:.4g} epochs of {plan.steps_per_epoch:,}{unused}"
     schedule = config.policy.scheduler
     never = ", which this run does not get through" if schedule.warmup_steps > plan.total_steps else ""
