@@ -23,7 +23,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raylane", description="Direct tensor transport, worker groups and SFT on Ray.")
+    parser = argparse.ArgumentParser(
+        prog="raylane", description="Direct tensor transport, worker groups and SFT on Ray."
+    )
     words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
         word = words.add_parser(name, help=summary, description=summary)
