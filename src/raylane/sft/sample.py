@@ -17,7 +17,7 @@ from raylane.sft.cache import TokenCache
 __all__ = ["Sample", "answer", "first_prompt"]
 
 
-_ROLES = ("user", "system", "tool")
+_ROLES = ("user", "system", "tool", "assistant")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ def _question(prompt: list[int], tokenizer: Any) -> str:
     """The longest stretch between special tokens, without the name of its role: what was asked, in most templates."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     parts = [list(part) for is_text, part in groupby(prompt, key=lambda token: token not in special) if is_text]
-    text: str = tokenizer.decode(max(parts, key=len, default=[])).strip()
+    texts = [_without_role(tokenizer.decode(part).strip()) for part in parts]
+    return max(texts, key=len, default="")
+
+
+def _without_role(text: str) -> str:
     role, _, rest = text.partition("\n")
-    return rest.strip() if rest and role.strip() in _ROLES else text
+    return rest.strip() if role.strip() in _ROLES else text

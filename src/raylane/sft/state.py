@@ -59,7 +59,7 @@ def has_optimizer(folder: Path) -> bool:
 def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Read weights and, if given, optimizer in place, on any number of workers; returns the step."""
     state = _state(model, optimizer, 0)
-    with _told(f"{folder} does not fit this model (checkpointing.resume=never starts anew)", folder):
+    with _told(f"{folder} does not fit this model (to start anew, give another checkpointing.checkpoint_dir)", folder):
         load(state, checkpoint_id=folder)
     if optimizer is not None:
         set_optimizer_state_dict(model.causal_lm, optimizer, state["optimizer"], options=_FLAT)
