@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from raylane.sft import order
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import build_config
 from raylane.sft.trainer import StopRequest, Trainer
@@ -33,6 +35,11 @@ class RecordingPolicy:
         self.next_step = number + 1
         return number
 
+    def train_nowait(self, batch):
+        self.events.append(f"train {batch['input_ids'][:, 0].tolist()}")
+        self.next_step += 1
+        return self.next_step - 1
+
     def result(self, future):
         self.events.append(f"read {future}")
         return {"loss": float(future), **dict.fromkeys(FIGURES, 0.0)}
@@ -48,6 +55,15 @@ class RecordingPolicy:
     def load(self, path):
         self.next_step = int(path.name.removeprefix("step_"))
         return self.next_step
+
+
+class CountedRows:
+    """24 rows whose only token is their number."""
+
+    num_rows = 24
+
+    def rows(self, indices):
+        return {"input_ids": np.asarray(indices)[:, None]}
 
 
 class NoLog:
@@ -70,7 +86,7 @@ def trainer_of(tmp_path, total, stop=None, **changes):
         }
     )
     policy = RecordingPolicy()
-    return Trainer(config, policy, None, NoLog(), total, stop or StopRequest()), policy.events
+    return Trainer(config, policy, CountedRows(), NoLog(), total, stop or StopRequest()), policy.events
 
 
 def test_steps_are_sent_ahead_of_the_results_that_were_read(tmp_path):
@@ -78,6 +94,13 @@ def test_steps_are_sent_ahead_of_the_results_that_were_read(tmp_path):
     trainer.fit()
     assert events[:6] == ["send 0", "send 1", "read 0", "send 2", "read 1", "send 3"]
     assert events[6:] == ["read 2", "read 3", "save 4 hf ['train:loss']"]
+
+
+def test_fed_by_the_driver_it_sends_the_rows_that_the_workers_would_have_read(tmp_path):
+    trainer, events = trainer_of(tmp_path, 4, feed="driver", seed=5)
+    trainer.fit()
+    wanted = [order.batch_rows(24, 8, 5, step).tolist() for step in range(4)]
+    assert [event for event in events if event.startswith("train")] == [f"train {rows}" for rows in wanted]
 
 
 def test_one_step_in_flight_waits_for_each(tmp_path):
