@@ -41,6 +41,7 @@ __all__ = [
     "connected",
     "current_actor_id",
     "describe_self",
+    "empty_task_refs",
     "hand_over_ref",
     "is_actor_call",
     "is_canceled",
@@ -143,6 +144,23 @@ def actor_of(ref: Any) -> bytes:
     """Binary id of the actor whose method returned `ref`."""
     binary: bytes = ref.task_id().actor_id().binary()
     return binary
+
+
+def _nothing(count: int) -> list[None]:
+    """Runs in some worker of this node. In this module, because that imports Ray and nothing else."""
+    return [None] * count
+
+
+def empty_task_refs(count: int) -> list[Any]:
+    """`count` (at least 2) fresh refs to None, owned by this process: the returns of one task. Does not wait for it."""
+    node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=True
+    )
+    task = ray.remote(num_cpus=0, max_retries=0)(_nothing).options(
+        num_returns=count, name="raylane anchors", scheduling_strategy=node, enable_task_events=False
+    )
+    refs: list[Any] = task.remote(count)
+    return refs
 
 
 def is_actor_call(ref: Any) -> bool:

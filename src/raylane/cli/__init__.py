@@ -46,7 +46,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,9 @@
+"""`python -m raylane`: the same as the `raylane` command."""
+
+from __future__ import annotations
+
+import sys
+
+from raylane.cli import main
+
+sys.exit(main())

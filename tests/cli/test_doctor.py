@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from raylane.cli.doctor import Finding, healthy, report
+
+
+def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
+    out = tmp_path / "doctor.json"
+    command = [sys.executable, "-m", "raylane", "doctor", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    findings = [Finding(**finding) for finding in json.loads(out.read_text())["findings"]]
+    between = [f for f in findings if f.reader != "itself"]
+    assert len({(f.source, f.reader) for f in findings}) == 9
+    assert all(not f.why_not for f in between if f.transport in ("tcp", "object_store"))
+    assert all("another process" in f.why_not for f in between if f.transport == "local")
+    assert all(not f.why_not for f in findings if f.reader == "itself" and f.transport == "local")
+    assert "nixl" in done.stdout
+
+
+def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
+    good = Finding("a", "b", "tcp", "")
+    bad = [Finding("b", "a", "tcp", "blocked"), Finding("b", "a", "object_store", "")]
+    assert healthy([good])
+    assert not healthy([good, *bad])
+    assert "NOT healthy" in report([good, *bad])
+    assert "no: blocked" in report(bad)
