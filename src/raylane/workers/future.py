@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupFuture", "translated"]
 
-_CAUSE_GRACE_S = 1.0
+_CAUSE_GRACE_S = 2.0
 """After a method raised: how long to look for a worker that died, which is then the cause worth telling. A peer's
-"connection closed" arrives before Ray's notice of the death that closed it (measured: up to 0.3 s)."""
+"connection closed" arrives before Ray's notice of the death that closed it
+(measured: 0.03 s on a quiet machine, 0.6 s on a busy one)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class GroupFuture:
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """The results of the returning workers, by ascending rank; waits for all called ones.
 
-        Raises WorkerLostError (a worker died, within about a second of its death), WorkerCallError (a method raised,
-        its remote traceback is the cause; or `timeout_s` seconds passed).
+        Raises WorkerLostError (a worker died; told within a second or so of its death), WorkerCallError (a method
+        raised, its remote traceback is the cause; or `timeout_s` seconds passed).
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         ranks = dict(zip(self.refs, self.plan.called_ranks, strict=True))
