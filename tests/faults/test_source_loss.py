@@ -21,7 +21,13 @@ import raylane
 from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.segment import address_of
-from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
+from raylane.errors import (
+    SourceLostError,
+    TensorFreedError,
+    TransferTimeoutError,
+    TransportError,
+    TransportUnavailableError,
+)
 from raylane.transport.link import Link
 from raylane.transport.reader import collect, redeem
 
@@ -48,6 +54,10 @@ class User:
 
     def get(self, refs: list[Any], transport: str | None = None) -> float:
         return float(raylane.get(refs[0], tensor_transport=transport).double().sum())
+
+    @raylane.method
+    def decorated_total(self, value: torch.Tensor) -> float:
+        return float(value.double().sum())
 
     def keep(self, refs: list[Any]) -> None:
         self.refs = refs
@@ -100,6 +110,7 @@ def test_producer_killed_before_the_read(method: str) -> None:
         lambda: raylane.get(ref),
         lambda: ray.get(user.total.remote(ref)),
         lambda: ray.get(user.get.remote([ref])),
+        lambda: ray.get(user.decorated_total.remote(ref)),
     ):
         within_two_seconds(action, SourceLostError, r"Actor\(Maker")
     other = actor(Maker)
@@ -362,6 +373,58 @@ def test_an_actor_goes_on_while_its_listener_is_abused() -> None:
         sock.close()
     assert ray.get(user.get.remote([ref], "tcp")) == N
     assert isinstance(ray.get(maker.pid.remote()), int)
+
+
+CAP_SYS_PTRACE = 19
+
+
+class Guarded:
+    """A producer that lets nobody read its memory."""
+
+    def __init__(self) -> None:
+        assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: as a program with secrets would
+
+    @raylane.method
+    def make(self) -> torch.Tensor:
+        return torch.ones(N)
+
+    @raylane.method(tensor_transport="host")
+    def make_host(self) -> torch.Tensor:
+        return torch.ones(N)
+
+
+class Unprivileged:
+    """A reader without the capability that would let root read everybody (as in a container)."""
+
+    def __init__(self) -> None:
+        class Header(ctypes.Structure):
+            _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+        libc, header, data = ctypes.CDLL(None), Header(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert libc.capget(ctypes.byref(header), data) == 0
+        data[0] &= ~(1 << CAP_SYS_PTRACE)
+        data[1] &= ~(1 << CAP_SYS_PTRACE)
+        assert libc.capset(ctypes.byref(header), data) == 0
+
+    def total(self, value: torch.Tensor) -> float:
+        return float(value.double().sum())
+
+    def stats(self) -> dict[str, Any]:
+        return raylane.stats()
+
+
+def test_where_the_kernel_forbids_reads_tcp_takes_over_and_says_why() -> None:
+    guarded, reader = actor(Guarded), actor(Unprivileged)
+    for _ in range(2):
+        assert ray.get(reader.total.remote(guarded.make.remote())) == N
+    stats = ray.get(reader.stats.remote())
+    assert stats["tcp"] == 2
+    assert "host" not in stats
+    (why,) = stats["blocked"].values()
+    assert "the kernel forbids reading" in why
+    assert "ptrace" in why
+    with pytest.raises(TransportUnavailableError, match="the kernel forbids reading"):
+        ray.get(reader.total.remote(guarded.make_host.remote()))
 
 
 def test_freed_is_said_when_a_ticket_outlives_its_value(eventually: Any) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 import ray
 
 from raylane import _ray
-from raylane.core.deadline import Deadline
-from raylane.errors import TransportError
+from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.errors import TransferTimeoutError, TransportError
 
 log = logging.getLogger("raylane.transport")
 
@@ -45,19 +45,25 @@ class Anchors:
         self._spare: collections.deque[Any] = collections.deque()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._error: Exception | None = None
 
     def take(self) -> Any:
-        """A fresh ObjectRef owned by this process. Waits for one if there is none.
+        """A fresh ObjectRef owned by this process. Waits for one if there is none; TransferTimeoutError if Ray takes no
+        tasks from this process.
 
         Never made on the calling thread: Ray is serialising there, and a nested call would lose the refs it collects.
         """
+        timeout_s = default_timeout_s()
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._fill, name="raylane-anchors", daemon=True)
                 self._thread.start()
-            self._changed.wait_for(lambda: self._spare or self._closing)
-            if self._closing:
-                raise RuntimeError("raylane is shutting down in this process")
+            self._changed.wait_for(lambda: self._spare or self._closing, timeout_s)
+            if not self._spare:
+                raise TransferTimeoutError(
+                    f"no ref to hang a value's lifetime on within {timeout_s} s: this process is leaving Ray, or "
+                    "cannot submit tasks"
+                ) from self._error
             anchor = self._spare.popleft()
             if len(self._spare) < SPARE_ANCHORS:
                 self._changed.notify_all()
@@ -70,7 +76,13 @@ class Anchors:
                 self._changed.wait_for(lambda: len(self._spare) < SPARE_ANCHORS or self._closing)
                 if self._closing:
                     return
-            refs = _ray.empty_task_refs(batch)
+            try:
+                refs = _ray.empty_task_refs(batch)
+            except Exception as error:  # of whatever kind: nobody else would hear of it, and `take` would wait
+                with self._changed:
+                    self._error, self._closing = error, True
+                    self._changed.notify_all()
+                return
             batch = min(batch * 2, LAST_BATCH)
             with self._changed:
                 self._spare.extend(refs)
