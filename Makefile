@@ -18,8 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 check: setup
-	$(BIN)/ruff format --check src tests examples benchmarks
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
 
 test: setup

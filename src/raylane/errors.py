@@ -65,7 +65,7 @@ def _rebuild(cls: type[RaylaneError], message: str, fields: dict[str, Any]) -> R
     return cls(message, **fields)
 
 
-class TransportError(RaylaneError, RayError):
+class TransportError(RaylaneError, RayError):  # type: ignore[misc]  # Ray gives mypy no types
     """A value could not be moved."""
 
 
@@ -78,7 +78,7 @@ class TransferTimeoutError(TransportError, TimeoutError):
 
 
 class TransportUnavailableError(TransportError):
-    """The transport that was asked for, or any at all, cannot connect these two places; the reason is in the message."""
+    """The transport asked for, or any at all, cannot connect these two places; the reason is in the message."""
 
 
 class TensorFreedError(TransportError):
@@ -86,7 +86,7 @@ class TensorFreedError(TransportError):
 
 
 class TensorMutatedError(TransportError):
-    """A tensor was written to in place between its publication and this read, and `on_mutation="error"` was asked for."""
+    """A tensor was written to in place between its publication and this read, under `on_mutation="error"`."""
 
 
 class ProtocolError(TransportError):

@@ -123,7 +123,7 @@ def _contenders() -> list[Contender]:
     return found
 
 
-def cpu_seconds(pid: int | str) -> float:
+def cpu_seconds(pid: str) -> float:
     """CPU time of a process, all threads, with nanosecond resolution (proc_pid_schedstat, first field)."""
     total = 0
     for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -135,7 +135,7 @@ def cpu_seconds(pid: int | str) -> float:
 
 
 def _cpu(contender: Contender) -> float:
-    return sum(cpu_seconds(pid) for pid in (*contender.pids, "self"))
+    return sum(cpu_seconds(pid) for pid in [*map(str, contender.pids), "self"])
 
 
 def _plan(case: Case, *, quick: bool) -> tuple[int, int]:
