@@ -1,6 +1,6 @@
 """The only door to what Ray does not call public. Every other module of raylane uses `ray`'s documented names alone.
 
-What is used, and why (each checked on Ray 2.60.0; tests/rules names the one that is gone when a new Ray drops it):
+What is used, and why (each checked on Ray 2.57.0 and 2.60.0; tests/rules names the one that is gone when a new Ray drops it):
 
 | name | used for |
 | --- | --- |
@@ -54,7 +54,7 @@ __all__ = [
     "worker_token",
 ]
 
-CHECKED_ON = ("2.60.0",)
+CHECKED_ON = ("2.57.0", "2.60.0")
 INVOCATION_HOOK = "__ray_invocation_decorator__"
 METHOD_OPTIONS = (
     "num_returns",

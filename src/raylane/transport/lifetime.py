@@ -122,11 +122,12 @@ class Keeper:
         with self._changed:
             if self._closing:
                 return
+            if not self._kept:
+                self._changed.notify_all()  # once for many: the thread comes round by itself while it keeps anything
             self._kept.setdefault(actor, []).append(keep)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="raylane-keeper", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
