@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_trap_mask_misses_what_the_assistant_wrote(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{% endfor %}"
     with pytest.raises(DataError, match=r"train\.jsonl:1: the loss would not include what the assistant wrote"):
         prepare(made(tmp_path, QUESTIONS, template))
+
+
+def test_trap_an_assistant_that_repeats_the_user_in_its_calls_or_reasoning_is_taken_for_a_wrong_mask() -> None:
+    asked = "the quick brown fox jumps over the lazy dog"
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": asked}}}
+    talks = [
+        talk(
+            turn("user", asked), turn("assistant", None, tool_calls=[call]), turn("tool", json.dumps({"query": asked}))
+        ),
+        talk(turn("user", json.dumps({"query": asked})), turn("assistant", "", tool_calls=[call])),
+    ]
+    for conversation in talks:
+        encoded = tokenizer().encode(conversation)
+        assert asked in tokenizer().decode(encoded.tokens[encoded.supervised])
+        assert tokenizer().misplaced(conversation, encoded) is None
 
 
 def test_trap_only_the_last_turn_is_supervised() -> None:

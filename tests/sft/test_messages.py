@@ -59,6 +59,9 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
     ({"messages": ["hi"]}, ["message 0", "a str"]),
     ({"messages": [turn("assistent", "x")]}, ["unknown role 'assistent'", "did you mean 'assistant'?"]),
     ({"messages": [{"content": "x"}]}, ["unknown role None"]),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, ["unknown role ['user']"]),
+    ({"messages": [turn("user", "half a \ud83d")]}, [r"'\ud83d' is half of a character"]),
+    ("[" * 100_000, ["not JSON"]),
     ({"messages": [turn("user", None)]}, ["role 'user' without content"]),
     ({"messages": [turn("assistant", None)]}, ["without content"]),
     ({"messages": [turn("user", 3)]}, ["content is a int"]),
@@ -86,6 +89,12 @@ def test_what_cannot_be_used_is_named_with_file_and_line(line: Any, words: list[
         parse_conversation(line if isinstance(line, str) else json.dumps(line), "chat.jsonl:7")
     for word in ["chat.jsonl:7", *words]:
         assert word in str(error.value)
+
+
+def test_characters_outside_the_first_plane_may_be_written_as_two_halves() -> None:
+    line = json.dumps({"messages": [turn("user", "\N{GRINNING FACE}")]})
+    assert "\\ud83d\\ude00" in line
+    assert parse_conversation(line, "chat.jsonl:1").messages[0]["content"] == "\N{GRINNING FACE}"
 
 
 def test_files_are_read_one_after_the_other_and_blank_lines_passed_over(tmp_path: Path) -> None:

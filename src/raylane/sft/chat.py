@@ -180,7 +180,8 @@ class ChatTokenizer:
         texts = {role: [] for role in ("assistant", "other")}  # type: dict[str, list[str]]
         for message in conversation.messages:
             texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
-        own = "\n".join(texts["assistant"])
+        # Its calls and its reasoning are its own words too, and often repeat what was asked.
+        own = "\n".join(_texts_in([one for one in conversation.messages if one["role"] == "assistant"]))
         for text in texts["other"]:
             for part in (text[:20], text[-20:]):  # a mask that starts or ends within it still takes in one of these
                 if len(part) >= 16 and part in said and part not in own:
@@ -194,6 +195,16 @@ class ChatTokenizer:
     def save(self, folder: Path) -> None:
         """Write it as a Hugging Face folder, template included."""
         self.hf.save_pretrained(str(folder))
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Every text within plain values, and every mapping as a template may write it out."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        written = [json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True)]
+        return written + [text for item in value.values() for text in _texts_in(item)]
+    return [text for item in value for text in _texts_in(item)] if isinstance(value, list) else []
 
 
 def _check_template(template: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from raylane.errors import DataError
 
 __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversations"]
 
+# JSON can spell half of a character outside the first 65,536; half of one is no text, and no tokenizer takes it.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -71,8 +74,10 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
     """One line of JSON as a Conversation; DataError naming `where` when it is not one."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+    if _SURROGATE.search(line):
+        _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
         raise DataError(f"{where}: a {type(record).__name__} where an object with {messages_key!r} is needed")
     if messages_key not in record:
@@ -91,10 +96,18 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
     return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
 
 
+def _refuse_lone_surrogates(record: Any, where: str) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(f"{where}: {half!r} is half of a character (a lone surrogate), which is no text") from error
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise DataError(f"{where}: a {type(message).__name__} where an object with role and content is needed")
-    role = ROLES.get(message.get("role", ""))
+    role = ROLES.get(str(message.get("role")))
     if role is None:
         close = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(ROLES)}"

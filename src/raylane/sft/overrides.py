@@ -158,9 +158,9 @@ def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError("defaults go round in a circle: " + " -> ".join(str(one) for one in (*_chain, path)))
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         by = f" (named in defaults: of {_chain[-1]})" if _chain else ""
-        raise ConfigError(f"cannot read configuration {path}{by}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read configuration {path}{by}: {getattr(error, 'strerror', error)}") from error
     own = _parse_yaml(text, str(path))
     if own is None:
         own = {}
