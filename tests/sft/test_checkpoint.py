@@ -90,6 +90,10 @@ def test_the_latest_and_the_best_are_kept():
     assert [one.step for one in kept] == [4, 5]
     kept, _ = checkpoint.keep([saved(1, 1.0), saved(2, 1.0), saved(3, 9.0)], settings(keep_latest_k=1, keep_top_k=1))
     assert [one.step for one in kept] == [2, 3], "of equals the later"
+    kept, _ = checkpoint.keep(
+        [saved(1, 1.0), saved(2, float("nan")), saved(3)], settings(keep_latest_k=1, keep_top_k=1)
+    )
+    assert [one.step for one in kept] == [1, 3], "what is no number is not the best"
 
 
 def test_removing_takes_the_name_first(tmp_path):
@@ -102,3 +106,9 @@ def test_differences_that_change_losses_are_named():
     before = {"sft": {"seed": 1}, "policy": {"precision": "float32"}, "logger": {"log_dir": "a"}}
     now = {"sft": {"seed": 2}, "policy": {"precision": "float32"}, "logger": {"log_dir": "b"}}
     assert checkpoint.differences(before, now) == ["sft.seed: 1 then, 2 now"]
+    shape = {"policy": {"hf_config_overrides": {"rope_theta": 1e4}}, "cluster": {"cpus_per_worker": 1}}
+    other = {"policy": {"hf_config_overrides": {"rope_theta": 1e6}}, "cluster": {"cpus_per_worker": 2}}
+    assert [said.partition(":")[0] for said in checkpoint.differences(shape, other)] == [
+        "policy.hf_config_overrides",
+        "cluster.cpus_per_worker",
+    ]

@@ -58,6 +58,14 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"sft": {"max_num_epochs": None}}, ["max_num_steps", "max_num_epochs", "never end", "set one"]),
     ({"sft": {"val_period": 5}}, ["val_period=5", "data.validation=null", "validation_fraction=0.0", "set one"]),
+    (
+        {
+            "sft": {"val_period": 50},
+            "data": {"validation_fraction": 0.1},
+            "checkpointing": {"keep_top_k": 2, "save_period": 75},
+        },
+        ["keep_top_k=2", "save_period=75", "val_period=50", "make save_period a multiple of val_period"],
+    ),
     ({"checkpointing": {"keep_top_k": 2}}, ["keep_top_k=2", "metric_name='val:loss'", "set sft.val_period"]),
 ]
 

@@ -62,6 +62,25 @@ def test_rewind_takes_away_what_came_after_the_checkpoint(tmp_path: Path) -> Non
         assert [(one["step"], one["loss"]) for one in read_metrics(log.path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
+def test_what_is_no_number_is_text_before_and_after_a_rewind(tmp_path: Path) -> None:
+    with MetricsLog(LoggerConfig(), tmp_path) as log:
+        log.log(1, {"loss": float("nan")})
+        before = log.path.read_text()
+        log.rewind(1)
+        assert log.path.read_text() == before
+        assert '"loss": "nan"' in before
+
+
+def test_a_run_that_begins_anew_puts_the_earlier_figures_aside(tmp_path: Path) -> None:
+    for run in range(3):
+        with MetricsLog(LoggerConfig(), tmp_path) as log:
+            aside = log.begin_anew()
+            log.log(1, {"loss": run})
+        assert aside == (None if run == 0 else tmp_path / f"metrics.{run}.jsonl")
+    names = ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert [[one["loss"] for one in read_metrics(tmp_path / name)] for name in names] == [[0.0], [1.0], [2.0]]
+
+
 def test_closing_twice_is_fine(tmp_path: Path) -> None:
     log = MetricsLog(LoggerConfig(), tmp_path)
     log.close()

@@ -181,7 +181,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, words:
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="cannot read configuration .*a.yaml: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"cannot read configuration .*a\.yaml: 'utf-8' codec"):
         read_yaml(path)
 
 

@@ -72,7 +72,7 @@ class NoLog:
     def log(self, *_):
         pass
 
-    progress = live = rewind = log
+    progress = live = rewind = begin_anew = log
 
 
 def trainer_of(tmp_path, total, stop=None, **changes):

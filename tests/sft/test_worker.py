@@ -173,6 +173,31 @@ def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, t
     assert all(torch.equal(again[1][name], gradient) for name, gradient in trained[1].items())
 
 
+def test_the_folder_stops_where_turns_end_and_keeps_how_the_model_generates(worker, folder, tmp_path):
+    """A base model stops at another token than the chat template ends turns with: its answers would never end."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    _, prepared = start(worker, folder)
+    (end,) = prepared.end_ids
+    worker.save_hf(str(tmp_path / "base"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "base").generation_config.eos_token_id == end
+    other = prepared.pad_id
+    assert other != end
+    GenerationConfig(eos_token_id=other, top_p=0.8, do_sample=True).save_pretrained(tmp_path / "base")
+    start(
+        worker,
+        folder,
+        {
+            "policy.model_name": str(tmp_path / "base"),
+            "policy.hf_config_overrides": {},
+            "policy.tokenizer": {"name": str(prepared.tokenizer_dir), "chat_template": None},
+        },
+    )
+    worker.save_hf(str(tmp_path / "tuned"))
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").generation_config
+    assert (tuned.eos_token_id, tuned.top_p, tuned.do_sample) == ([end, other], 0.8, True)
+
+
 def test_a_bfloat16_folder_is_read_into_float32_masters(worker, folder, tmp_path):
     config, prepared = start(worker, folder)
     model = tiny_run.reference_model(config, prepared).to(torch.bfloat16)

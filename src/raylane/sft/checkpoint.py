@@ -14,6 +14,7 @@ Called by `policy` and `trainer`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -59,10 +60,13 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.sequence_packing",
     "policy.loss_chunk_tokens",
     "policy.dtensor_cfg.dp_replicate_size",
+    "policy.model_name",
+    "policy.hf_config_overrides",
     "prepared",
     "data.shuffle",
     "cluster.num_workers",
     "cluster.gpus_per_node",
+    "cluster.cpus_per_worker",  # threads of a worker: sums are made in another order
 )
 
 
@@ -176,10 +180,10 @@ def remove(saved: Saved) -> None:
 def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Saved], list[Saved]]:
     """(those to keep, those to remove): the latest `keep_latest_k` and the `keep_top_k` best by `metric_name`.
 
-    A checkpoint without that metric is never among the best; of equals the later one is.
+    A checkpoint without that metric, or where it is not finite, is never among the best; of equals the later one is.
     """
     by_step = sorted(saved, key=lambda one: one.step)
-    measured = [one for one in by_step if settings.metric_name in one.metrics]
+    measured = [one for one in by_step if math.isfinite(one.metrics.get(settings.metric_name, math.nan))]
     sign = 1 if settings.higher_is_better else -1
     ranked = sorted(measured, key=lambda one: (sign * one.metrics[settings.metric_name], one.step), reverse=True)
     wanted = {one.step for one in (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])}

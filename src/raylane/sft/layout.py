@@ -26,6 +26,7 @@ def check_layout(config: RunConfig) -> None:
         *_lengths(config),
         *_steps(config),
         *_validation(config),
+        *_best(config),
         *_model_shape(config.policy.hf_config_overrides),
     ]
     if problems:
@@ -129,6 +130,18 @@ def _validation(config: RunConfig) -> Iterator[str]:
         yield (
             f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but nothing "
             "validates; set sft.val_period, or checkpointing.metric_name=train:loss"
+        )
+
+
+def _best(config: RunConfig) -> Iterator[str]:
+    """keep_top_k compares figures that belong to the checkpoints: those of their own steps."""
+    saving, val = config.checkpointing, config.sft.val_period
+    compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and _validates(config)
+    if compares and saving.save_period and (not val or saving.save_period % val):
+        yield (
+            f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but "
+            f"checkpointing.save_period={saving.save_period} saves at steps that sft.val_period={val} does not "
+            "validate at; make save_period a multiple of val_period, or set checkpointing.metric_name=train:loss"
         )
 
 

@@ -2,12 +2,14 @@
 
 Called by the trainer, in the driver process. One JSON object a line: `{"step": 7, "time_s": 12.3, "train:loss": 4.2}`;
 `time_s` counts from the opening of this log. A resumed run appends, and what a killed one wrote beyond the step it
-resumes from is told apart by `rewind`. Progress is one plain line per interval, and on a terminal a live bar as well.
+resumes from is taken away by `rewind`; a run that begins anew puts an older one's aside. Progress is one plain line per
+interval, and on a terminal a live bar as well.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -105,9 +107,7 @@ class MetricsLog:
         """Record the figures of a step, named `prefix:name` when there is a prefix (train, val). On disk on return."""
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
         record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3)}
-        # JSON has no NaN and no infinity: they are written as text, which float() reads back.
-        plain = {name: value if math.isfinite(value) else str(value) for name, value in named.items()}
-        self._file.write(json.dumps({**record, **plain}) + "\n")
+        self._file.write(_json_line({**record, **named}))
         self._file.flush()
         for sink in self._sinks:
             sink.write(step, named)
@@ -116,10 +116,21 @@ class MetricsLog:
         """Before going on from a checkpoint at `step`: take away what was recorded for later steps."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        draft.write_text("".join(_json_line(line) for line in kept), encoding="utf-8")
         self._file.close()
         draft.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
+
+    def begin_anew(self) -> Path | None:
+        """Before a run that goes on from nothing: an earlier run's records are put aside; returns where, if any."""
+        if self.path.stat().st_size == 0:
+            return None
+        taken = {path.name for path in self.run_dir.iterdir()}
+        aside = next(name for n in itertools.count(1) if (name := f"metrics.{n}.jsonl") not in taken)
+        self._file.close()
+        kept = self.path.rename(self.run_dir / aside)
+        self._file = self.path.open("a", encoding="utf-8")
+        return kept
 
     def progress(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Print one line about where the run is: steps counted from 1, of `total`."""
@@ -181,6 +192,12 @@ def figure(value: float) -> str:
         if size < 100
         else f"{value:.1f}"
     )
+
+
+def _json_line(record: Mapping[str, float]) -> str:
+    # JSON has no NaN and no infinity: they are written as text, which float() reads back.
+    plain = {name: value if math.isfinite(value) else str(value) for name, value in record.items()}
+    return json.dumps(plain) + "\n"
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -6,9 +6,10 @@ Called by `worker`; folder names, completeness and what is kept are `checkpoint`
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,13 @@ def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step
     return state
 
 
-def save_hf(folder: Path, model: SupervisedModel, tokenizer_dir: Path) -> None:
+def save_hf(
+    folder: Path, model: SupervisedModel, tokenizer_dir: Path, end_ids: Sequence[int] = (), start: Path | None = None
+) -> None:
     """Write a Hugging Face folder: float32 safetensors with index, config, generation config, tokenizer, template.
+
+    `end_ids` are the tokens that end a turn: `generate` will stop at them. `start` is the folder that the weights came
+    from: how it generates is kept otherwise.
 
     Every worker writes its shards, rank 0 joins them; no process holds the whole model. Waits until all is there.
     """
@@ -90,6 +96,7 @@ def save_hf(folder: Path, model: SupervisedModel, tokenizer_dir: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(folder / "sharded", ignore_errors=True)
         _write_beside(folder, model.causal_lm, tokenizer_dir)
+        _generation_config(model.causal_lm, end_ids, start).save_pretrained(folder)
     dist.barrier()
 
 
@@ -98,11 +105,24 @@ def _write_beside(folder: Path, causal_lm: Any, tokenizer_dir: Path) -> None:
     config.architectures = [type(causal_lm).__name__]
     config.dtype = torch.float32
     config.save_pretrained(folder)
-    if causal_lm.generation_config is not None:
-        causal_lm.generation_config.save_pretrained(folder)
     for source in tokenizer_dir.iterdir():
         if source.is_file() and source.name not in ("config.json", "generation_config.json"):
             shutil.copy2(source, folder / source.name)
+
+
+def _generation_config(causal_lm: Any, end_ids: Sequence[int], start: Path | None) -> Any:
+    """`generate` stops at what this names and knows nothing of the tokenizer; a base model's names another token than
+    the chat template ends turns with, and its answers would never end."""
+    from transformers import GenerationConfig
+
+    found = copy.deepcopy(causal_lm.generation_config) or GenerationConfig()
+    if start is not None and (start / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(start)
+    named = found.eos_token_id
+    known = [] if named is None else [named] if isinstance(named, int) else list(named)
+    ends = list(dict.fromkeys([*end_ids, *known]))
+    found.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return found
 
 
 @contextmanager

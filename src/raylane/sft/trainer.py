@@ -13,7 +13,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from raylane.sft.checkpoint import Saved
 from raylane.sft.config import RunConfig
 from raylane.sft.curve import loss_curve
 from raylane.sft.data import PreparedData, prepare
+from raylane.sft.folders import held
 from raylane.sft.metrics import MetricsLog
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource, open_rows
@@ -69,18 +70,36 @@ def run(config: RunConfig) -> RunResult:
     """Train as configured, from the checkpoint that `checkpointing.resume` names; waits until the end.
 
     Connects to Ray when that has not been done (RAY_ADDRESS, else a Ray of its own on this machine). SIGTERM ends the
-    run after the steps under way, with a checkpoint. Raises ConfigError and DataError before anything is started;
-    WorkerLostError, WorkerCallError and CheckpointError later, after the workers have been ended.
+    run after the steps under way, with a checkpoint. Raises ConfigError (also when another run uses the same folders)
+    and DataError before anything is started; WorkerLostError, WorkerCallError and CheckpointError later, after the
+    workers have been ended.
     """
     prepared = prepare(config)
     rows = open_rows(prepared.train, config.policy, prepared.pad_id)
     total = order.total_steps(
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
-    resumed = checkpoint.find(config.checkpointing) if config.checkpointing.enabled else None
+    with held(_folders(config)), MetricsLog(config.logger, config.logger.log_dir) as log:
+        resumed = checkpoint.find(config.checkpointing) if config.checkpointing.enabled else None
+        if config.checkpointing.enabled:
+            checkpoint.refuse_later(config.checkpointing, resumed.step if resumed else 0)
+        return _run_from(config, prepared, rows, total, resumed, log)
+
+
+def _folders(config: RunConfig) -> dict[str, str]:
+    folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
-        checkpoint.refuse_later(config.checkpointing, resumed.step if resumed else 0)
-    with _connected(config), StopRequest() as stop, MetricsLog(config.logger, config.logger.log_dir) as log:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    return folders
+
+
+def _run_from(
+    config: RunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
+) -> RunResult:
+    with ExitStack() as stack:
+        with _sigterm_held_back():
+            stack.enter_context(_connected(config))
+            stop = stack.enter_context(StopRequest())
         with Policy(config, prepared, total) as policy:
             _log.info("%s workers ready: %s; %d steps to run", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
@@ -118,7 +137,9 @@ class Trainer:
             step = self._policy.load(saved.path)
             self.saved = saved
             _log.info("going on from %s, step %d of %d", saved.path, step, self.total_steps)
-        self._log.rewind(self.done if saved is not None else -1)
+            self._log.rewind(self.done)
+        elif (aside := self._log.begin_anew()) is not None:
+            _log.info("the figures of an earlier run are now in %s", aside)
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was never finished", path)
@@ -195,8 +216,8 @@ class Trainer:
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
         if self._measured is not None and self._measured[0] == self.done:
             metrics["val:loss"] = self._measured[1]
-        if not metrics and self.saved is not None and self.saved.step == self.done:
-            metrics = dict(self.saved.metrics)
+        if self.saved is not None and self.saved.step == self.done:  # written again, e.g. with the model beside it
+            metrics = {**self.saved.metrics, **metrics}
         self.saved = self._policy.save(metrics, with_hf=with_hf)
         _log.info("saved %s", self.saved.path)
 
@@ -234,6 +255,20 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.ask()
+
+
+@contextmanager
+def _sigterm_held_back() -> Iterator[None]:
+    """A SIGTERM that comes now is delivered at the end of the block, and processes started within it never get one.
+
+    Batch systems and shells send it to all processes of a job: Ray's would be gone before the checkpoint is saved. (Ray
+    keeps SIGINT from them in the same way.) They end with the driver, by the kernel's parent-death signal if need be.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

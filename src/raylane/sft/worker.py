@@ -200,7 +200,14 @@ class SftWorker:
 
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        state.save_hf(Path(folder), self._model, self._prepared.tokenizer_dir)
+        start = self._config.policy.model_name
+        state.save_hf(
+            Path(folder),
+            self._model,
+            self._prepared.tokenizer_dir,
+            self._prepared.end_ids,
+            None if start is None else Path(start),
+        )
         self._other_work_done()
 
     def process_id(self) -> int:

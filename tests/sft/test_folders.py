@@ -1,0 +1,63 @@
+"""One run at a time in a folder, and folders that cannot be written to are told before anything starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from raylane.errors import ConfigError
+from raylane.sft.folders import LOCK_FILE, held
+
+HOLD = """
+import sys, signal
+from raylane.sft.folders import held
+with held({"key": sys.argv[1]}):
+    print("held", flush=True)
+    signal.pause()
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path):
+    with held({"checkpointing.checkpoint_dir": str(tmp_path / "a"), "logger.log_dir": str(tmp_path / "b")}):
+        whose = rf"logger\.log_dir=.*/b is in use by another run \(process {os.getpid()} on .*choose another folder"
+        with pytest.raises(ConfigError, match=whose), held({"logger.log_dir": str(tmp_path / "b")}):
+            pass
+    with held({"logger.log_dir": str(tmp_path / "b")}):
+        pass
+
+
+def test_two_keys_may_name_one_folder(tmp_path):
+    with held({"a": str(tmp_path), "b": f"{tmp_path}/../{tmp_path.name}"}):
+        assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_refused_folder_does_not_keep_the_others(tmp_path):
+    with held({"b": str(tmp_path / "b")}):
+        with pytest.raises(ConfigError), held({"a": str(tmp_path / "a"), "b": str(tmp_path / "b")}):
+            pass
+        with held({"a": str(tmp_path / "a")}):
+            pass
+
+
+@pytest.mark.faults
+def test_a_killed_run_holds_nothing(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} on"), held({"key": str(tmp_path)}):
+            pass
+        other.send_signal(signal.SIGKILL)
+        other.wait(60)
+    with held({"key": str(tmp_path)}):
+        pass
+
+
+def test_a_folder_that_cannot_be_is_named_with_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "below"
+    said = r"logger\.log_dir=.*/file/below cannot be written to: Not a directory"
+    with pytest.raises(ConfigError, match=said), held({"logger.log_dir": str(below)}):
+        pass
