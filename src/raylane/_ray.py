@@ -1,10 +1,10 @@
 """The only door to what Ray does not call public. Every other module of raylane uses `ray`'s documented names alone.
 
-What is used, and why (each checked on Ray 2.57.0 and 2.60.0; tests/rules names the one that is gone when a new Ray drops it):
+What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what is gone when a new Ray drops it):
 
 | name | used for |
 | --- | --- |
-| worker.global_worker: mode, worker_id, actor_id, actors, core_worker | which process and which call this is |
+| worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | which process and call this is |
 | CoreWorker.get_current_task_id / get_current_task_function_name | to know that Ray, not Python, made this call |
 | CoreWorker.is_canceled | a cancelled call publishes nothing |
 | CoreWorker.add_object_out_of_scope_callback | lifetimes: Ray's own reference count tells when a value is free |
@@ -21,6 +21,7 @@ Nothing here keeps state beyond what Ray keeps.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,8 @@ __all__ = [
     "hand_over_ref",
     "is_actor_call",
     "is_canceled",
+    "is_task_worker",
+    "kv_delete",
     "kv_get",
     "kv_put_if_absent",
     "kv_set",
@@ -73,9 +76,10 @@ def connected() -> bool:
 
 
 def worker_token() -> bytes | None:
-    """Identifies this process's membership in one cluster session; None when not connected."""
+    """Identifies this process's membership in one cluster session; None when not connected. A driver's worker id alone
+    does not: it comes from the job's number, which is 1 in every fresh cluster."""
     worker = _worker.global_worker
-    return worker.worker_id if worker.connected else None
+    return worker.worker_id + worker.gcs_client.cluster_id.binary() if worker.connected else None
 
 
 def current_actor_id() -> str | None:
@@ -94,6 +98,12 @@ def call_identity() -> tuple[str, bytes] | None:
     if not name:
         return None
     return name, core.get_current_task_id().binary()
+
+
+def is_task_worker() -> bool:
+    """Whether this process runs plain tasks: it has no lasting identity, any task may find itself in it."""
+    worker = _worker.global_worker
+    return bool(worker.mode == _worker.WORKER_MODE and worker.actor_id.is_nil())
 
 
 def actor_target(name: str) -> Any:
@@ -151,12 +161,17 @@ def _nothing(count: int) -> list[None]:
     return [None] * count
 
 
+@functools.cache
+def _empty_task() -> Any:
+    return ray.remote(num_cpus=0, max_retries=0)(_nothing)
+
+
 def empty_task_refs(count: int) -> list[Any]:
     """`count` (at least 2) fresh refs to None, owned by this process: the returns of one task. Does not wait for it."""
     node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
-    task = ray.remote(num_cpus=0, max_retries=0)(_nothing).options(
+    task = _empty_task().options(
         num_returns=count, name="raylane anchors", scheduling_strategy=node, enable_task_events=False
     )
     refs: list[Any] = task.remote(count)
@@ -194,6 +209,10 @@ def kv_get(key: str) -> bytes | None:
 
 def kv_set(key: str, value: bytes) -> None:
     internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=_KV_NAMESPACE)
+
+
+def kv_delete(key: str) -> None:
+    internal_kv._internal_kv_del(key.encode(), namespace=_KV_NAMESPACE)
 
 
 def kv_put_if_absent(key: str, value: bytes) -> bytes:

@@ -28,7 +28,9 @@ SECRET = b"s" * 32
 
 def entry(tensor: torch.Tensor) -> Entry:
     layout = codec.plan([tensor])
-    return Entry(key=secrets.token_bytes(16), leaves=[tensor], layout=layout, spans=[codec.span(tensor)])
+    return Entry(
+        key=secrets.token_bytes(16), leaves=[tensor], layout=layout, spans=[codec.span(tensor)], for_callers=True
+    )
 
 
 class Server:

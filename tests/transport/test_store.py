@@ -11,7 +11,7 @@ from raylane.transport.store import Entry, Store
 
 
 def entry(key: bytes, tensor: torch.Tensor) -> Entry:
-    return Entry(key=key, leaves=[tensor], layout=codec.plan([tensor]), spans=[codec.span(tensor)])
+    return Entry(key=key, leaves=[tensor], layout=codec.plan([tensor]), spans=[codec.span(tensor)], for_callers=True)
 
 
 def test_publish_get_free() -> None:

@@ -28,6 +28,7 @@ from raylane.transport.versions import counter_offsets
 
 PROBE_FLOATS = 250_000
 TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def examine() -> list[Finding]:
             on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             for i in (1, 2):
                 probe = ray.remote(num_cpus=0)(Probe).options(scheduling_strategy=on_node).remote()
-                places.append((f"actor {i} on {ray.get(probe.where.remote())}", probe))
+                places.append((f"actor {i} on {ray.get(probe.where.remote(), timeout=CALL_TIMEOUT_S)}", probe))
     findings = []
     for fill, (source, publisher) in enumerate(places, 1):
         ref = _call(publisher, "publish", float(fill))
@@ -116,7 +117,7 @@ def _call(probe: Any, name: str, *args: Any) -> Any:
     """A method of the driver's own probe, or of an actor's."""
     if isinstance(probe, Probe):
         return getattr(probe, name)(*args)
-    return ray.get(getattr(probe, name).remote(*args))
+    return ray.get(getattr(probe, name).remote(*args), timeout=CALL_TIMEOUT_S)
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
@@ -149,6 +150,8 @@ def report(findings: Sequence[Finding]) -> str:
         for finding in findings:
             if (finding.source, finding.reader) == (source, reader):
                 lines.append(f"  {finding.transport:13} {'works' if not finding.why_not else 'no: ' + finding.why_not}")
+    lines.append("\nwhat they do:")
+    lines += [f"  {name:13} {backend.capability.summary}" for name, backend in backends().items()]
     lines.append("\nnot in this version:")
     lines += [f"  {name:13} {why}" for name, why in NOT_YET.items()]
     lines.append("\nhealthy" if healthy(findings) else "\nNOT healthy: some places have no direct way between them")

@@ -41,10 +41,6 @@ class Deadline:
         """Seconds left, never below 0; None when there is no limit. What `socket.settimeout` and `wait` take."""
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() >= self.at
-
     def __repr__(self) -> str:
         return (
             "Deadline(none)" if self.at == math.inf else f"Deadline({self.left_s():.3f} s of {self.timeout_s:g} s left)"

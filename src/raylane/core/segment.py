@@ -67,7 +67,6 @@ class BufferPool:
         self._idle: collections.OrderedDict[int, list[_Region]] = collections.OrderedDict()
         self.idle_bytes = 0
         self.used_bytes = 0
-        # A finalizer may run at any allocation, even while this thread holds the lock: it only appends here.
         self._returned: collections.deque[_Region] = collections.deque()
 
     def take(self, nbytes: int) -> Any:
@@ -83,11 +82,20 @@ class BufferPool:
         if region is None:
             region = _Region(capacity)
         array = (ctypes.c_char * nbytes).from_buffer(region.mapping, region.base)
-        weakref.finalize(array, self._returned.append, region).atexit = False
+        weakref.finalize(array, self._give_back, region).atexit = False
         return array
 
+    def _give_back(self, region: _Region) -> None:
+        """Finalizer. It may run at any allocation, even while this very thread holds the lock: so it never waits."""
+        self._returned.append(region)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
     def settle(self) -> None:
-        """Count what was dropped since the last call; `take` does it too."""
+        """Count what was dropped while the pool was busy; `take` does it too."""
         with self._lock:
             self._settle()
 

@@ -59,7 +59,8 @@ def descriptors(pid: int | str = "self") -> list[str]:
 def leaks(before: Snapshot, *, within_s: float = 10.0) -> list[str]:
     """What is there that was not before, after waiting until it is gone; empty when all is well.
 
-    Closes this process's endpoint first, which ends its threads and links: they are made again on next use. Waits at
+    Closes this process's endpoint first, which ends its threads and links and lets go of everything it publishes: what
+    is needed is made again on next use, but values published before `snapshot` are gone. Waits at
     most `within_s` seconds: actors take a moment to end after their last handle.
     """
     deadline = time.monotonic() + within_s

@@ -11,14 +11,15 @@ import asyncio
 import contextvars
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport.lifetime import keep_actor_alive
 from raylane.transport.options import PublishOptions
-from raylane.transport.publish import Publication
+from raylane.transport.publish import Publication, Returned
 from raylane.transport.reader import Pending
 
 _claim: contextvars.ContextVar[bytes | None] = contextvars.ContextVar("raylane_claim", default=None)
@@ -29,7 +30,8 @@ _targets: dict[tuple[Callable[..., Any], str], bool] = {}
 """Whether a wrapper is what Ray runs under a function name; worked out once for each pair."""
 
 OPTIONS_ATTRIBUTE = "__raylane_options__"
-_INNER_ATTRIBUTE = "__raylane_inner__"
+_SELF_ATTRIBUTE = "__raylane_wrapper__"
+"""The wrapper itself: a decorator above that copies attributes (functools.wraps) is told from it by this."""
 
 
 class Call:
@@ -56,7 +58,7 @@ class Call:
         """What to hand to Ray for the method's result."""
         if _ray.is_canceled():
             return value
-        return Publication(self.options, anchored=True, streams=self.streams).value(value)
+        return Returned(value, Publication(self.options, anchored=True, streams=self.streams))
 
 
 def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
@@ -66,15 +68,18 @@ def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
         last = name.rpartition(".")[2]
         if _ray.current_actor_id() is not None:
             target = _ray.actor_target(last)
-            found = target is wrapper or _inner(target) is _inner(wrapper, default=wrapper)
+            found = target is wrapper
+            if not found and getattr(target, _SELF_ATTRIBUTE, None) is wrapper:
+                warnings.warn(
+                    f"{wrapper.__qualname__} has a decorator above raylane.method, which would get tickets instead "
+                    "of tensors: its result goes through Ray's object store. Put @raylane.method on top",
+                    UserWarning,
+                    stacklevel=4,
+                )
         else:
             found = _is_task_function(wrapper, name, last)
         _targets[wrapper, name] = found
     return found
-
-
-def _inner(function: Any, default: Any = None) -> Any:
-    return getattr(function, _INNER_ATTRIBUTE, default)
 
 
 def _is_task_function(wrapper: Callable[..., Any], name: str, last: str) -> bool:
@@ -140,7 +145,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     del wrapper.__wrapped__  # type: ignore[attr-defined]
     wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     setattr(wrapper, OPTIONS_ATTRIBUTE, options)
-    setattr(wrapper, _INNER_ATTRIBUTE, function)
+    setattr(wrapper, _SELF_ATTRIBUTE, wrapper)
     setattr(wrapper, _ray.INVOCATION_HOOK, keep_actor_alive)
     return wrapper
 
@@ -180,15 +185,15 @@ def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
-    def wrapper(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         call = begin(wrapper, streams=True)
         if call is None:
-            yield from function(*args, **kwargs)
-            return
+            return (yield from function(*args, **kwargs))
         with call:
             args, kwargs = receive(args, kwargs)
             for value in function(*args, **kwargs):
                 yield call.publish(value)
+        return None
 
     return wrapper
 
@@ -217,4 +222,4 @@ def runs_a_wrapper() -> bool:
     if task_id in _running:
         return False
     target = _ray.actor_target(name.rpartition(".")[2])
-    return target is not None and hasattr(target, OPTIONS_ATTRIBUTE) and _is_target(target, name)
+    return target is not None and getattr(target, _SELF_ATTRIBUTE, None) is target

@@ -45,7 +45,10 @@ def choose(
         return Choice(("local",), {})
     names, refused = [], {}
     for name in order(backends) if wanted == AUTO else [wanted]:
-        backend = backends[name]
+        backend = backends.get(name)
+        if backend is None:
+            refused[name] = "the source's environment has it, this one does not: install its package here"
+            continue
         why = blocked.get((name, source.place)) or backend.refusal(source, here)
         if why is None and backend.capability.calls_ray and not may_call_ray:
             why = "it uses Ray, which cannot be called while Ray unpickles a value; use raylane.get"

@@ -51,11 +51,12 @@ class Layout(msgspec.Struct, frozen=True):
     """The objects whose memory the blocks are; they must outlive every use of the addresses."""
 
 
-class _Pickling(threading.local):
+class _Arriving(threading.local):
     leaves: list[Any] | None = None
+    own: bool = False
 
 
-_arriving = _Pickling()
+_arriving = _Arriving()
 
 
 def _leaf(index: int) -> Any:
@@ -67,7 +68,8 @@ def _leaf(index: int) -> Any:
 
 def _leaf_with_state(index: int, state: dict[str, Any]) -> Any:
     leaf = _leaf(index)
-    leaf.__dict__.update(state)
+    if not _arriving.own:
+        leaf.__dict__.update(state)
     return leaf
 
 
@@ -106,16 +108,17 @@ def encode(value: Any) -> tuple[bytes, list[Any]]:
     return file.getvalue(), leaves
 
 
-def decode(skeleton: bytes, leaves: list[Any]) -> Any:
-    """The value, with exactly these leaf objects in it."""
+def decode(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> Any:
+    """The value, with exactly these leaf objects in it. `own`: they are the producer's, whose attributes stay as they
+    are now."""
     if not skeleton:
         return leaves[0]
-    outer = _arriving.leaves  # unpickling a nested ref may decode another value in this thread
-    _arriving.leaves = leaves
+    outer = _arriving.leaves, _arriving.own  # unpickling a nested ref may decode another value in this thread
+    _arriving.leaves, _arriving.own = leaves, own
     try:
         return pickle.loads(skeleton)
     finally:
-        _arriving.leaves = outer
+        _arriving.leaves, _arriving.own = outer
 
 
 def _plain(leaf: Any) -> Any:

@@ -11,7 +11,6 @@ import collections
 import os
 import secrets
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -22,24 +21,24 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.errors import SourceLostError, TransportUnavailableError
 from raylane.transport import wire
+from raylane.transport.fetching import FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
 from raylane.transport.link import Address, LinkPool
 from raylane.transport.listener import Listener
 from raylane.transport.store import Store
 from raylane.transport.ticket import Source
 
-MAX_IDLE_POOL_BYTES = 4 << 30
-FETCH_THREADS = 4
+MAX_IDLE_POOL_BYTES = 2 << 30
 
 
 def pool_limit_bytes() -> int:
-    """Idle receive memory to keep: `RAYLANE_POOL_BYTES`, else an eighth of the machine's memory, at most 4 GiB."""
+    """Idle receive memory to keep: `RAYLANE_POOL_BYTES`, else a sixteenth of the machine's memory, at most 2 GiB."""
     text = os.environ.get("RAYLANE_POOL_BYTES")
     if text:
         if not text.isdigit():
             raise ValueError(f"RAYLANE_POOL_BYTES={text!r} is not a number of bytes, such as 1073741824")
         return int(text)
-    return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8)
+    return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
 
 
 class Endpoint:
@@ -61,7 +60,7 @@ class Endpoint:
         self._keeper: Keeper | None = None
         self._anchors: Anchors | None = None
         self._links: LinkPool | None = None
-        self._fetchers: ThreadPoolExecutor | None = None
+        self._fetchers: FetchPool | None = None
 
     def over(self) -> bool:
         """Whether the session this was made for has ended."""
@@ -82,7 +81,7 @@ class Endpoint:
         with self._lock:
             if self._source is None:
                 vm.allow_readers()
-                name = f"raylane-{self.token.hex()}"
+                name = f"raylane-{secrets.token_hex(16)}"
                 host = _ray.node_ip()
                 self._listener = Listener(
                     self.store,
@@ -120,12 +119,12 @@ class Endpoint:
                     self._links = LinkPool(self.secret(), _ray.describe_self())
         return self._links
 
-    def fetchers(self) -> ThreadPoolExecutor:
+    def fetchers(self) -> FetchPool:
         """Threads that fetch several values at once."""
         if self._fetchers is None:
             with self._lock:
                 if self._fetchers is None:
-                    self._fetchers = ThreadPoolExecutor(FETCH_THREADS, "raylane-fetch")
+                    self._fetchers = FetchPool()
         return self._fetchers
 
     def address_of(self, source: Source) -> Address:
@@ -159,12 +158,13 @@ class Endpoint:
         return found
 
     def close(self) -> None:
-        """End threads and links and let go of everything published. Waits a few seconds at most."""
-        for part in (self._keeper, self._anchors, self._listener, self._links):
+        """End threads and links, let go of everything published and of all actors kept. Waits seconds at most."""
+        for part in (self._keeper, self._anchors, self._listener, self._links, self._fetchers):
             if part is not None:
                 part.close()
-        if self._fetchers is not None:
-            self._fetchers.shutdown(wait=False, cancel_futures=True)
+        actor = _ray.current_actor_id()
+        if self._source is not None and actor is not None and not self.over():
+            _ray.kv_delete(_actor_key(bytes.fromhex(actor)))
         self.store.clear()
 
 

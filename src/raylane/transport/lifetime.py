@@ -23,22 +23,25 @@ import ray
 
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
-from raylane.errors import TransferTimeoutError, TransportError
+from raylane.errors import TransferTimeoutError
 
 log = logging.getLogger("raylane.transport")
 
 SPARE_ANCHORS = 32
 """More are made, by a thread, when there are fewer than this."""
-FIRST_BATCH, LAST_BATCH = 16, 256
+BATCH = 256
+FROM_PUT = 8
+"""The first few come from `ray.put`: an actor that publishes only some weights should not make Ray start a worker."""
 ASK_EVERY_S = 1.0
 ASK_TIMEOUT_S = 5.0
 SESSION_CHECK_S = 2.0
 
 
 class Anchors:
-    """Spare anchors: the return refs of empty tasks, many from each. Whether such a task has run yet, or ever does, is
-    of no account; only its refs are used. A ref from `ray.put` does the same and costs 0.5 ms instead of 0.03, as it
-    makes, and later deletes, an object in the node's store. The thread is started by the first anchor needed."""
+    """Spare anchors: after the first few, the return refs of empty tasks, many from each. Whether such a task has run
+    yet, or ever does, is of no account; only its refs are used. A ref from `ray.put` does the same and costs 0.5 ms
+    instead of 0.03, as it makes, and later deletes, an object in the node's store. The thread is started by the first
+    anchor needed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards everything below
@@ -58,32 +61,33 @@ class Anchors:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._fill, name="raylane-anchors", daemon=True)
                 self._thread.start()
-            self._changed.wait_for(lambda: self._spare or self._closing, timeout_s)
+            self._changed.wait_for(lambda: self._spare or self._closing or self._error, timeout_s)
+            error, self._error = self._error, None  # the next call tries again
             if not self._spare:
-                raise TransferTimeoutError(
-                    f"no ref to hang a value's lifetime on within {timeout_s} s: this process is leaving Ray, or "
-                    "cannot submit tasks"
-                ) from self._error
+                why = error or ("it is leaving Ray" if self._closing else f"nothing within {timeout_s} s")
+                raise TransferTimeoutError(f"this process got no ref to hang a value's lifetime on: {why}") from error
             anchor = self._spare.popleft()
             if len(self._spare) < SPARE_ANCHORS:
                 self._changed.notify_all()
         return anchor
 
     def _fill(self) -> None:
-        batch = FIRST_BATCH
+        made = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: len(self._spare) < SPARE_ANCHORS or self._closing)
+                enough = SPARE_ANCHORS if made >= FROM_PUT else 1
+                while len(self._spare) >= enough and not self._closing:
+                    self._changed.wait()
                 if self._closing:
                     return
             try:
-                refs = _ray.empty_task_refs(batch)
+                refs = _ray.empty_task_refs(BATCH) if made >= FROM_PUT else [ray.put(None)]
             except Exception as error:  # of whatever kind: nobody else would hear of it, and `take` would wait
                 with self._changed:
-                    self._error, self._closing = error, True
+                    self._error, self._thread = error, None
                     self._changed.notify_all()
                 return
-            batch = min(batch * 2, LAST_BATCH)
+            made += len(refs)
             with self._changed:
                 self._spare.extend(refs)
                 self._changed.notify_all()
@@ -148,11 +152,11 @@ class Keeper:
         try:
             if self._holds_anything(actor, Deadline(ASK_TIMEOUT_S)):
                 return
-        except TransportError as error:  # busy, or stopped: ask again
+        except Exception as error:  # stopped, or Ray's store does not answer: ask again, as nobody else would
             log.debug("could not ask actor %s what it holds: %s", actor.hex(), error)
             return
         with self._changed:
-            keeps = self._kept.pop(actor)
+            keeps = self._kept.pop(actor, [])
             dropped, rest = keeps[:count], keeps[count:]
             if rest:
                 self._kept[actor] = rest

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import secrets
@@ -31,6 +32,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 MAX_STRANGERS = 256
 """Connections that have not proven themselves. One more, and the oldest of them is dropped."""
 SESSION_CHECK_S = 2.0
+DEAF_S = 0.5
 _SEND_BYTES = 4 << 20
 
 PutBlocks = Callable[[list[memoryview]], tuple[bytes, bytes, object]]
@@ -75,6 +77,8 @@ class Listener:
         self._done: collections.deque[Callable[[], None]] = collections.deque()
         """Results of other threads, run by the loop."""
         self._closing = False
+        self._deaf_until = 0.0
+        """When to accept again after running out of descriptors; 0 while accepting."""
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unix.bind("\0" + name)
@@ -115,6 +119,7 @@ class Listener:
                 while self._done:
                     self._done.popleft()()
                 self._drop_late_strangers(time.monotonic())
+                self._listen_again(time.monotonic())
         finally:
             for peer in list(self._peers.values()):
                 self._drop(peer, None)
@@ -125,7 +130,7 @@ class Listener:
 
     def _pause_s(self) -> float:
         now = time.monotonic()
-        until = now + SESSION_CHECK_S
+        until = now + (DEAF_S if self._deaf_until else SESSION_CHECK_S)
         if self._strangers:
             until = min(until, next(iter(self._strangers.values())).deadline)
         return max(0.0, until - now)
@@ -143,8 +148,10 @@ class Listener:
     def _accept(self, server: socket.socket) -> None:
         try:
             sock, _ = server.accept()
-        except OSError as error:  # the peer is gone already, or this process is out of descriptors
+        except OSError as error:
             log.debug("accept: %s", error)
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._turn_deaf()  # the peer stays in the queue, and would be announced again at once
             return
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -161,6 +168,18 @@ class Listener:
         self._peers[peer.number] = self._strangers[peer.number] = peer
         self._selector.register(sock, selectors.EVENT_READ, peer)
         self._send(peer, wire.Challenge(wire.VERSION, peer.nonce))
+
+    def _turn_deaf(self) -> None:
+        """Accept nobody for a while; those who are linked are served."""
+        for sock in (self._unix, self._tcp):
+            self._selector.unregister(sock)
+        self._deaf_until = time.monotonic() + DEAF_S
+
+    def _listen_again(self, now: float) -> None:
+        if self._deaf_until and now >= self._deaf_until:
+            self._deaf_until = 0.0
+            for sock in (self._unix, self._tcp):
+                self._selector.register(sock, selectors.EVENT_READ, self._accept)
 
     def _drop(self, peer: _Peer, why: str | None) -> None:
         if self._peers.pop(peer.number, None) is None:
@@ -232,7 +251,7 @@ class Listener:
         elif isinstance(message, wire.Read):
             self._read(peer, message.key)
         elif isinstance(message, wire.Holding):
-            self._send(peer, wire.Held(len(self._store)))
+            self._send(peer, wire.Held(self._store.held_for_callers()))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
         elif isinstance(message, wire.Done):

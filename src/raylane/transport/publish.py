@@ -52,12 +52,6 @@ class Publication:
         self.keys: list[bytes] = []
         """What was published; empty as long as everything went inline."""
 
-    def value(self, value: Any) -> Any:
-        """What to give Ray in place of a call's result. Tuples and lists may yet be split by `num_returns`."""
-        if isinstance(value, tuple | list) and type(value) in (tuple, list):
-            return ReturnedMany(value, self)
-        return Returned(value, self)
-
     def free_after(self, ref: Any) -> None:
         """Free what is published under this, now and later, when a ref of this process is out of scope everywhere.
 
@@ -71,7 +65,8 @@ def _free(keys: list[bytes], _: object = None) -> None:
 
 
 class Returned:
-    """Stands for one value until Ray pickles it."""
+    """Stands for one value until Ray pickles it. With one return Ray pickles it whole; with `num_returns` it asks for
+    its length and takes its items one by one, as from the value itself."""
 
     __slots__ = ("_publication", "_value")
 
@@ -79,28 +74,13 @@ class Returned:
         self._value = value
         self._publication = publication
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reduce(self._value, self._publication)
-
-
-class ReturnedMany(tuple[Any, ...]):
-    """A tuple or list: Ray either pickles it whole (one return) or takes its items one by one (`num_returns`)."""
-
-    _value: Any
-    _publication: Publication
-
-    def __new__(cls, value: Any, publication: Publication) -> ReturnedMany:
-        self = super().__new__(cls, value)
-        self._value = value
-        self._publication = publication
-        return self
+    def __len__(self) -> int:
+        return len(self._value)
 
     def __iter__(self) -> Iterator[Any]:
         return (Returned(item, self._publication) for item in self._value)
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Any:
-        if isinstance(index, slice):
-            raise TypeError("a result waiting to be published is taken item by item")
+    def __getitem__(self, index: SupportsIndex) -> Any:
         return Returned(self._value[index], self._publication)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,10 +107,9 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
         publication.held.append(layout)
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks)
         return materialize, (encode(ticket), _buffer(skeleton), None, [_view(block) for block in layout.blocks])
+    anchor = _anchor(here, publication) if publication.anchored else None  # first: what it cannot get is not published
     ticket = _publish(here, leaves, layout, publication)
-    if not publication.anchored:
-        return materialize, (encode(ticket), _buffer(skeleton))
-    return materialize, (encode(ticket), _buffer(skeleton), _anchor(here, publication))
+    return materialize, (encode(ticket), _buffer(skeleton), anchor)
 
 
 def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
@@ -141,9 +120,8 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         leaves=leaves,
         layout=layout,
         spans=[codec.span(leaf) for leaf in leaves],
-        versions=[
-            (leaf, leaf._version) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
-        ],
+        for_callers=publication.anchored,
+        versions=[(leaf, leaf._version) for leaf in leaves if _counts_writes(leaf, layout)],
     )
     if options.snapshot:
         for block in layout.blocks:
@@ -165,6 +143,14 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         segments=list(entry.segments),
         counters=counters(tensor for tensor, _ in entry.versions),
     )
+
+
+def _counts_writes(leaf: Any, layout: codec.Layout) -> bool:
+    """Whether torch counts the writes to what is published for this leaf: not if that is a copy of it."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
+        return False
+    start = codec.span(leaf).start
+    return any(block.start <= start < block.stop for block in layout.blocks)
 
 
 def _view(block: Span) -> pickle.PickleBuffer:

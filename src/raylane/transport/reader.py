@@ -7,24 +7,38 @@ there calls Ray but for one key look-up per process.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import FrameType
 from typing import Any
 
+from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
-from raylane.errors import ProtocolError, TensorMutatedError, TransportError, TransportUnavailableError
+from raylane.errors import (
+    ProtocolError,
+    TensorMutatedError,
+    TransferTimeoutError,
+    TransportError,
+    TransportUnavailableError,
+)
 from raylane.transport import codec
 from raylane.transport.backends.base import Arrival, copied, freed
 from raylane.transport.backends.registry import AUTO, backends
 from raylane.transport.choose import choose
 from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.listener import block_views
 from raylane.transport.ticket import Ticket, decode
 
-_FRAMES_TO_GET = 16
-"""Five lie between `materialize` and `Worker.get_objects` in Ray 2.60; more in nested values."""
+_FRAMES_TO_GET = 64
+"""Five lie between `materialize` and `Worker.get_objects` in Ray 2.60; a user's unpickling may lie between as well."""
+
+
+_GRACE_S = 0.5
+"""What a fetch on another thread is given to report its own, better, timeout."""
 
 
 class _Collecting(threading.local):
@@ -38,26 +52,36 @@ _collecting = _Collecting()
 class Pending:
     """A value that is not fetched yet. Seen by `raylane.get` and by decorated methods' wrappers, never by users."""
 
-    __slots__ = ("future", "skeleton", "ticket")
+    __slots__ = ("deadline", "future", "skeleton", "ticket")
 
     def __init__(self, ticket: Ticket, skeleton: bytes) -> None:
         self.ticket = ticket
         self.skeleton = skeleton
         self.future: Future[Any] | None = None
+        self.deadline = Deadline(None)
 
     def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> None:
         """Fetch on a thread of the endpoint's."""
+        self.deadline = deadline
         self.future = (
             endpoint()
             .fetchers()
-            .submit(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray)
+            .submit(functools.partial(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray))
         )
 
     def result(self) -> Any:
-        """Wait; the fetch has a deadline of its own. Raises what it raised."""
+        """Wait, at most until the deadline of `start`. Raises what the fetch raised, or TransferTimeoutError."""
         if self.future is None:
             raise AssertionError("a pending value was waited for before it was started")
-        return self.future.result()
+        left = self.deadline.left_s()
+        try:
+            return self.future.result(None if left is None else left + _GRACE_S)
+        except FutureTimeoutError:
+            if self.future.done():
+                raise  # the fetch's own error, which is a TimeoutError as well
+            raise TransferTimeoutError(
+                f"the value of {self.ticket.origin()} did not arrive within {self.deadline.timeout_s} s"
+            ) from None
 
 
 def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried: list[Any] | None = None) -> Any:
@@ -71,10 +95,11 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
         return codec.decode(skeleton, codec.build(ticket.specs, [bytearray(block) for block in ticket.inline]))
     if carried is not None:
         return codec.decode(skeleton, codec.build(ticket.specs, copied(ticket, endpoint(), carried)))
-    if _collecting.active:
+    gets = _gets_around()
+    if _collecting.active and gets == 1:  # a second one is the user's own, in some __setstate__
         return Pending(ticket, skeleton)
     deadline = Deadline(default_timeout_s())
-    if not _inside_get():
+    if not gets:
         from raylane.transport.calls import runs_a_wrapper  # it imports this module
 
         if runs_a_wrapper():
@@ -87,16 +112,17 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
         return error
 
 
-def _inside_get() -> bool:
-    """Whether `ray.get` called this, in whatever thread: `Worker.get_objects` is then a few frames up."""
+def _gets_around() -> int:
+    """How many `ray.get`s this runs in, in whatever thread: each has `Worker.get_objects` in the stack. None means that
+    a task's arguments are being unpickled, or an awaited ref."""
+    found = 0
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_GET):
         if frame is None:
-            return False
-        if frame.f_code.co_name == "get_objects":
-            return True
+            break
+        found += frame.f_code.co_name == "get_objects"
         frame = frame.f_back
-    return False
+    return found
 
 
 def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> Any:
@@ -111,10 +137,14 @@ def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadli
             raise freed(ticket)
         if not entry.segments:
             here.counts["local"] += 1
+            if _ray.is_task_worker():
+                # "The producer itself" means nothing among tasks, which share processes as it happens.
+                blocks = copied(ticket, here, [view for view, _ in block_views(entry)])
+                return codec.decode(skeleton, codec.build(ticket.specs, blocks))
             _, by_remote = here.store.mark_read(entry, creator=True)
             if by_remote:
                 _warn_shared(ticket)
-            return codec.decode(skeleton, entry.leaves)
+            return codec.decode(skeleton, entry.leaves, own=True)
     arrival = _fetch(here, ticket, choice.names, deadline, last_resort=wish != AUTO)
     if arrival.mutated:
         _say_mutated(ticket)

@@ -29,6 +29,8 @@ class Entry:
     leaves: list[Any]
     """The producer's own objects, in the order of the skeleton's numbers; empty for a snapshot."""
     layout: Layout
+    for_callers: bool
+    """Whether it is a call's result, which its caller may keep this actor alive for; not so a put of its own."""
     spans: list[Span]
     """Where the producer's own tensors lie (device addresses for CUDA), for `wait_freed`."""
     segments: list[int] = field(default_factory=list)
@@ -86,6 +88,10 @@ class Store:
     def __len__(self) -> int:
         with self._lock:
             return len(self._entries)
+
+    def held_for_callers(self) -> int:
+        with self._lock:
+            return sum(entry.for_callers for entry in self._entries.values())
 
     def _take_out(self, key: bytes) -> Entry | None:
         entry = self._entries.pop(key, None)

@@ -78,7 +78,7 @@ class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
 
 
 class Holding(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """Do you hold any published value? Asked by a process that keeps an actor alive only for what it may hold."""
+    """Do you hold results of calls? Asked by a process that keeps an actor alive only for what it may hold."""
 
 
 class Held(msgspec.Struct, tag=11, array_like=True, frozen=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import TensorFreedError
+from raylane.errors import TensorFreedError, TransportError
 from raylane.transport.ticket import Source, Ticket
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ class Capability:
     same_process: bool = False
     same_host: bool = False
     across_hosts: bool = False
-    one_sided: bool = False
-    """Whether the source's Python takes no part in a read."""
     calls_ray: bool = False
     """Whether a read uses Ray itself, which is not possible while Ray unpickles the ticket."""
 
@@ -79,7 +77,24 @@ def freed(ticket: Ticket) -> TensorFreedError:
 
 
 def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
-    """Warm memory for every block: large ones each their own, small ones in one shared buffer."""
+    """Warm memory for every block: large ones each their own, small ones in one shared buffer. TransportError if this
+    process has no more memory."""
+    try:
+        return _allocate(ticket, endpoint)
+    except OSError as error:
+        raise cannot_receive(ticket, error) from error
+
+
+def cannot_receive(ticket: Ticket, error: OSError) -> TransportError:
+    """The reader, not the source, is in trouble."""
+    return TransportError(
+        f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error.strerror}; free memory, or "
+        "descriptors (ulimit -n), here",
+        source=ticket.origin().label,
+    )
+
+
+def _allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
     small = [i for i, block in enumerate(ticket.blocks) if block.nbytes < SMALL_BLOCK_BYTES]
     offsets, total = {}, 0
     for i in small:

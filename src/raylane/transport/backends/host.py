@@ -17,7 +17,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment
 from raylane.errors import SourceLostError, TransportUnavailableError
-from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed
+from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, cannot_receive, freed
 from raylane.transport.ticket import HEADER_BYTES, Source, Ticket
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class HostBackend(Backend):
     capability = Capability(
         summary="one-sided reads of the source's memory, or copy-on-write mapping of a snapshot",
         same_host=True,
-        one_sided=True,
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
@@ -51,12 +50,12 @@ class HostBackend(Backend):
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
         counts = (ctypes.c_uint32 * len(ticket.counters))()
+        blocks = [] if ticket.segments else allocate(ticket, endpoint)
         try:
             if ticket.segments:
                 blocks = _map(ticket, source)
                 vm.read(source.place.pid, [header_range])
             else:
-                blocks = allocate(ticket, endpoint)
                 ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
                 words = [(there, address_of(counts) + 4 * i, 4) for i, (there, _) in enumerate(ticket.counters)]
                 vm.read(source.place.pid, [*ranges, *words, header_range])
@@ -109,6 +108,8 @@ def _lost(source: Source) -> SourceLostError:
 def _translate(error: OSError, ticket: Ticket) -> Exception:
     """What a failed read means. A dying process loses its memory before its entry in /proc, so that is asked last."""
     source = ticket.origin()
+    if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        return cannot_receive(ticket, error)
     if error.errno == errno.ESRCH or not place.alive(source.place):
         return _lost(source)
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):

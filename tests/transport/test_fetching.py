@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from raylane.transport import fetching
+from raylane.transport.fetching import FetchPool
+
+
+def test_results_and_errors_come_back() -> None:
+    pool = FetchPool()
+    assert pool.submit(lambda: 5).result(10) == 5
+    with pytest.raises(KeyError):
+        pool.submit(lambda: {}["x"]).result(10)
+    pool.close()
+
+
+def test_fetches_that_hang_hold_up_no_other() -> None:
+    pool, gate = FetchPool(), threading.Event()
+    stuck = [pool.submit(lambda: gate.wait(60)) for _ in range(20)]
+    assert [pool.submit(lambda i=i: i).result(10) for i in range(50)] == list(range(50))  # type: ignore[misc]
+    gate.set()
+    assert all(future.result(10) for future in stuck)
+    pool.close()
+
+
+def test_threads_are_reused_bounded_and_end(monkeypatch: pytest.MonkeyPatch, eventually: object) -> None:
+    def alive() -> int:
+        return sum(thread.name == "raylane-fetch" for thread in threading.enumerate())
+
+    monkeypatch.setattr(fetching, "MAX_THREADS", 3)
+    monkeypatch.setattr(fetching, "IDLE_S", 0.05)
+    pool, gate = FetchPool(), threading.Event()
+    futures = [pool.submit(lambda: gate.wait(60)) for _ in range(10)]
+    assert alive() <= 3
+    gate.set()
+    assert all(future.result(10) for future in futures)
+    eventually(lambda: alive() == 0)  # type: ignore[operator]
+    assert pool.submit(lambda: 1).result(10) == 1
+    eventually(lambda: alive() == 0)  # type: ignore[operator]
