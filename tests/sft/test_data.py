@@ -164,6 +164,12 @@ def test_paths_that_lead_nowhere_are_named(tmp_path: Path) -> None:
         prepare(run)
 
 
+def test_a_cache_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [question(1)])
+    with pytest.raises(ConfigError, match=r"cannot write to data\.cache_dir=.*train\.jsonl/below: .*Not a directory"):
+        prepare(config(tmp_path, data={"cache_dir": str(tmp_path / "train.jsonl" / "below")}))
+
+
 def test_held_out_data_is_not_trained_on_and_duplicates_stay_together(tmp_path: Path) -> None:
     lines = [question(seed % 20) for seed in range(40)]
     prepared = prepare(made(tmp_path, lines, data={"validation_fraction": 0.3}))

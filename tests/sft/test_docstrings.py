@@ -104,3 +104,9 @@ def test_the_standard_library_gives_thousands_of_pairs_and_always_the_same(tmp_p
         for name in ("train.jsonl", "validation.jsonl")
     ]
     assert not sides[0] & sides[1]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write to .*/file"):
+        write_set([], tmp_path / "file")

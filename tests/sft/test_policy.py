@@ -8,7 +8,8 @@ import pytest
 import ray
 import torch
 
-from raylane.errors import WorkerCallError
+from raylane.errors import CheckpointError, WorkerCallError
+from raylane.sft import checkpoint
 from raylane.sft import worker as worker_module
 from raylane.sft.data import prepare
 from raylane.sft.policy import Policy
@@ -144,6 +145,38 @@ def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4)
     hsdp4.again()
     assert hsdp4.policy.load(saved.path) == 3
     assert hsdp4.losses(range(3, 6)) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2, folder):
+    fsdp2.again()
+    saved = fsdp2.policy.save({})
+    other = tiny_run.config_of(folder, {**fsdp2.changes, "policy.hf_config_overrides.intermediate_size": 64})
+    fsdp2.policy._one("setup", other, fsdp2.prepared, 8)
+    with pytest.raises(CheckpointError, match="does not fit this model") as caught:
+        fsdp2.policy.load(saved.path)
+    assert "Traceback" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, WorkerCallError), "which rank it was, and the remote traceback"
+
+
+@pytest.mark.faults
+def test_a_checkpoint_that_cannot_be_written_is_told_and_leaves_no_half(fsdp2, tmp_path, monkeypatch):
+    """A folder stands where rank 0 writes a file last; a full disk shows at the same place."""
+    fsdp2.again()
+    settings = fsdp2.config.checkpointing.model_copy(update={"checkpoint_dir": str(tmp_path)})
+    monkeypatch.setattr(fsdp2.policy, "_config", fsdp2.config.model_copy(update={"checkpointing": settings}))
+    begin = checkpoint.begin
+
+    def begin_with_obstacle(folder, step):
+        partial = begin(folder, step)
+        (partial / "hf" / "config.json").mkdir(parents=True)
+        return partial
+
+    monkeypatch.setattr(checkpoint, "begin", begin_with_obstacle)
+    with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
+        fsdp2.policy.save({}, with_hf=True)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    assert fsdp2.policy.validate()["loss"] > 0, "no worker is left waiting for another"
 
 
 def test_every_worker_holds_its_share_only(fsdp2):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 from raylane.sft import order
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import build_config
-from raylane.sft.trainer import StopRequest, Trainer
+from raylane.sft.trainer import StopRequest, Trainer, _sigterm_held_back
 
 FIGURES = (
     "grad_norm",
@@ -147,3 +151,17 @@ def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
     trainer.go_on_from(Saved(saved_at, path, {}, {}))
     trainer.fit()
     assert events == [f"validate after {saved_at}"]
+
+
+def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_late(tmp_path):
+    """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
+    with StopRequest() as stop:
+        with _sigterm_held_back():
+            child = subprocess.Popen([sys.executable, "-c", "print(open('/proc/self/status').read())"], stdout=-1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not stop.requested
+        assert stop.requested
+    status = child.communicate(timeout=60)[0].decode()
+    blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
+    assert blocked >> (signal.SIGTERM - 1) & 1
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())

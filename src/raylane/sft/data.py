@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raylane.errors import DataError
+from raylane.errors import ConfigError, DataError
 from raylane.sft.cache import TokenCache, write_cache
 from raylane.sft.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.messages import Conversation, is_held_out, read_conversations
@@ -147,7 +147,10 @@ def prepare(config: RunConfig) -> PreparedData:
     folder = Path(config.data.cache_dir).resolve() / f"data-{_key(config, sources)}"
     done = folder / "prepared.json"
     if not done.is_file():
-        _build(config, folder)
+        try:
+            _build(config, folder)
+        except OSError as error:
+            raise ConfigError(f"cannot write to data.cache_dir={config.data.cache_dir}: {error}") from error
     prepared = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
     for line in warnings(prepared, config):
         log.warning("%s", line)

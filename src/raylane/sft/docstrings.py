@@ -144,14 +144,20 @@ def collect(packages: Iterable[str] = DEFAULT_PACKAGES) -> list[Pair]:
 
 
 def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: float = 0.05) -> tuple[int, int]:
-    """Write train.jsonl and validation.jsonl into `folder` (made if need be); returns how many lines each has."""
+    """Write train.jsonl and validation.jsonl into `folder` (made if need be); returns how many lines each has.
+
+    DataError when that cannot be done.
+    """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     sides: dict[bool, list[str]] = {False: [], True: []}
     for pair in pairs:
         sides[is_held_out(pair.digest(), validation_fraction)].append(pair.to_json())
-    for name, lines in (("train", sides[False]), ("validation", sides[True])):
-        draft = folder / f"{name}.jsonl.draft"
-        draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        draft.replace(folder / f"{name}.jsonl")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, lines in (("train", sides[False]), ("validation", sides[True])):
+            draft = folder / f"{name}.jsonl.draft"
+            draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            draft.replace(folder / f"{name}.jsonl")
+    except OSError as error:
+        raise DataError(f"cannot write to {folder}: {error}", path=str(folder)) from error
     return len(sides[False]), len(sides[True])

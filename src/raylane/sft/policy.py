@@ -10,11 +10,13 @@ Needs an initialised Ray. Called by `trainer`, and by programs that bring their 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from raylane.errors import CheckpointError, RaylaneError, WorkerCallError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, dump
 from raylane.sft.layout import micro_batches
@@ -46,8 +48,8 @@ def worker_options(config: RunConfig) -> WorkerOptions:
 class Policy:
     """Workers with a model, ready to train. Waits until they are; `shutdown` (or a `with` block) ends them.
 
-    Methods wait unless their name ends in `_nowait`. Failures of workers are WorkerLostError and WorkerCallError; after
-    one the policy can only be shut down.
+    Methods wait unless their name ends in `_nowait`. Failures of workers are WorkerLostError and WorkerCallError (after
+    one the policy can only be shut down); a ConfigError, DataError or CheckpointError of a worker is raised as such.
     """
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
@@ -151,7 +153,7 @@ class Policy:
 
     def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
         """The metrics of a step that was sent. All workers agree on them; one sends them."""
-        metrics: dict[str, float] = self._group.get_all_worker_results(future, timeout_s)[0]
+        metrics: dict[str, float] = self._results(future, timeout_s)[0]
         return metrics
 
     def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
@@ -173,15 +175,28 @@ class Policy:
         `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder.
         """
         settings = self._config.checkpointing
-        partial = checkpoint.begin(Path(settings.checkpoint_dir), self._next)
-        self._one("save_state", str(partial / "state"), self._next)
-        if with_hf:
-            self._one("save_hf", str(partial / "hf"))
-        saved = checkpoint.commit(partial, self._next, metrics, self._description())
-        _, removable = checkpoint.keep(checkpoint.list_saved(Path(settings.checkpoint_dir)), settings)
-        for old in removable:
-            checkpoint.remove(old)
+        folder = Path(settings.checkpoint_dir)
+        try:
+            saved = self._write(folder, metrics, with_hf)
+            _, removable = checkpoint.keep(checkpoint.list_saved(folder), settings)
+            for old in removable:
+                checkpoint.remove(old)
+        except OSError as error:
+            raise CheckpointError(
+                f"step {self._next} cannot be saved in {folder}: {error}", path=str(folder)
+            ) from error
         return saved
+
+    def _write(self, folder: Path, metrics: Mapping[str, float], with_hf: bool) -> Saved:
+        partial = checkpoint.begin(folder, self._next)
+        try:
+            self._one("save_state", str(partial / "state"), self._next)
+            if with_hf:
+                self._one("save_hf", str(partial / "hf"))
+            return checkpoint.commit(partial, self._next, metrics, self._description())
+        except (OSError, RaylaneError):
+            shutil.rmtree(partial, ignore_errors=True)  # what is half written would only keep a full disk full
+            raise
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder anywhere, e.g. without any checkpoint."""
@@ -213,7 +228,16 @@ class Policy:
         )
 
     def _one(self, method: str, *args: Any) -> Any:
-        return self._group.get_all_worker_results(self._send(method, *args))[0]
+        return self._results(self._send(method, *args))[0]
+
+    def _results(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
+        try:
+            return self._group.get_all_worker_results(future, timeout_s)
+        except WorkerCallError as error:
+            said = getattr(error.__cause__, "cause", None)  # what the method raised, within Ray's error
+            if isinstance(said, RaylaneError):  # it says what to do, which a remote traceback would bury
+                raise said from error
+            raise
 
     def __enter__(self) -> Policy:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,8 @@ def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Opti
     """
     with _told(f"the state could not be written to {folder}", folder):
         save(_state(model, optimizer, step), checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        (folder / _OPTIMIZER_NOTE).write_text(json.dumps({"optimizer": optimizer is not None}), encoding="utf-8")
-    dist.barrier()
+        note = json.dumps({"optimizer": optimizer is not None})
+        _on_rank_zero(lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"))
 
 
 def has_optimizer(folder: Path) -> bool:
@@ -93,18 +92,31 @@ def save_hf(
     )
     with _told(f"the model could not be written to {folder}", folder):
         save(weights, storage_writer=writer)
+        _on_rank_zero(lambda: _write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start))
+
+
+def _on_rank_zero(write: Callable[[], object]) -> None:
+    """Have rank 0 write; returns on all when that is done, and raises its OSError on all: none is left waiting."""
+    said: list[str | None] = [None]
     if dist.get_rank() == 0:
-        shutil.rmtree(folder / "sharded", ignore_errors=True)
-        _write_beside(folder, model.causal_lm, tokenizer_dir)
-        _generation_config(model.causal_lm, end_ids, start).save_pretrained(folder)
-    dist.barrier()
+        try:
+            write()
+        except OSError as error:
+            said = [str(error)]
+    dist.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+    if said[0] is not None:
+        raise OSError(said[0])
 
 
-def _write_beside(folder: Path, causal_lm: Any, tokenizer_dir: Path) -> None:
+def _write_beside(
+    folder: Path, causal_lm: Any, tokenizer_dir: Path, end_ids: Sequence[int], start: Path | None
+) -> None:
+    shutil.rmtree(folder / "sharded", ignore_errors=True)  # what was joined from
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.architectures = [type(causal_lm).__name__]
     config.dtype = torch.float32
     config.save_pretrained(folder)
+    _generation_config(causal_lm, end_ids, start).save_pretrained(folder)
     for source in tokenizer_dir.iterdir():
         if source.is_file() and source.name not in ("config.json", "generation_config.json"):
             shutil.copy2(source, folder / source.name)
@@ -133,6 +145,8 @@ def _told(what: str, folder: Path) -> Iterator[None]:
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"{what}: {reasons}", path=str(folder), ranks=sorted(error.failures)) from error
+    except OSError as error:  # of `_on_rank_zero`
+        raise CheckpointError(f"{what}: {error}", path=str(folder), ranks=[0]) from error
 
 
 def _files(weights: dict[str, Any]) -> dict[str, int]:

@@ -101,7 +101,7 @@ def _run_from(
             stack.enter_context(_connected(config))
             stop = stack.enter_context(StopRequest())
         with Policy(config, prepared, total) as policy:
-            _log.info("%s workers ready: %s; %d steps to run", config.cluster.num_workers, policy.facts, total)
+            _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.go_on_from(resumed)
             trainer.fit()
