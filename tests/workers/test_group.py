@@ -186,17 +186,15 @@ def test_a_late_answer_is_not_lost(ray_session):
 def test_a_killed_worker_is_named_and_every_pending_call_is_answered(ray_session):
     group = WorkerGroup(Recorder, 3, options=WorkerOptions(**SMALL))
     try:
-        started = time.monotonic()
         hanging = group.run_all_workers_single_data("die_or_hang", 1)
         queued = group.run_all_workers_single_data("environment", [])
         with pytest.raises(WorkerLostError, match=r"rank 1 died during Recorder.die_or_hang") as caught:
-            group.get_all_worker_results(hanging)
+            group.get_all_worker_results(hanging, timeout_s=60)  # late would be a WorkerCallError
         assert caught.value.fields["rank"] == 1
         with pytest.raises(WorkerLostError, match="rank 1"):
-            group.get_all_worker_results(queued)
+            group.get_all_worker_results(queued, timeout_s=60)
         with pytest.raises(WorkerLostError, match="rank 1"):
-            group.get_all_worker_results(group.run_single_worker_single_data("echo", 1))
-        assert time.monotonic() - started < 10  # a bound against hanging, not a measurement
+            group.get_all_worker_results(group.run_single_worker_single_data("echo", 1), timeout_s=60)
     finally:
         assert group.shutdown(timeout_s=20)
 
@@ -220,9 +218,7 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session):
     group = WorkerGroup(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
     assert ray.get_actor("ending-0")
     group.run_all_workers_single_data("hang")
-    started = time.monotonic()
-    assert not group.shutdown(timeout_s=4, cleanup_method="hang"), "cleanup cannot run behind a hanging call"
-    assert time.monotonic() - started < 20
+    assert not group.shutdown(timeout_s=4, cleanup_method="hang"), "it came back, though cleanup waits for ever"
     assert group.shutdown() is True
     assert repr(group) == "WorkerGroup(Recorder, worker=2, shut down)"
     assert placements() == before
