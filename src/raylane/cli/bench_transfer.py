@@ -1,14 +1,17 @@
 """What `raylane bench transfer` measures: a producer returns a tensor, a consumer sums it, one call after the other.
 
 All contenders run in one session, in blocks of a few calls, in a new random order every round, so that a slow minute
-of the machine hits all of them. Each has two actors of its own; CPU time is that of its actors and of the driver.
+of the machine hits all of them. Each has two actors of its own, stopped (SIGSTOP) while another contender has its turn:
+some burn CPU when idle, such as UCX's progress threads. CPU time is that of a contender's actors and of the driver.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,8 +71,6 @@ def _producer(decorate: Callable[[Any], Any]) -> Any:
             self.kept: dict[int, torch.Tensor] = {}
 
         def pid(self) -> int:
-            import os
-
             return os.getpid()
 
         def hold(self, nbytes: int) -> None:
@@ -88,8 +89,6 @@ def _producer(decorate: Callable[[Any], Any]) -> Any:
 
 class Consumer:
     def pid(self) -> int:
-        import os
-
         return os.getpid()
 
     def total(self, tensor: torch.Tensor) -> float:
@@ -163,6 +162,25 @@ def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> li
     for contender in contenders:  # warm: links, pools, lazily loaded code
         for _ in range(2):
             contender.call(case)
+    _signal(contenders, signal.SIGSTOP)
+    try:
+        times, cpu = _rounds(case, contenders, rounds, calls)
+    finally:
+        _signal(contenders, signal.SIGCONT)
+    print(f"{case.name}: {rounds * calls} calls each", flush=True)
+    return [_record(case, name, samples, first[name], cpu[name]) for name, samples in times.items()]
+
+
+def _signal(contenders: list[Contender], number: signal.Signals) -> None:
+    for contender in contenders:
+        for pid in contender.pids:
+            os.kill(pid, number)
+
+
+def _rounds(
+    case: Case, contenders: list[Contender], rounds: int, calls: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Microseconds of every call and CPU seconds in all, by contender."""
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     cpu = dict.fromkeys(times, 0.0)
     order = list(contenders)
@@ -170,12 +188,13 @@ def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> li
     for _ in range(rounds):
         rng.shuffle(order)
         for contender in order:
+            _signal([contender], signal.SIGCONT)
             before = _cpu(contender)
             for _ in range(calls):
                 times[contender.name].append(_timed(functools.partial(contender.call, case)))
             cpu[contender.name] += _cpu(contender) - before
-    print(f"{case.name}: {rounds * calls} calls each", flush=True)
-    return [_record(case, name, samples, first[name], cpu[name]) for name, samples in times.items()]
+            _signal([contender], signal.SIGSTOP)
+    return times, cpu
 
 
 def _timed(call: Callable[[], None]) -> float:
