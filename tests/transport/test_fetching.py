@@ -26,8 +26,10 @@ def test_fetches_that_hang_hold_up_no_other() -> None:
 
 
 def test_threads_are_reused_bounded_and_end(monkeypatch: pytest.MonkeyPatch, eventually: object) -> None:
+    others = set(threading.enumerate())  # of pools that other tests have just closed
+
     def alive() -> int:
-        return sum(thread.name == "raylane-fetch" for thread in threading.enumerate())
+        return sum(thread.name == "raylane-fetch" for thread in set(threading.enumerate()) - others)
 
     monkeypatch.setattr(fetching, "MAX_THREADS", 3)
     monkeypatch.setattr(fetching, "IDLE_S", 0.05)
