@@ -101,7 +101,9 @@ def test_on_a_terminal_a_bar_is_redrawn_and_gives_way_to_lines(tmp_path: Path) -
         log.live(5, 20, {"loss": 5.5})
         log.progress(6, 20, {"loss": 5.0})
         stream.flush()
-        shown = os.read(leader, 4096).decode()
+        shown = ""
+        while "6/20" not in shown or not shown.endswith("\n"):  # a terminal hands over what it has, in pieces
+            shown += os.read(leader, 4096).decode()
     os.close(leader)
     assert "\rstep" not in shown.split("\n")[0].split("\r")[1]
     assert "5/20" in shown
