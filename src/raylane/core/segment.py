@@ -27,6 +27,11 @@ def address_of(buffer: Any) -> int:
     return ctypes.addressof(buffer)
 
 
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Memory of this process as bytes, without a copy. Does not keep it alive: whoever uses the view must."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def size_class(nbytes: int) -> int:
     """The size a request is rounded up to: pages, then four steps per power of two (at most 25% unused)."""
     if nbytes <= 1 << 16:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from raylane.core.segment import map_segment
+from raylane.core.segment import bytes_at, map_segment
 from raylane.transport import wire
 from raylane.transport.store import Entry, Store
 
@@ -272,22 +271,29 @@ class Listener:
         self._send(peer, wire.Refusal(reason))
         self._drop(peer, reason)
 
-    def _read(self, peer: _Peer, key: bytes) -> None:
+    def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
+        """What a peer asks for, marked as read, and whether its creator has read it; the peer is told if it is gone."""
         entry = self._store.get(key)
         if entry is None:
             self._send(peer, wire.Gone(key))
-            return
+            return None
         by_creator, _ = self._store.mark_read(entry, creator=False)
+        return entry, by_creator
+
+    def _read(self, peer: _Peer, key: bytes) -> None:
+        found = self._find(peer, key)
+        if found is None:
+            return
+        entry, by_creator = found
         views = block_views(entry)
         head = wire.Data([view.nbytes for view, _ in views], entry.mutated(), by_creator)
         self._queue(peer, [(memoryview(wire.pack(head)), None), *views])
 
     def _put(self, peer: _Peer, key: bytes) -> None:
-        entry = self._store.get(key)
-        if entry is None:
-            self._send(peer, wire.Gone(key))
+        found = self._find(peer, key)
+        if found is None:
             return
-        by_creator, _ = self._store.mark_read(entry, creator=False)
+        entry, by_creator = found
 
         def work() -> None:
             try:
@@ -312,7 +318,4 @@ def block_views(entry: Entry) -> list[tuple[memoryview, Any]]:
     if entry.segments:
         arrays = [map_segment(fd, block.nbytes) for fd, block in zip(entry.segments, entry.layout.blocks, strict=True)]
         return [(memoryview(array).cast("B"), array) for array in arrays]
-    return [
-        (memoryview((ctypes.c_char * block.nbytes).from_address(block.start)).cast("B"), entry)
-        for block in entry.layout.blocks
-    ]
+    return [(bytes_at(block.start, block.nbytes), entry) for block in entry.layout.blocks]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from raylane import _ray
-from raylane.core.segment import write_segment
+from raylane.core.segment import bytes_at, write_segment
 from raylane.core.spans import Span
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
@@ -121,11 +121,13 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         layout=layout,
         spans=[codec.span(leaf) for leaf in leaves],
         for_callers=publication.anchored,
-        versions=[(leaf, leaf._version) for leaf in leaves if _counts_writes(leaf, layout)],
+        versions=[
+            (leaf, leaf._version) for leaf, held in zip(leaves, layout.held, strict=True) if _counts_writes(leaf, held)
+        ],
     )
     if options.snapshot:
         for block in layout.blocks:
-            entry.segments.append(write_segment(memoryview((ctypes.c_char * block.nbytes).from_address(block.start))))
+            entry.segments.append(write_segment(bytes_at(block.start, block.nbytes)))
         entry.leaves, entry.spans, entry.versions = [], [], []
         layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
     here.store.publish(entry)
@@ -145,19 +147,15 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     )
 
 
-def _counts_writes(leaf: Any, layout: codec.Layout) -> bool:
+def _counts_writes(leaf: Any, held: Any) -> bool:
     """Whether torch counts the writes to what is published for this leaf: not if that is a copy of it."""
-    if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
-        return False
-    start = codec.span(leaf).start
-    return any(block.start <= start < block.stop for block in layout.blocks)
+    return isinstance(leaf, torch.Tensor) and not leaf.is_inference() and leaf.data_ptr() == held.data_ptr()
 
 
 def _view(block: Span) -> pickle.PickleBuffer:
     """A block's bytes, for Ray to copy once, straight into its object store. By way of NumPy: Ray 2.60 crashes on
     unpacking the buffer format that ctypes gives."""
-    view = memoryview((ctypes.c_char * block.nbytes).from_address(block.start)).cast("B")
-    array: Any = np.frombuffer(view, dtype=np.uint8)
+    array: Any = np.frombuffer(bytes_at(block.start, block.nbytes), dtype=np.uint8)
     return pickle.PickleBuffer(array)
 
 

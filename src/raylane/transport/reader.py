@@ -113,7 +113,7 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
 
 
 def _gets_around() -> int:
-    """How many `ray.get`s this runs in, in whatever thread: each has `Worker.get_objects` in the stack. None means that
+    """How many `ray.get`s this runs in, in whatever thread: each has `Worker.get_objects` in the stack. 0 means that
     a task's arguments are being unpickled, or an awaited ref."""
     found = 0
     frame: FrameType | None = sys._getframe(1)
