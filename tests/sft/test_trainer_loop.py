@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -155,13 +155,14 @@ def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
 
 def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_late(tmp_path):
     """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
+    show = [sys.executable, "-c", "print(open('/proc/self/status').read())"]
     with StopRequest() as stop:
         with _sigterm_held_back():
-            child = subprocess.Popen([sys.executable, "-c", "print(open('/proc/self/status').read())"], stdout=-1)
-            os.kill(os.getpid(), signal.SIGTERM)
+            status = subprocess.run(show, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+            # To this thread: one sent to the process may go to a thread of another test, which holds nothing back.
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             assert not stop.requested
         assert stop.requested
-    status = child.communicate(timeout=60)[0].decode()
     blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
     assert blocked >> (signal.SIGTERM - 1) & 1
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
