@@ -1,0 +1,105 @@
+"""What the pure tests of graphs share: plans made from a few lists, and plans made at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from raylane.graph import schedule
+from raylane.graph.plan import DRIVER, INPUT, Build, Edge, Plan, Ref, Step, Task, Value
+
+Source = tuple[int, tuple[Step, ...]]
+WHOLE: tuple[Step, ...] = ()
+
+
+def make_plan(
+    task_members: Sequence[int],
+    uses: Sequence[Sequence[int | Source]],
+    *,
+    order: Mapping[int, Sequence[int]] = {},
+    exact_order: bool = False,
+    outputs: Sequence[int] | None = None,
+    names: Sequence[str] = (),
+    labels: Sequence[str] = (),
+) -> Plan:
+    """A plan: `uses[t]` are the tasks (or INPUT) whose results task t uses, or (task, steps) for a selected part.
+
+    `order` is what the user wants of some members; with `exact_order` it stands for all. Outputs: those given, else
+    every task that nobody uses.
+    """
+    numbers: dict[Source, int] = {}
+
+    def value(source: int | Source) -> int:
+        key = (source, WHOLE) if isinstance(source, int) else source
+        return numbers.setdefault(key, len(numbers))
+
+    reads = [tuple(dict.fromkeys(value(source) for source in used)) for used in uses]
+    if outputs is None:
+        used_tasks = {source if isinstance(source, int) else source[0] for used in uses for source in used}
+        outputs = [task for task in range(len(task_members)) if task not in used_tasks] or [len(task_members) - 1]
+    collects = tuple(dict.fromkeys(value(task) for task in outputs))
+    values = tuple(Value(index, source, steps) for (source, steps), index in numbers.items())
+    members = ("driver", *(names or [chr(ord("A") + m) for m in range(max(task_members, default=0))]))
+    tasks = tuple(
+        Task(t, member, f"f{t}", tuple(Ref(v) for v in reads[t]), (), reads[t], False)
+        for t, member in enumerate(task_members)
+    )
+    needs = [{s for v in read if (s := values[v].source) != INPUT} for read in reads]
+    return Plan(
+        members=members,
+        tasks=tasks,
+        values=values,
+        edges=edges_of(values, tasks, collects),
+        order=tuple(tuple(order.get(m, ())) for m in range(len(members)))
+        if exact_order
+        else schedule.order_of(task_members, needs, order),
+        output=Build("list", tuple(Ref(v) for v in collects)),
+        collects=collects,
+        leaves=(),
+        multiple=True,
+        labels=tuple(labels) or tuple(f"{members[m]}.f{t}" for t, m in enumerate(task_members)),
+    )
+
+
+def edges_of(values: Sequence[Value], tasks: Sequence[Task], collects: Sequence[int]) -> tuple[Edge, ...]:
+    index = count()
+    edges = []
+    for value in values:
+        writer = DRIVER if value.source == INPUT else tasks[value.source].member
+        readers = {task.member for task in tasks if value.index in task.reads}
+        readers |= {DRIVER} if value.index in collects else set()
+        if others := tuple(sorted(readers - {writer})):
+            edges.append(Edge(next(index), value.index, writer, others))
+    return tuple(edges)
+
+
+def random_plan(
+    rng: random.Random, *, tasks: int = 7, members: int = 4, bad_orders: float = 0.5, back_edges: float = 0.0
+) -> Plan:
+    """A plan of 1 to `tasks` tasks on 1 to `members` members: a random DAG, with random orders at this probability
+    for each member, and at a smaller one with a result used by an earlier task."""
+    number = rng.randint(1, tasks)
+    owners = _numbered([rng.randint(1, rng.randint(1, members)) for _ in range(number)])
+    uses: list[list[int | Source]] = []
+    for task in range(number):
+        earlier = [source for source in range(task) if rng.random() < 0.35]
+        if rng.random() < back_edges:
+            earlier.append(rng.randrange(number))
+        parts = [(source, rng.choice([WHOLE, (("item", 0),), (("item", 1),)])) for source in earlier]
+        if not parts or rng.random() < 0.3:
+            parts.append((INPUT, rng.choice([WHOLE, (("argument", "item", rng.randint(0, 2)),)])))
+        uses.append(list(parts))
+    order = {}
+    for member in set(owners):
+        mine = [task for task in range(number) if owners[task] == member]
+        if rng.random() < bad_orders:
+            rng.shuffle(mine)
+        order[member] = mine
+    return make_plan(owners, uses, order=order, exact_order=True)
+
+
+def _numbered(owners: Sequence[int]) -> list[int]:
+    """The same members numbered 1, 2, ... without gaps."""
+    numbers = {owner: index for index, owner in enumerate(dict.fromkeys(owners), 1)}
+    return [numbers[owner] for owner in owners]
