@@ -20,12 +20,6 @@ def test_cases() -> None:
         bench_transfer.cases(large=False, only="2GB")
 
 
-def test_quantiles_are_samples() -> None:
-    ordered = [float(i) for i in range(1, 101)]
-    assert [bench_transfer.quantile(ordered, q) for q in (0.5, 0.9, 0.99)] == [50, 90, 99]
-    assert bench_transfer.quantile([3.0], 0.99) == 3
-
-
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "bench.json"
     command = [

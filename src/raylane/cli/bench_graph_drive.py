@@ -1,0 +1,109 @@
+"""How a contender's calls are made and timed: one block each time, on plain callables. Knows nothing of Ray or graphs.
+
+Called by `bench_graph_contenders`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from raylane.cli.measure import Tally, quantile
+
+__all__ = ["STRETCH", "back_to_back", "idle", "in_event_loop", "million", "steps", "stream"]
+
+STRETCH = 100
+"""Calls that one sample of `stream` stands for: with several in flight, results come in bursts."""
+
+
+def back_to_back(call: Callable[[], object], seconds: float, gap_s: float = 0.0) -> Tally:
+    """Call, wait for the answer, pause for `gap_s` (not part of the sample), again; at least once."""
+    clock = time.perf_counter
+    samples: list[float] = []
+    end = clock() + seconds
+    while not samples or clock() < end:
+        start = clock()
+        call()
+        samples.append((clock() - start) * 1e6)
+        if gap_s:
+            time.sleep(gap_s)
+    return Tally(samples, len(samples))
+
+
+async def in_event_loop(call: Callable[[], Awaitable[object]], seconds: float) -> Tally:
+    """`back_to_back` for a coroutine function."""
+    clock = time.perf_counter
+    samples: list[float] = []
+    end = clock() + seconds
+    while not samples or clock() < end:
+        start = clock()
+        await call()
+        samples.append((clock() - start) * 1e6)
+    return Tally(samples, len(samples))
+
+
+def stream(submit: Callable[[], Any], finish: Callable[[Any], object], in_flight: int, seconds: float) -> Tally:
+    """Keep so many calls in flight, always waiting for the oldest; each sample is the time per call of a stretch."""
+    clock = time.perf_counter
+    pending = deque(submit() for _ in range(in_flight))
+    samples: list[float] = []
+    start = clock()
+    end = start + seconds
+    while not samples or start < end:
+        for _ in range(STRETCH):
+            finish(pending.popleft())
+            pending.append(submit())
+        now = clock()
+        samples.append((now - start) * 1e6 / STRETCH)
+        start = now
+    for token in pending:
+        finish(token)
+    return Tally(samples, len(samples) * STRETCH)
+
+
+def steps(submit: Callable[[], Any], finish: Callable[[Any], object], in_flight: int, count: int) -> Tally:
+    """`count` calls, so many in flight; a sample is the time from one result to the next, the first from the start."""
+    times = [time.perf_counter()]
+    pending = deque(submit() for _ in range(min(in_flight, count)))
+    to_submit = count - len(pending)
+    while pending:
+        finish(pending.popleft())
+        times.append(time.perf_counter())
+        if to_submit:
+            pending.append(submit())
+            to_submit -= 1
+    return Tally([(after - before) * 1e6 for before, after in itertools.pairwise(times)], count)
+
+
+def idle(seconds: float) -> Tally:
+    """Call nothing for that long; the sample is the time that has passed."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return Tally([(time.perf_counter() - start) * 1e6], 1)
+
+
+def million(call: Callable[[], object], count: int, memory: Callable[[], dict[str, int]]) -> Tally:
+    """`count` calls back to back (an even multiple of 10), with what `memory` says at the start, middle and end.
+
+    The extra fields: each of `memory`'s as a list of three, and the median of the first and last tenth of the calls.
+    """
+    times = np.full(count, np.nan)  # written to, hence in memory before it is first looked at
+    clock = time.perf_counter
+    seen = [memory()]
+    for half in (range(count // 2), range(count // 2, count)):
+        for index in half:
+            start = clock()
+            call()
+            times[index] = clock() - start
+        seen.append(memory())
+    times *= 1e6
+    tenth = count // 10
+    ends = {"p50_first_tenth_us": times[:tenth], "p50_last_tenth_us": times[-tenth:]}
+    extra: dict[str, Any] = {name: [each[name] for each in seen] for name in seen[0]}
+    extra |= {name: round(quantile(sorted(part.tolist()), 0.5), 2) for name, part in ends.items()}
+    return Tally(times.tolist(), count, extra=extra)
