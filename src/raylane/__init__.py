@@ -1,4 +1,4 @@
-"""raylane: direct tensor transport, worker groups and supervised fine-tuning for stock Ray.
+"""raylane: direct tensor transport, compiled graphs, worker groups and supervised fine-tuning for stock Ray.
 
 The names below are all of the public ones; each is loaded when it is first asked for, so that `import raylane` costs
 next to nothing and needs no optional package.
@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from raylane import errors
+    from raylane import errors, graph
+    from raylane.graph.api import compile
+    from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.workers.batch import BatchDict
     from raylane.workers.group import WorkerGroup, WorkerOptions
@@ -26,6 +28,11 @@ _HOME = {
     "put": "raylane.transport.api",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
+    "graph": "raylane.graph",
+    "InputNode": "raylane.graph.nodes",
+    "MultiOutputNode": "raylane.graph.nodes",
+    "bind": "raylane.graph.nodes",
+    "compile": "raylane.graph.api",
     "BatchDict": "raylane.workers.batch",
     "NamedSharding": "raylane.workers.sharding",
     "WorkerGroup": "raylane.workers.group",
@@ -34,13 +41,18 @@ _HOME = {
 
 __all__ = [
     "BatchDict",
+    "InputNode",
+    "MultiOutputNode",
     "NamedSharding",
     "WorkerGroup",
     "WorkerOptions",
     "__version__",
+    "bind",
+    "compile",
     "errors",
     "get",
     "get_async",
+    "graph",
     "method",
     "put",
     "stats",
@@ -53,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'raylane' has no attribute {name!r}; it has {', '.join(__all__)}")
     module = importlib.import_module(home)
-    value = module if name == "errors" else getattr(module, name)
+    value = module if home == f"raylane.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

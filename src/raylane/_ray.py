@@ -117,10 +117,22 @@ def actor_target(name: str) -> Any:
     found = inspect.getattr_static(type(instance), name, None)
     if isinstance(found, classmethod | staticmethod):
         found = found.__func__
-    # Ray wraps every method once for tracing; functools.wraps makes the copy look like ours, its code name does not.
-    while getattr(getattr(found, "__code__", None), "co_name", "") == "_resume_span":
-        found = found.__wrapped__
-    return found
+    return _untraced(found)
+
+
+def _untraced(function: Any) -> Any:
+    """Ray wraps every method once for tracing; functools.wraps makes the copy look like ours, its code name does not."""
+    while getattr(getattr(function, "__code__", None), "co_name", "") == "_resume_span":
+        function = function.__wrapped__
+    return function
+
+
+def untraced_method(instance: Any, name: str) -> Any:
+    """`instance.name` without Ray's tracing wrapper, which costs a microsecond a call; None if there is no such name."""
+    found = getattr(instance, name, None)
+    function = getattr(found, "__func__", None)
+    plain = _untraced(function)
+    return found if function is None or plain is function else plain.__get__(found.__self__)
 
 
 def describe_self() -> str:
@@ -219,3 +231,129 @@ def kv_put_if_absent(key: str, value: bytes) -> bytes:
     """Store unless there is something already; returns what is stored now."""
     internal_kv._internal_kv_put(key.encode(), value, overwrite=False, namespace=_KV_NAMESPACE)
     return kv_get(key) or value
+
+
+def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] | None:
+    """(actor handle or object, method's name, num_returns, signature without self) of a method; None if it is none."""
+    if isinstance(method, ray.actor.ActorMethod):
+        shown = method._signature
+        if shown is not None:
+            shown = inspect.Signature([parameter for parameter in shown if parameter.name != "_ray_trace_ctx"])
+        return method._actor, method._method_name, method._num_returns, shown
+    if inspect.ismethod(method):
+        count = getattr(method.__func__, "__ray_num_returns__", 1)
+        return method.__self__, method.__name__, count, inspect.signature(method)
+    return None
+
+
+def is_handle(actor: Any) -> bool:
+    return isinstance(actor, ray.actor.ActorHandle)
+
+
+def class_name_of(actor: Any) -> str:
+    """Class name of an actor by its handle, or of a plain object."""
+    if not is_handle(actor):
+        return type(actor).__name__
+    name: str = actor._ray_actor_creation_function_descriptor.class_name
+    return name.rpartition(".")[2]
+
+
+def actor_id_of(actor: Any) -> str:
+    """Hexadecimal id of an actor by its handle."""
+    return str(actor._actor_id.hex())
+
+
+def dumps(value: Any) -> bytes:
+    """By cloudpickle: classes and functions of a script, refs and handles included."""
+    data: bytes = ray.cloudpickle.dumps(value)
+    return data
+
+
+def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseException:
+    """What `ray.get` raises for a call that raised `cause`: an instance of its class too, with the remote text."""
+    error = ray.exceptions.RayTaskError(where, traceback_text, cause)
+    found: BaseException = error
+    return found
+
+
+def raised_form(error: BaseException) -> BaseException:
+    """A RayTaskError as it is raised in its caller; any other error as it is."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        dual: BaseException = error.as_instanceof_cause()
+        return dual
+    return error
+
+
+def exit_this_actor() -> None:
+    """Ask Ray to end this actor as `ray.actor.exit_actor` does, from any thread."""
+    ray.get_runtime_context().current_actor.__ray_terminate__.remote()
+
+
+def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
+    """Make every ordinary call of this process's actor hold `lock` while it runs. Returns how to undo it.
+
+    Ray keeps one executor a method, a closure over the function: the function is replaced in there, because Ray has
+    its own copies of everything around it.
+    """
+    undo = []
+    for info in list(_worker.global_worker.function_actor_manager._function_execution_info.values()):
+        executor = info.function
+        method = getattr(executor, "method", None)
+        name = getattr(executor, "name", "")
+        if method is None or name.startswith("__") or getattr(type(instance), name, None) is None:
+            continue
+        cell = executor.__closure__[executor.__code__.co_freevars.index("method")]
+        original = cell.cell_contents
+        cell.cell_contents = _holding(original, lock)
+        undo.append((cell, original))
+
+    def restore() -> None:
+        for cell, original in undo:
+            cell.cell_contents = original
+
+    return restore
+
+
+def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(method):
+
+        @functools.wraps(method)
+        def items(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                yield from method(*args, **kwargs)
+
+        return items
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return method(*args, **kwargs)
+
+    return call
+
+
+def dag_node(node: Any) -> tuple[Any, ...] | None:
+    """What a node of `ray.dag` says: ("input",), ("attribute", base, how, key), ("call", actor, method, args, kwargs,
+    num_returns), ("output", call, index), ("multiple", nodes), or ("other",). None for anything else."""
+    import sys
+
+    if "ray.dag" not in sys.modules:  # nobody has made one
+        return None
+    from ray import dag
+
+    if not isinstance(node, dag.DAGNode):
+        return None
+    if isinstance(node, dag.InputNode):
+        return ("input",)
+    if isinstance(node, dag.InputAttributeNode):
+        how = "attr" if node._accessor_method == "__getattr__" else "item"
+        return "attribute", node._dag_input_node, how, node._key
+    if isinstance(node, dag.MultiOutputNode):
+        return "multiple", list(node.get_args())
+    if isinstance(node, dag.ClassMethodNode):
+        if node.is_class_method_output:
+            return "output", node.class_method_call, node.output_idx
+        actor = node._get_actor_handle()
+        if actor is not None:
+            return "call", actor, node.get_method_name(), node.get_args(), node.get_kwargs(), node.num_returns
+    return ("other",)

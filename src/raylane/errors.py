@@ -8,6 +8,14 @@ RaylaneError
 │   ├── TensorFreedError           the source has already let go of the value
 │   ├── TensorMutatedError         a published tensor was written to before it was read
 │   └── ProtocolError              the other end broke the protocol, or is not one of ours
+├── GraphError (also ray.exceptions.RayError)
+│   ├── GraphPlanError             these nodes make no graph (also a ValueError)
+│   ├── GraphDeadlockError         the graph could block itself; the cycle is named (also a ValueError)
+│   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
+│   ├── GraphTimeoutError          it took longer than the deadline (also a TimeoutError)
+│   ├── GraphFullError             `execute_nowait` while `max_inflight` executions are under way
+│   ├── GraphClosedError           the graph was torn down, or broke; compile it again
+│   └── GraphActorDiedError        an actor of the graph died, and the graph with it
 ├── WorkerGroupError
 │   ├── WorkerLostError            a worker of a group died
 │   └── WorkerCallError            a worker's method raised, or did not answer in time
@@ -32,6 +40,14 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "GraphActorDiedError",
+    "GraphClosedError",
+    "GraphDeadlockError",
+    "GraphError",
+    "GraphFullError",
+    "GraphPlanError",
+    "GraphTimeoutError",
+    "GraphValueError",
     "ProtocolError",
     "RaylaneError",
     "SourceLostError",
@@ -91,6 +107,39 @@ class TensorMutatedError(TransportError):
 
 class ProtocolError(TransportError):
     """The other end sent something that is not our protocol, or could not prove that it belongs to this cluster."""
+
+
+class GraphError(RaylaneError, RayError):  # type: ignore[misc]  # Ray gives mypy no types
+    """A compiled graph could not be made or run. What a method raises is not one of these: it arrives as Ray's own
+    RayTaskError, which is also an instance of the class that the method raised."""
+
+
+class GraphPlanError(GraphError, ValueError):
+    """These nodes, or these options, make no graph that can run; the message names the node."""
+
+
+class GraphDeadlockError(GraphPlanError):
+    """In this order of calls the graph would wait for itself; the message names the cycle."""
+
+
+class GraphValueError(GraphError, ValueError):
+    """A value cannot travel along an edge: it cannot be pickled or unpickled, or is larger than the limit."""
+
+
+class GraphTimeoutError(GraphError, TimeoutError):
+    """An answer, a free place or a buffer did not come before the deadline. Nothing is lost: ask again."""
+
+
+class GraphFullError(GraphError):
+    """`execute_nowait` while `max_inflight` executions are under way. Get a result, or call `execute`, which waits."""
+
+
+class GraphClosedError(GraphError):
+    """The graph was torn down, or could not go on after an interruption. Compile it again."""
+
+
+class GraphActorDiedError(GraphError):
+    """An actor of the graph died or exited; the graph is closed and its other actors live on."""
 
 
 class WorkerGroupError(RaylaneError):

@@ -1,0 +1,5 @@
+"""Compiled graphs: a fixed pattern of actor calls, planned once and run in microseconds (docs/reference/graphs.md)."""
+
+from raylane.graph.nodes import first, gather, mean, scatter
+
+__all__ = ["first", "gather", "mean", "scatter"]

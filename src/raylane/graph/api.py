@@ -1,0 +1,81 @@
+"""`raylane.compile`: options checked, nodes planned, the schedule proven, then either kind of graph made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raylane import _ray
+from raylane.core.deadline import default_timeout_s
+from raylane.errors import GraphPlanError
+from raylane.graph import nodes, planning, schedule, translate
+
+DEFAULT_MAX_LENT_BYTES = 4 << 30
+
+
+def compile(
+    node: Any,
+    *,
+    max_inflight: int = 2,
+    timeout_s: float | None = None,
+    backend: str = "ray",
+    exclusive: bool = False,
+    order: Mapping[Any, Sequence[nodes.Node]] | None = None,
+    max_lent_bytes: int = DEFAULT_MAX_LENT_BYTES,
+) -> Any:
+    """Plan a graph once and return a `CompiledGraph`, whose `execute` runs it with a few microseconds of overhead.
+
+    `node` is the output: a node, a `MultiOutputNode`, or one of Ray's own (`actor.method.bind`). Waits until every
+    actor has started and has finished the call it is busy with.
+
+    max_inflight: executions that may be under way at once; also the number of slots of every channel (64 KB each).
+    timeout_s: limit of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
+    backend: "ray", or "inline" to run plain objects in this process, without Ray, for tests.
+    exclusive: methods of the graph and ordinary calls of the same actor never run at the same time.
+    order: for an actor, all its calls in the order in which they shall run (default: as bound).
+    max_lent_bytes: how much memory each process may have lent to readers that keep large arrays.
+
+    GraphPlanError if the nodes make no graph; GraphDeadlockError names the cycle if it would wait for itself;
+    GraphTimeoutError, GraphActorDiedError if an actor does not answer.
+    """
+    if max_inflight < 1:
+        raise ValueError(f"max_inflight={max_inflight!r}: it is a number of executions, 1 or more")
+    if backend not in ("ray", "inline"):
+        raise ValueError(f"backend={backend!r}: there are ray and inline")
+    if max_lent_bytes < 1:
+        raise ValueError(f"max_lent_bytes={max_lent_bytes!r}: it is a number of bytes, 1 or more")
+    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+    output = translate.from_ray(node)
+    inline = backend == "inline"
+    plan, actors = planning.plan(output, identify=id if inline else _identify, name=_ray.class_name_of, order=order)
+    schedule.check(plan, max_inflight)
+    if inline:
+        from raylane.graph.inline import InlineGraph
+
+        return InlineGraph(plan, actors, max_inflight=max_inflight, timeout_s=timeout_s)
+    from raylane.graph.compiled import CompiledGraph
+    from raylane.graph.setup import wire
+
+    wiring = wire(
+        plan,
+        actors,
+        max_inflight=max_inflight,
+        timeout_s=timeout_s,
+        max_lent_bytes=max_lent_bytes,
+        exclusive=exclusive,
+    )
+    return CompiledGraph(plan, wiring, max_inflight=max_inflight, timeout_s=timeout_s)
+
+
+def _identify(actor: Any) -> str:
+    if not _ray.is_handle(actor):
+        raise GraphPlanError(
+            f"{type(actor).__name__} is no actor: bind methods of actor handles, or compile with backend='inline'"
+        )
+    actor_id = _ray.actor_id_of(actor)
+    if actor_id == _ray.current_actor_id():
+        raise GraphPlanError(
+            f"{_ray.class_name_of(actor)} cannot compile a graph of its own methods: it would wait for itself. "
+            "Compile it in the driver or in another actor"
+        )
+    return actor_id

@@ -1,0 +1,1 @@
+"""How values travel along edges: rings and leased buffers within a host, hops between hosts."""

@@ -1,0 +1,189 @@
+"""Large buffers within a host: segments that a writer fills, lends to its readers, and uses again when they let go.
+
+The reader's arrays lie in the segment itself: nothing is copied, and they may be kept for as long as anybody likes. A
+segment is lent until every reader has dropped the last array made from it, which its finalizer says with a semaphore:
+
+    0      semaphore of reader 0: posted when it has let go
+    64     semaphore of reader 1 ...
+    4096   the message: its buffers, each at a multiple of 64 bytes, then its body
+
+Making and populating 10 MB costs 8 ms, copying into warm memory 0.9: so segments and their mappings are kept. Used by
+`ring`.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from raylane.core import semaphore
+from raylane.core.deadline import Deadline
+from raylane.core.segment import size_class
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.errors import GraphTimeoutError, GraphValueError
+
+DATA_AT = 4096
+MAX_READERS = DATA_AT // SEMAPHORE_BYTES
+ALIGNMENT = 64
+MAX_IDLE = 8
+"""Idle segments that a pool keeps; those idle for longest go first."""
+MAX_MAPPED = 64
+"""Mappings that a reader keeps for segments it may meet again."""
+_LOOK_EVERY_S = 0.01
+
+
+class Descriptor(NamedTuple):
+    """What a message says instead of its bytes: where they are. `sizes` are the buffers', then the body's."""
+
+    path: str
+    number: int
+    sizes: tuple[int, ...]
+
+
+class _Lent:
+    __slots__ = ("capacity", "number", "owed", "readers", "segment")
+
+    def __init__(self, segment: Segment, capacity: int, number: int) -> None:
+        self.segment = segment
+        self.capacity = capacity
+        self.number = number
+        self.readers: tuple[str, ...] = ()
+        self.owed: list[int] = []
+        """Indices of readers that have not let go."""
+
+    def returned(self) -> bool:
+        self.owed = [i for i in self.owed if semaphore.try_wait(self.segment.address + i * SEMAPHORE_BYTES)]
+        return not self.owed
+
+
+class LeasePool:
+    """What one process lends along the edges of one graph. One thread at a time, except `lent_bytes` and `close`."""
+
+    def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.timeout_s = timeout_s
+        """How long `lend` waits for readers to let go."""
+        self.closed = False
+        """Set (by any thread) to end a wait at once; what is lent then is not limited any more."""
+        self._numbers = itertools.count()
+        self._lent: list[_Lent] = []
+        self._idle: collections.deque[_Lent] = collections.deque()
+
+    def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
+        """Copy these buffers into a segment for that many readers (their names are for messages).
+
+        Waits while more than `limit_bytes` are lent. GraphTimeoutError then names who holds them; GraphValueError if
+        the message alone is above the limit.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        offsets, end = [], 0
+        for view in views:
+            offsets.append(end)
+            end += -(-view.nbytes // ALIGNMENT) * ALIGNMENT
+        lent = self._take(size_class(max(end, 1)))
+        memory = lent.segment.view
+        for view, offset in zip(views, offsets, strict=True):
+            memory[DATA_AT + offset : DATA_AT + offset + view.nbytes] = view
+        lent.readers, lent.owed = readers, list(range(len(readers)))
+        self._lent.append(lent)
+        return Descriptor(lent.segment.path, lent.number, tuple(view.nbytes for view in views))
+
+    def lent_bytes(self) -> int:
+        return sum(lent.capacity for lent in list(self._lent))
+
+    def _take(self, capacity: int) -> _Lent:
+        if capacity > self.limit_bytes:
+            raise GraphValueError(
+                f"a message of {capacity} bytes is above the limit of {self.limit_bytes} for what an edge may lend; "
+                "send less at a time, or compile with a larger max_lent_bytes"
+            )
+        deadline = None
+        while True:
+            self._settle()
+            for lent in self._idle:
+                if lent.capacity == capacity:
+                    self._idle.remove(lent)
+                    return lent
+            if self.lent_bytes() + capacity <= self.limit_bytes or self.closed:
+                return self._make(capacity)
+            deadline = deadline or Deadline(self.timeout_s)
+            left = deadline.left_s()
+            if left is not None and left <= 0:
+                raise GraphTimeoutError(self._complaint(capacity))
+            time.sleep(_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
+
+    def _make(self, capacity: int) -> _Lent:
+        segment = Segment.make(DATA_AT + capacity)
+        for index in range(MAX_READERS):
+            semaphore.init(segment.address + index * SEMAPHORE_BYTES)
+        return _Lent(segment, capacity, next(self._numbers))
+
+    def _settle(self) -> None:
+        still = []
+        for lent in self._lent:
+            if lent.returned():
+                self._idle.append(lent)
+            else:
+                still.append(lent)
+        self._lent = still
+        while len(self._idle) > MAX_IDLE:
+            self._idle.popleft()
+
+    def _complaint(self, capacity: int) -> str:
+        held: collections.Counter[str] = collections.Counter()
+        for lent in self._lent:
+            for index in lent.owed:
+                held[lent.readers[index]] += lent.capacity
+        holders = ", ".join(f"{name} holds {count} bytes" for name, count in held.most_common())
+        return (
+            f"no memory for a message of {capacity} bytes within {self.timeout_s} s: of at most {self.limit_bytes} "
+            f"bytes, {holders}, in arrays that they received and still keep. Drop or copy those arrays, or compile "
+            "with a larger max_lent_bytes"
+        )
+
+
+class LeaseReader:
+    """What one process has mapped of others' segments, for one graph. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
+
+    def borrow(self, descriptor: Descriptor, reader: int, *, writable: bool) -> list[memoryview]:
+        """The message's parts, in place. The segment goes back when the last thing made from them is garbage."""
+        segment = self._map(descriptor.path, descriptor.number)
+        total = segment.nbytes - DATA_AT
+        memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_AT)
+        back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES)
+        back.atexit = False
+        view = memoryview(memory).cast("B")
+        if not writable:
+            view = view.toreadonly()
+        parts, at = [], 0
+        for nbytes in descriptor.sizes:
+            parts.append(view[at : at + nbytes])
+            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return parts
+
+    def _map(self, path: str, number: int) -> Segment:
+        key = (path, number)  # descriptors are numbered anew by the kernel, segments never by their pool
+        with self._lock:
+            segment = self._mapped.get(key)
+            if segment is None:
+                segment = self._mapped[key] = Segment.open(path)
+                if len(self._mapped) > MAX_MAPPED:
+                    self._mapped.popitem(last=False)
+            else:
+                self._mapped.move_to_end(key)
+            return segment
+
+
+def _let_go(segment: Segment, address: int) -> None:
+    """Finalizer: runs anywhere, never waits. `segment` keeps the memory of the semaphore mapped."""
+    semaphore.post(address)

@@ -1,0 +1,179 @@
+"""A ring of slots in memory that one writer and its readers share: one edge, or one control line, within a host.
+
+    0       semaphore `full` of reader 0: how many messages wait for it
+    64      semaphore `full` of reader 1 ...
+    4096    slot 0:  sequence u64 | body bytes u32 | kind u8 | flags u8 | buffers u16 | sizes u64 each | buffers | body
+            slot 1:  ...
+
+The writer fills slot `sequence mod slots`, then posts each reader's `full`, then the doorbell of each reader's process,
+in that order: whoever is woken by the bell finds the message, and the semaphore makes its bytes visible.
+
+There is no semaphore for free slots. A graph lets no more executions in flight than its rings have slots, and an
+execution has ended only when every message of it was read: so the slot that a writer comes to is always free
+(`schedule` proves it for a plan). What does not fit into a slot lies in a leased segment (`lease`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from raylane.core import semaphore
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.graph.channels.lease import Descriptor, LeasePool, LeaseReader
+from raylane.graph.message import Message
+
+HEADER_BYTES = 4096
+MAX_READERS = HEADER_BYTES // SEMAPHORE_BYTES
+SLOT_BYTES = 1 << 16
+LEND_FROM_BYTES = 1 << 15
+"""Buffers of this much together are lent, not copied out: below it two copies are quicker than a lease."""
+_HEAD = struct.Struct("<QIBBH")
+_SIZE = struct.Struct("<Q")
+
+LENT_BUFFERS, LENT_BODY, WAKE = 1, 2, 4
+"""Flags of a message: its buffers, or also its body, are in a segment; its end in the driver is awaited by asyncio."""
+
+
+class RingSpec(NamedTuple):
+    """What another process needs to open a ring."""
+
+    path: str
+    readers: tuple[str, ...]
+    """Names of the readers, in the order of their semaphores."""
+    slots: int
+
+
+@dataclass(slots=True)
+class Taken:
+    """A message out of a slot, its bytes owned by this process or lent to it."""
+
+    kind: int
+    flags: int
+    body: Any
+    buffers: Sequence[Any]
+    shared: bool
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(len(buffer) for buffer in self.buffers)
+
+
+def make(readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
+    """A new ring. The segment's descriptor stays open for others; `Segment.close_fd` when all have opened it."""
+    if len(readers) > MAX_READERS:
+        raise AssertionError(f"a ring has room for {MAX_READERS} readers, not {len(readers)}")
+    segment = Segment.make(HEADER_BYTES + slots * SLOT_BYTES)
+    for index in range(len(readers)):
+        semaphore.init(segment.address + index * SEMAPHORE_BYTES)
+    return RingSpec(segment.path, tuple(readers), slots), segment
+
+
+class RingWriter:
+    """The one writer's end. One thread at a time."""
+
+    def __init__(self, segment: Segment, spec: RingSpec, bells: Sequence[Segment], pool: LeasePool) -> None:
+        """`bells` are the readers' doorbells, in the order of `spec.readers`."""
+        self._segment = segment
+        self._bells = tuple(bells)  # keeps them mapped
+        self._view = segment.view
+        self._spec = spec
+        self._pool = pool
+        self._slots = spec.slots
+        fulls = [segment.address + index * SEMAPHORE_BYTES for index in range(len(spec.readers))]
+        self._posts = (*fulls, *(bell.address for bell in bells))
+        self.wake_fd: int | None = None
+        """The eventfd of the driver's asyncio loop, when the driver reads here and has one."""
+        self.bytes = 0
+        """Written in all, for statistics."""
+
+    def write(self, sequence: int, message: Message, flags: int = 0) -> None:
+        """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors)."""
+        kind, body, buffers, _ = message
+        view = self._view
+        at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
+        if not buffers and len(body) <= SLOT_BYTES - _HEAD.size:
+            size = len(body)
+            _HEAD.pack_into(view, at, sequence, size, kind, flags, 0)
+            at += _HEAD.size
+            view[at : at + size] = body
+            self.bytes += size
+        else:
+            self._write_large(at, sequence, message, flags)
+        for address in self._posts:
+            semaphore.post(address)
+        if flags & WAKE and self.wake_fd is not None:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
+        kind, body, buffers, _ = message
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        total = sum(sizes)
+        room = SLOT_BYTES - _HEAD.size - _SIZE.size * len(sizes) - 1024
+        self.bytes += total + len(body)
+        if total < LEND_FROM_BYTES and total + len(body) <= room:
+            parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
+        else:
+            whole = len(body) > room // 2
+            descriptor = self._pool.lend([*buffers, body] if whole else buffers, self._spec.readers)
+            place = pickle.dumps(tuple(descriptor), 5)
+            flags |= LENT_BODY if whole else LENT_BUFFERS
+            parts, sizes, body = [place], [len(place)], b"" if whole else body
+        _HEAD.pack_into(self._view, at, sequence, len(body), kind, flags, len(sizes))
+        at += _HEAD.size
+        for size in sizes:
+            _SIZE.pack_into(self._view, at, size)
+            at += _SIZE.size
+        for part in [*parts, body]:
+            self._view[at : at + len(part)] = part
+            at += len(part)
+
+
+class RingReader:
+    """One reader's end. One thread at a time."""
+
+    def __init__(self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader) -> None:
+        self._segment = segment
+        self._view = segment.view
+        self._slots = spec.slots
+        self._index = index
+        self._leases = leases
+        self._shared = len(spec.readers) > 1
+        self.full = segment.address + index * SEMAPHORE_BYTES
+        """Address of the semaphore: whoever takes one from it must `take` one message."""
+        self.sequence = 0
+        """Of the next message."""
+
+    def take(self) -> Taken:
+        """The next message; only after one was taken from `full`."""
+        view = self._view
+        at = HEADER_BYTES + self.sequence % self._slots * SLOT_BYTES
+        sequence, size, kind, flags, count = _HEAD.unpack_from(view, at)
+        if sequence != self.sequence:
+            raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
+        self.sequence = sequence + 1
+        at += _HEAD.size
+        if not count:
+            return Taken(kind, flags, bytes(view[at : at + size]), (), False)
+        return self._take_large(at, size, kind, flags, count)
+
+    def _take_large(self, at: int, size: int, kind: int, flags: int, count: int) -> Taken:
+        view = self._view
+        sizes = [_SIZE.unpack_from(view, at + index * _SIZE.size)[0] for index in range(count)]
+        at += count * _SIZE.size
+        parts = []
+        for nbytes in [*sizes, size]:
+            parts.append(bytearray(view[at : at + nbytes]))
+            at += nbytes
+        body: Any = parts.pop()
+        if not flags & (LENT_BUFFERS | LENT_BODY):
+            return Taken(kind, flags, body, parts, False)
+        descriptor = Descriptor(*pickle.loads(parts[0]))
+        borrowed = self._leases.borrow(descriptor, self._index, writable=not self._shared)
+        if flags & LENT_BODY:
+            body = borrowed.pop()
+        return Taken(kind, flags & ~(LENT_BUFFERS | LENT_BODY), body, borrowed, self._shared)

@@ -1,0 +1,180 @@
+"""The one resident loop of an actor: serves every compiled graph that the actor takes part in. Sleeps when none runs.
+
+Why a thread of our own, and not a task that never ends: Ray's background group has exactly one thread, which Ray needs
+itself, and a task there cannot be cancelled (docs/design/graphs.md). The thread starts with the first graph and ends
+with the last. All writers that send to this process, whatever the graph, ring its one *doorbell* semaphore.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from raylane.core.place import Place, alive, here
+from raylane.core.semaphore import Segment, init, post, try_wait
+from raylane.core.waiting import Waiter
+from raylane.graph import context
+from raylane.graph.context import ThreadContext
+
+log = logging.getLogger("raylane.graph")
+
+LOOK_UP_S = 1.0
+"""How often a sleeping lane looks whether the owners of its graphs still live."""
+
+
+class Residence(Protocol):
+    """One graph's stay here, as the lane sees it (`residence`)."""
+
+    name: str
+    who: str
+    owner_who: str
+    over: bool
+
+    @property
+    def taken(self) -> int:
+        """Messages read so far."""
+
+    def advance(self) -> bool: ...
+
+    def orphaned(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Lane:
+    """This process's lane. `adopt` may be called from any thread; everything else belongs to the lane's thread."""
+
+    def __init__(self) -> None:
+        self.bell = Segment.make(4096)
+        init(self.bell.address)
+        self.exclusive = threading.RLock()
+        """Held around methods of graphs compiled with exclusive=True, and around ordinary calls of their actor."""
+        self._lock = threading.Lock()  # guards _arriving and _thread
+        self._arriving: collections.deque[Callable[[], None]] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._residences: list[Residence] = []
+        self._waiter = Waiter()
+        self._rung = 0
+        """Times the bell was heard, less the messages taken of graphs that have left."""
+
+    def adopt(self, residence: Residence, settings: ThreadContext) -> None:
+        """Serve this graph from now on. Starts the thread if it does not run."""
+        with self._lock:
+            self._arriving.append(lambda: self._admit(residence, settings))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="raylane-lane", daemon=True)
+                self._thread.start()
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the lane without a message."""
+        post(self.bell.address)
+
+    def graphs(self) -> list[str]:
+        return [residence.name for residence in self._residences]
+
+    def _admit(self, residence: Residence, settings: ThreadContext) -> None:
+        self._rung -= 1  # the ring of `adopt`, which comes with no message
+        context.adopt(settings)
+        self._residences.append(residence)
+
+    def _serve(self) -> None:
+        bell = self.bell.address
+        while self._live_on():
+            moved = False
+            for residence in list(self._residences):
+                try:
+                    moved |= residence.advance()
+                except Exception:  # a defect of ours costs this graph its life, not the other graphs theirs
+                    log.exception("graph %s in %s", residence.name, residence.who)
+                    residence.over = True
+                if residence.over:
+                    self._dismiss(residence)
+                    moved = True
+            if moved:
+                continue
+            if self._settle():
+                continue
+            if self._waiter.wait(bell, LOOK_UP_S):
+                self._rung += 1
+            else:
+                self._look_up()
+
+    def _settle(self) -> bool:
+        """Take the rings of messages that were found without waiting. True if there were any: then look again, for a
+        ring may have been that of a message not seen yet."""
+        taken = sum(residence.taken for residence in self._residences)
+        found = False
+        while self._rung < taken and not try_wait(self.bell.address):
+            self._rung += 1
+            found = True
+        return found
+
+    def _live_on(self) -> bool:
+        """Let new graphs in; False, and the thread is gone for the next `adopt`, when there is none left."""
+        if not self._arriving and self._residences:
+            return True
+        with self._lock:
+            while self._arriving:
+                self._arriving.popleft()()
+            if self._residences:
+                return True
+            self._thread = None
+            return False
+
+    def _look_up(self) -> None:
+        for residence in list(self._residences):
+            if residence.orphaned():
+                log.warning("the owner of graph %s, %s, is gone: leaving it", residence.name, residence.owner_who)
+                self._dismiss(residence)
+
+    def _dismiss(self, residence: Residence) -> None:
+        with contextlib.suppress(ValueError):
+            self._residences.remove(residence)
+            self._rung -= residence.taken
+        residence.close()
+
+
+class Watched:
+    """Whether another process of this host still lives: a pidfd, which cannot be mistaken for a later process."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._poll: select.poll | None = None
+        self._fd: int | None = None
+        mine = here()
+        if place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
+            with contextlib.suppress(OSError):
+                self._fd = os.pidfd_open(place.pid)
+                self._poll = select.poll()
+                self._poll.register(self._fd, select.POLLIN)
+
+    def gone(self) -> bool:
+        """False for a process that cannot be watched from here: the link to it says when it ends."""
+        if self._poll is None:
+            return False
+        return bool(self._poll.poll(0)) or not alive(self._place)
+
+    def close(self) -> None:
+        fd, self._fd, self._poll = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+
+_lane: Lane | None = None
+_making = threading.Lock()
+
+
+def lane() -> Lane:
+    """This process's lane."""
+    global _lane
+    with _making:
+        if _lane is None:
+            _lane = Lane()
+        return _lane

@@ -1,0 +1,55 @@
+"""From the values of one execution to its result: the output put together, or the first error in the way. Pure."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+from raylane import _ray
+from raylane.graph import ops
+from raylane.graph.plan import Plan, values_in
+from raylane.graph.result import GraphResult
+
+log = logging.getLogger("raylane.graph")
+
+
+class Failed:
+    """In the place of a value: the error that came instead."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    @classmethod
+    def of(cls, error: BaseException, where: str) -> Failed:
+        """An error that a call at `where` has just raised."""
+        return cls(_ray.task_error(where, "".join(traceback.format_exception(error)), error))
+
+
+def conclude(plan: Plan, result: GraphResult, values: list[Any]) -> None:
+    """Complete a result from its values. Errors of leaves are logged and kept with the result."""
+    for value in values_in(plan.output):
+        if type(values[value]) is Failed:
+            output, error = None, values[value].error
+            break
+    else:
+        try:
+            output, error = ops.evaluate(plan.output, values), None
+        except Exception as failure:  # such as a gather of values that do not fit together
+            output, error = None, failure
+    if plan.leaves:
+        _report_leaves(plan, result, values)
+    result.complete(output, error)
+
+
+def _report_leaves(plan: Plan, result: GraphResult, values: list[Any]) -> None:
+    errors = []
+    for value, task in plan.leaves:
+        if type(values[value]) is Failed:
+            errors.append(values[value].error)
+            log.error(
+                "execution %d: %s failed, and nobody reads its result: %s", result.number, plan.labels[task], errors[-1]
+            )
+    result.leaf_errors = tuple(errors)

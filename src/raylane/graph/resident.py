@@ -1,0 +1,304 @@
+"""One graph in one actor: waits for the values that the next task needs, calls the method, sends what it returns.
+
+A `Resident` is a state machine that never waits for a message: `advance` does what can be done now and says whether it
+did anything. The lane's thread is the only one that touches it. Called by `lane`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raylane import _ray
+from raylane.core.semaphore import try_wait
+from raylane.errors import GraphError, GraphPlanError, GraphValueError
+from raylane.graph import message as m
+from raylane.graph import ops
+from raylane.graph.channels.ring import WAKE, RingReader, Taken
+from raylane.graph.message import ERROR, NOTHING, SIGNAL, Encoder, Message
+from raylane.graph.plan import Plan, Ref, Step, Task
+
+log = logging.getLogger("raylane.graph")
+
+KEPT_RECORDS = 8192
+"""Records of past tasks kept for `trace`; each is a tuple of six numbers."""
+
+
+class Failure:
+    """In the place of a value: the error that came instead, as it will be passed on."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
+class _Inbound:
+    """One edge into this actor. `value` is where its messages go."""
+
+    __slots__ = ("bytes", "count", "full", "label", "reader", "value")
+
+    def __init__(self, reader: RingReader, value: int, label: str) -> None:
+        self.reader = reader
+        self.full = reader.full
+        self.value = value
+        self.label = label
+        self.count = 0
+        self.bytes = 0
+
+
+class _Send:
+    """One edge out of a task: what to select from its result, and the writer."""
+
+    __slots__ = ("edge", "steps", "write")
+
+    def __init__(self, edge: int, steps: tuple[Step, ...], write: Callable[..., None]) -> None:
+        self.edge = edge
+        self.steps = steps
+        self.write = write
+
+
+class _Work:
+    """One task, ready to run."""
+
+    __slots__ = ("call", "label", "local", "needs", "only", "reads", "sends", "task")
+
+    def __init__(self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound]) -> None:
+        self.task = task
+        self.label = label
+        self.call = call
+        self.needs = tuple(needs)
+        """Edges whose message no earlier task of an execution has taken."""
+        self.reads = task.reads
+        alone = len(task.args) == 1 and not task.kwargs
+        self.only: int | None = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
+        """The value that is the one argument, the usual case."""
+        self.sends: list[_Send] = []
+        self.local: list[tuple[int, tuple[Step, ...]]] = []
+        """Values of this task that later tasks of this actor use: they do not travel."""
+
+
+class Resident:
+    """See above. `taken` counts messages, for the lane's account of its doorbell."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        member: int,
+        instance: Any,
+        readers: dict[int, RingReader],
+        writers: dict[int, Callable[[int, Message, int], None]],
+        *,
+        loop: asyncio.AbstractEventLoop | None,
+        guard: contextlib.AbstractContextManager[Any] | None,
+    ) -> None:
+        self.plan = plan
+        self.member = member
+        self.sequence = 0
+        self.taken = 0
+        self.exiting = False
+        """Set when a method asked for the actor to exit."""
+        self.records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(
+            maxlen=KEPT_RECORDS
+        )
+        """(task, execution, idle since, started, returned, sent), seconds on the monotonic clock."""
+        self.totals: dict[int, list[float]] = {}
+        """Task to [count, seconds waited, computed, sent]."""
+        self.inbound = {
+            edge: _Inbound(reader, plan.edges[edge].value, plan.source_label(plan.edges[edge].value))
+            for edge, reader in readers.items()
+        }
+        self._loop = loop
+        self._guard = guard
+        self._encoder = Encoder()
+        self._values: list[Any] = [None] * len(plan.values)
+        self._flags = 0
+        self._work = self._prepare(instance, writers)
+        self._next = 0
+        self._missing = list(self._work[0].needs)
+        self._idle_since = time.perf_counter()
+
+    def _prepare(self, instance: Any, writers: dict[int, Callable[[int, Message, int], None]]) -> list[_Work]:
+        plan, arrived, prepared = self.plan, set[int](), []
+        by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
+        mine = plan.order[self.member]
+        wanted = {value for index in mine for value in plan.tasks[index].reads}
+        for index in mine:
+            task = plan.tasks[index]
+            needs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
+            arrived.update(inbound.value for inbound in needs)
+            work = _Work(task, plan.labels[index], method_of(instance, task.method), needs)
+            for value in plan.values:
+                if value.source == index and value.index in wanted:
+                    work.local.append((value.index, value.steps))
+            for edge, write in writers.items():
+                value = plan.values[plan.edges[edge].value]
+                if value.source == index:
+                    work.sends.append(_Send(edge, value.steps, write))
+            self.totals[index] = [0, 0.0, 0.0, 0.0]
+            prepared.append(work)
+        return prepared
+
+    def advance(self) -> bool:
+        """Run the next task if all it needs is here. False if there was nothing to do."""
+        missing = self._missing
+        if missing:
+            still = []
+            for inbound in missing:
+                if try_wait(inbound.full):
+                    still.append(inbound)
+                else:
+                    self._accept(inbound)
+            self._missing = still
+            if still:
+                return False
+        work = self._work[self._next]
+        self._run(work)
+        self._next += 1
+        if self._next == len(self._work):
+            self._next = 0
+            self.sequence += 1
+            self._flags = 0
+            self._values = [None] * len(self._values)
+        self._missing = list(self._work[self._next].needs)
+        return True
+
+    def _accept(self, inbound: _Inbound) -> None:
+        self.taken += 1
+        taken = inbound.reader.take()
+        inbound.count += 1
+        inbound.bytes += taken.nbytes
+        self._flags |= taken.flags & WAKE
+        kind = taken.kind
+        if kind == NOTHING:
+            return
+        self._values[inbound.value] = (
+            Failure(Message(ERROR, bytes(taken.body))) if kind == ERROR else self._decoded(taken, inbound.label)
+        )
+
+    def _decoded(self, taken: Taken, label: str) -> Any:
+        try:
+            return m.decode(taken.kind, taken.body, taken.buffers, shared=taken.shared)
+        except Exception as error:
+            return Failure(
+                failed(
+                    GraphValueError(f"{label} could not be unpickled by {self.plan.members[self.member]}: {error!r}"),
+                    f"{self.plan.members[self.member]} (receiving {label})",
+                    error,
+                )
+            )
+
+    def _run(self, work: _Work) -> None:
+        values = self._values
+        started = time.perf_counter()
+        result: Any = None
+        for value in work.reads:
+            if type(values[value]) is Failure:
+                result = values[value]
+                break
+        else:
+            result = self._call(work, values)
+        returned = time.perf_counter()
+        for value, steps in work.local:
+            values[value] = self._selected(result, steps, work)
+        for send in work.sends:
+            self._send(send, result, work)
+        result = None
+        sent = time.perf_counter()
+        index = work.task.index
+        self.records.append((index, self.sequence, self._idle_since, started, returned, sent))
+        total = self.totals[index]
+        total[0] += 1
+        total[1] += started - self._idle_since
+        total[2] += returned - started
+        total[3] += sent - returned
+        self._idle_since = sent
+
+    def _call(self, work: _Work, values: list[Any]) -> Any:
+        try:
+            if work.only is not None:
+                args: Sequence[Any] = (values[work.only],)
+                kwargs: dict[str, Any] = {}
+            else:
+                args = [ops.evaluate(expression, values) for expression in work.task.args]
+                kwargs = {key: ops.evaluate(expression, values) for key, expression in work.task.kwargs}
+            if self._guard is None:
+                result = work.call(*args, **kwargs)
+            else:
+                with self._guard:
+                    result = work.call(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = self._finish(result)
+            return result
+        except SystemExit as error:  # ray.actor.exit_actor
+            self.exiting = True
+            return Failure(failed(GraphError(f"{work.label} exited its actor"), work.label, error))
+        except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
+            return Failure(failed(error, work.label, error))
+
+    def _finish(self, coroutine: Any) -> Any:
+        """Run a coroutine method on the actor's own event loop, as Ray does; this graph waits, the actor does not."""
+        if self._loop is None:
+            return asyncio.run(coroutine)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _selected(self, result: Any, steps: tuple[Step, ...], work: _Work) -> Any:
+        if type(result) is Failure or not steps:
+            return result
+        try:
+            return ops.select(result, steps)
+        except Exception as error:
+            return Failure(failed(error, work.label, error))
+
+    def _send(self, send: _Send, result: Any, work: _Work) -> None:
+        if send.steps:
+            result = self._selected(result, send.steps, work)
+        if type(result) is Failure:
+            message = result.message
+        else:
+            try:
+                message = SIGNAL if result is None else self._encoder.encode(result)
+            except GraphError as error:
+                message = failed(error, work.label, error)
+        try:
+            send.write(self.sequence, message, self._flags)
+        except GraphError as error:  # too large, or no memory in time: the value is lost, the execution is answered
+            send.write(self.sequence, failed(error, work.label, error), self._flags)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, for the driver."""
+        tasks = {
+            task: {"count": int(n), "wait_s": wait, "compute_s": compute, "send_s": send}
+            for task, (n, wait, compute, send) in self.totals.items()
+        }
+        edges = {edge: {"count": inbound.count, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()}
+        return {"tasks": tasks, "received": edges}
+
+
+def method_of(instance: Any, name: str) -> Callable[..., Any]:
+    """The bound method. GraphPlanError if the object has none of this name that a graph could call."""
+    found = _ray.untraced_method(instance, name)
+    if not callable(found):
+        known = [
+            key for key in dir(type(instance)) if not key.startswith("_") and callable(getattr(instance, key, None))
+        ]
+        raise GraphPlanError(f"{type(instance).__name__} has no method {name!r}; it has {', '.join(known)}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise GraphPlanError(
+            f"{type(instance).__name__}.{name} is a generator; a call in a graph has one result: return a list"
+        )
+    call: Callable[..., Any] = found
+    return call
+
+
+def failed(error: BaseException, where: str, shown: BaseException) -> Message:
+    """The message that carries an error of a call at `where` on, with the traceback of `shown` as text."""
+    text = "".join(traceback.format_exception(shown))
+    return m.encode_error(_ray.task_error(where, text, error))

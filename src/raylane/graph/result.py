@@ -1,0 +1,188 @@
+"""What `execute` returns: the outcome of one execution, now or later. Made and completed by `compiled` and `inline`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from raylane import _ray
+from raylane.core.deadline import Deadline
+from raylane.errors import GraphTimeoutError
+
+
+class Pump(Protocol):
+    """Who completes results."""
+
+    timeout_s: float | None
+
+    def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool: ...
+
+    def listen(self, result: GraphResult, loop: asyncio.AbstractEventLoop) -> bool: ...
+
+    def waiting_for(self, number: int) -> str: ...
+
+
+class GraphResult:
+    """The outcome of one execution. `get` and `await` may be used by any number of threads and tasks, in any order,
+    any number of times; a timeout loses nothing. Pickled, or passed to another graph, it is its value (which waits).
+
+    `leaf_errors` holds, once done, the errors of calls whose result nobody reads.
+    """
+
+    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_flagged", "_graph", "_left", "_value", "_values",
+                 "leaf_errors", "number", "submitted_s")  # fmt: skip
+
+    def __init__(self, graph: Pump, number: int, left: int, values: list[Any], *, flagged: bool) -> None:
+        self._graph = graph
+        self.number = number
+        """Of this execution, from 0."""
+        self._left = left
+        """Messages still to come."""
+        self._values: list[Any] | None = values
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] | None = None
+        self._flagged = flagged
+        """Whether its messages wake the asyncio loop."""
+        self.leaf_errors: Sequence[BaseException] = ()
+        self.submitted_s = time.perf_counter()
+
+    def done(self) -> bool:
+        """Whether `get` would return, or raise, at once. Does not wait."""
+        if not self._done:
+            self._graph.pump_until(self._is_done, Deadline(0))
+        return self._done
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The output (for a MultiOutputNode the list of outputs). Waits up to `timeout` seconds (None: the graph's
+        `timeout_s`), without using CPU.
+
+        Raises what a method raised (an instance of its class and of `ray.exceptions.RayTaskError`, with the remote
+        traceback), GraphTimeoutError (ask again later), GraphActorDiedError, GraphClosedError.
+        Arrays above 32 KB lie in memory shared with the actor that made them: they may be kept for ever, and are
+        read-only where several processes received them.
+        """
+        if not self._done:
+            deadline = Deadline(self._graph.timeout_s if timeout is None else timeout)
+            if not self._graph.pump_until(self._is_done, deadline):
+                raise GraphTimeoutError(
+                    f"execution {self.number} did not end within {deadline.timeout_s} s: "
+                    f"{self._graph.waiting_for(self.number)}. Its result is not lost: get it later",
+                    execution=self.number,
+                )
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        if not self._done:
+            yield from self._arrival().__await__()
+        return self._outcome()
+
+    async def _arrival(self) -> None:
+        loop = asyncio.get_running_loop()
+        timeout_s = self._graph.timeout_s
+        if not self._graph.listen(self, loop):
+            await loop.run_in_executor(None, self._graph.pump_until, self._is_done, Deadline(timeout_s))
+        elif not self._done:
+            await self._announced(loop, timeout_s)
+        if not self._done:
+            raise GraphTimeoutError(
+                f"execution {self.number} did not end within {timeout_s} s: "
+                f"{self._graph.waiting_for(self.number)}. Its result is not lost: await it again",
+                execution=self.number,
+            )
+
+    async def _announced(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
+        future: asyncio.Future[None] = loop.create_future()
+
+        def finish() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        def tell() -> None:  # called by whoever completes the result, on any thread
+            if asyncio._get_running_loop() is loop:
+                finish()
+            else:
+                loop.call_soon_threadsafe(finish)
+
+        self.when_done(tell)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, finish)
+        try:
+            await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call it once when done, from whichever thread finds out; at once if it is done."""
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if self._done:
+            self._announce()
+
+    def complete(self, value: Any, error: BaseException | None) -> None:
+        """For the graph only."""
+        self._value, self._error, self._values = value, error, None
+        self._done = True
+        if self._callbacks:
+            self._announce()
+
+    def _announce(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop()
+            except IndexError:  # another thread was quicker
+                return
+            callback()
+
+    def _is_done(self) -> bool:
+        return self._done
+
+    def _outcome(self) -> Any:
+        if self._error is not None:
+            raise _ray.raised_form(self._error)
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.get(),)
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error is not None else "done" if self._done else "under way"
+        return f"GraphResult(execution {self.number}, {state})"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def wait(
+    results: Sequence[GraphResult], *, num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[GraphResult], list[GraphResult]]:
+    """(done, not done), each in the order given: like `ray.wait`, for results of one or several graphs.
+
+    Returns when `num_returns` are done or after `timeout` seconds (None: the first graph's `timeout_s`).
+    """
+    if not 0 < num_returns <= len(results):
+        raise ValueError(f"num_returns={num_returns} of {len(results)} results: it is between 1 and their number")
+    import threading
+
+    enough = threading.Semaphore(0)
+    for result in results:
+        result.when_done(enough.release)
+    deadline = Deadline(results[0]._graph.timeout_s if timeout is None else timeout)
+    graphs = {id(result._graph): result._graph for result in results}
+    if len(graphs) == 1:
+        results[0]._graph.pump_until(lambda: sum(r._done for r in results) >= num_returns, deadline)
+    else:
+        while sum(result.done() for result in results) < num_returns:
+            left = deadline.left_s()
+            if left is not None and left <= 0:
+                break
+            waiting = next(result for result in results if not result._done)
+            waiting._graph.pump_until(waiting._is_done, Deadline(0.005 if left is None else min(left, 0.005)))
+    done = [result for result in results if result.done()]
+    return done, [result for result in results if result not in done]
