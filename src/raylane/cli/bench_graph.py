@@ -58,7 +58,7 @@ def _run_cases(together: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]
         try:
             for contender in contenders:
                 first_us[contender.name] = _open(contender, runner)
-                measure.send(signal.SIGSTOP, [contender])  # some are never quiet from here on
+                measure.stop([contender])  # some are never quiet from here on
             print(f"{together[0].name}: {time.perf_counter() - began:.1f} s to get ready", flush=True)
             for case in together:
                 tallies = _run_case(case, plan(case, quick=quick), contenders)
@@ -70,7 +70,7 @@ def _run_cases(together: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]
 
 def _run_case(case: Case, planned: Plan, contenders: Sequence[Contender]) -> dict[str, measure.Tally]:
     began = time.perf_counter()
-    measure.send(signal.SIGSTOP, contenders)  # those of the other cases too
+    measure.stop(contenders)  # those of the other cases too
     taking_part = [contender for contender in contenders if contender.name in case.contenders]
     with busy(case.busy):
         tallies = measure.take_turns(

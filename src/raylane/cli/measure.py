@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 QUANTILES = {"p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99}
+CALM_S = 5e-3
 Known = TypeVar("Known")
 
 
@@ -79,7 +80,7 @@ def take_turns(
     tallies = {contender.name: Tally() for contender in contenders}
     order = list(contenders)
     rng = random.Random(seed)
-    send(signal.SIGSTOP, contenders)
+    stop(contenders)
     try:
         for _ in range(rounds):
             rng.shuffle(order)
@@ -88,7 +89,7 @@ def take_turns(
                 if warm is not None:
                     warm(contender)
                 _add(tallies[contender.name], contender, block)
-                send(signal.SIGSTOP, [contender])
+                stop([contender])
     finally:
         send(signal.SIGCONT, contenders)
     return tallies
@@ -101,6 +102,13 @@ def _add(tally: Tally, contender: Someone, block: Callable[[Someone], Tally]) ->
     tally.samples_us += done.samples_us
     tally.calls += done.calls
     tally.extra |= done.extra
+
+
+def stop(contenders: Iterable[Contender]) -> None:
+    """Stop their processes, a moment after the last call: not in the middle of what they do to become idle. Who finds
+    that it lost seconds between two instructions would think the machine overloaded, and wait in another way."""
+    time.sleep(CALM_S)
+    send(signal.SIGSTOP, contenders)
 
 
 def send(number: signal.Signals, contenders: Iterable[Contender]) -> None:
