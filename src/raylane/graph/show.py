@@ -6,13 +6,13 @@ take (a ring on each host, a link to another); edges that it leaves out are show
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from raylane.graph.plan import (
     DRIVER,
-    INPUT,
     Build,
     Const,
     Edge,
@@ -24,6 +24,7 @@ from raylane.graph.plan import (
     Task,
     steps_label,
 )
+from raylane.graph.schedule import taker_of
 
 __all__ = ["Channels", "arguments_text", "describe", "expression_text", "summary"]
 
@@ -35,19 +36,17 @@ LEAST_CELL = 16
 """Columns that a cell keeps when its table has to be narrowed."""
 
 
-def describe(plan: Plan, channels: Channels = {}, *, max_inflight: int | None = None) -> str:
-    """The members with their calls in order, what each takes and sends, and every edge with the way it takes.
+def describe(plan: Plan, channels: Channels | None = None, *, max_inflight: int | None = None) -> str:
+    """The members with their calls in order, what each takes, has and sends, and every edge with the way it takes.
 
-    Lines of at most 100 columns, unless a single word is longer. `e3` is edge 3; what a call takes without an edge was
-    made by an earlier call of the same member, or came with a message that an earlier one took.
+    `e3` is edge 3. A call takes a message from an edge, unless its actor has the value already: it was made by an
+    earlier call there, or came with a message that an earlier one took. Lines have at most 100 columns.
     """
-    parts = [summary(plan, max_inflight), _driver(plan)]
-    for member in range(1, len(plan.members)):
-        rows = [_call_row(plan, place, plan.tasks[task]) for place, task in enumerate(plan.order[member], 1)]
-        parts.append("\n".join([plan.members[member], *_table(rows, "  ")]))
+    parts = [summary(plan, max_inflight), _driver(plan), _actors(plan)]
     if plan.edges:
-        rows = [row for edge in plan.edges for row in _edge_rows(plan, edge, channels.get(edge.index, ()))]
-        parts.append("\n".join(["edges", *_table(rows, "  ")]))
+        ways = channels or {}
+        rows = [row for edge in plan.edges for row in _edge_rows(plan, edge, ways.get(edge.index, ()))]
+        parts.append("\n".join(["edges", *_table(rows)]))
     return "\n\n".join(parts)
 
 
@@ -68,17 +67,36 @@ def _driver(plan: Plan) -> str:
         ["collects", _edge_list(plan.edges_to(DRIVER)) or "nothing"],
         ["returns", expression_text(plan, plan.output)],
     ]
-    return "\n".join([plan.members[DRIVER], *_table(rows, "  ")])
+    return "\n".join([plan.members[DRIVER], *_table(rows)])
+
+
+def _actors(plan: Plan) -> str:
+    """One table for all, so that the columns of all actors are aligned, with the name of each before its calls."""
+    rows = {
+        (member, place): _call_row(plan, place, plan.tasks[task])
+        for member in range(1, len(plan.members))
+        for place, task in enumerate(plan.order[member], 1)
+    }
+    widths = _widths(list(rows.values()))
+    lines = []
+    for (member, place), row in rows.items():
+        lines += [*([plan.members[member]] if place == 1 else []), *_wrapped(row, widths)]
+    return "\n".join(lines)
 
 
 def _call_row(plan: Plan, place: int, task: Task) -> list[str]:
-    incoming = [edge for edge in plan.edges_to(task.member) if edge.value in task.reads]
+    incoming = [edge for edge in plan.edges_to(task.member) if taker_of(plan, edge.index, task.member) == task.index]
+    taken = {edge.value for edge in incoming}
+    has = [plan.source_label(value) for value in task.reads if value not in taken]
     outgoing = [edge for edge in plan.edges if plan.values[edge.value].source == task.index]
-    own = [value for value in task.reads if plan.source_member(value) == task.member]
-    taken = "; ".join(filter(None, [_edge_list(incoming), ", ".join(plan.source_label(value) for value in own)]))
-    sent = (_edge_list(outgoing) or "nothing") + (" (leaf)" if task.leaf else "")
-    call = f"{_method(plan, task)}({arguments_text(plan, task)})"
-    return [f"{place}.", call, f"takes {taken or 'nothing'}", f"sends {sent}"]
+    inputs = [f"takes {_edge_list(incoming)}" if incoming else "", f"has {', '.join(has)}" if has else ""]
+    sent = f"sends {_edge_list(outgoing) or 'nothing'}" + (" (leaf)" if task.leaf else "")
+    return [
+        f"{place}.",
+        f"{_method(plan, task)}({arguments_text(plan, task)})",
+        ", ".join(filter(None, inputs)) or "takes nothing",
+        sent,
+    ]
 
 
 def _method(plan: Plan, task: Task) -> str:
@@ -93,9 +111,8 @@ def _edge_list(edges: Sequence[Edge]) -> str:
 def _edge_rows(plan: Plan, edge: Edge, ways: Sequence[tuple[str, str]]) -> list[list[str]]:
     readers = ", ".join(plan.members[reader] for reader in edge.readers)
     first = [f"e{edge.index}", plan.source_label(edge.value), f"{plan.members[edge.writer]} -> {readers}"]
-    return [
-        [*(first if number == 0 else ("", "", "")), kind, note] for number, (kind, note) in enumerate(ways or [("", "")])
-    ]
+    below = ["", "", ""]
+    return [[*(below if number else first), *way] for number, way in enumerate(ways or [("", "")])]
 
 
 # Expressions
@@ -146,23 +163,22 @@ def _constant_text(value: object) -> str:
 # Tables
 
 
-def _table(rows: Sequence[Sequence[str]], indent: str) -> list[str]:
-    """Lines of aligned columns; cells that are too wide for the page are wrapped."""
-    widths = _widths(rows, WIDTH - len(indent))
-    lines = []
-    for row in rows:
-        cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
-        for number in range(max(map(len, cells))):
-            texts = [cell[number] if number < len(cell) else "" for cell in cells]
-            padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
-            lines.append((indent + "  ".join(padded)).rstrip())
-    return lines
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned, indented columns; cells that are too wide for the page are wrapped."""
+    widths = _widths(rows)
+    return [line for row in rows for line in _wrapped(row, widths)]
 
 
-def _widths(rows: Sequence[Sequence[str]], room: int) -> list[int]:
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     """How wide each column is: as its widest cell, the widest columns being narrowed until all fit."""
     widths = [max(1, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    room -= 2 * (len(widths) - 1)
+    room = WIDTH - 2 * len(widths)
     while sum(widths) > room and max(widths) > LEAST_CELL:
         widths[widths.index(max(widths))] -= 1
     return widths
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return ["".join(f"  {text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
