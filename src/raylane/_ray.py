@@ -121,15 +121,15 @@ def actor_target(name: str) -> Any:
 
 
 def _untraced(function: Any) -> Any:
-    """Ray wraps every method once for tracing; functools.wraps makes the copy look like ours, its code name does not."""
+    """Ray wraps every method once for tracing; functools.wraps makes the copy look original, its code name does not."""
     while getattr(getattr(function, "__code__", None), "co_name", "") == "_resume_span":
         function = function.__wrapped__
     return function
 
 
 def untraced_method(instance: Any, name: str) -> Any:
-    """`instance.name` without Ray's tracing wrapper, which costs a microsecond a call; None if there is no such name."""
-    found = getattr(instance, name, None)
+    """`instance.name` without Ray's tracing wrapper, which costs a microsecond; None if there is no such name."""
+    found: Any = getattr(instance, name, None)
     function = getattr(found, "__func__", None)
     plain = _untraced(function)
     return found if function is None or plain is function else plain.__get__(found.__self__)

@@ -1,0 +1,58 @@
+"""Actors shared by the graph tests of a module (starting one costs seconds), and a check that each test leaves them, and
+the driver, as they were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from raylane.testing.leaks import leaks, snapshot
+from tests.graph.graph_actors import Worker
+
+
+@pytest.fixture(scope="module")
+def workers(ray_session: None) -> Iterator[list[Any]]:
+    """Four plain actors."""
+    actor = ray.remote(num_cpus=0.1)(Worker)
+    made = [actor.remote() for _ in range(4)]
+    ray.get([worker.__ray_ready__.remote() for worker in made])
+    yield made
+    for worker in made:
+        ray.kill(worker)
+    made.clear()
+
+
+@pytest.fixture
+def clean(workers: list[Any]) -> Iterator[None]:
+    """After the test, no graph has left anything in an actor or in this process."""
+    before = snapshot()
+    yield
+    left = leaks(before, within_s=20)
+    assert not left, f"left behind: {left}"
+    deadline = time.monotonic() + 10
+    while any(found := ray.get([worker.left.remote() for worker in workers])):
+        assert time.monotonic() < deadline, f"left in the actors: {found}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def graph() -> Iterator[Callable[..., Any]]:
+    """`graph(lambda x: ..., **options)` compiles what the function binds; torn down after the test."""
+    import raylane
+
+    made: list[Any] = []
+
+    def compile(write: Callable[[Any], Any], **options: Any) -> Any:
+        with raylane.InputNode() as x:
+            node = write(x)
+        made.append(raylane.compile(node, **options))
+        return made[-1]
+
+    yield compile
+    for found in made:
+        found.teardown()
+    made.clear()

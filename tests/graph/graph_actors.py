@@ -1,0 +1,130 @@
+"""The actor of the graph tests: knows nothing of graphs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import ray
+
+from raylane.testing.leaks import descriptors
+
+
+class Worker:
+    """Methods in every shape that a graph can call."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.calls = 0
+        self.gate = threading.Event()
+        self.busy = 0
+        self.overlaps = 0
+
+    def echo(self, x: Any) -> Any:
+        self.calls += 1
+        return x
+
+    def add(self, a: Any, b: Any = 0, *, times: int = 1) -> Any:
+        return (a + b) * times
+
+    def pair(self, x: Any) -> tuple[Any, Any]:
+        return x, x + 1
+
+    @ray.method(num_returns=2)
+    def two(self, x: Any) -> tuple[Any, Any]:
+        return x, x + 1
+
+    def record(self, **values: Any) -> dict[str, Any]:
+        return values
+
+    def describe(self, x: Any) -> str:
+        return repr(x)
+
+    def total(self, x: Any) -> float:
+        return float(x.sum())
+
+    def ones(self, count: int) -> Any:
+        import numpy as np
+
+        return np.ones(count)
+
+    def keep(self, x: Any) -> int:
+        self.kept.append(x)
+        return len(self.kept)
+
+    def drop(self) -> list[float]:
+        sums = [float(x.sum()) for x in self.kept]
+        self.kept.clear()
+        return sums
+
+    def fail(self, x: Any) -> Any:
+        raise ValueError(f"cannot do {x}")
+
+    def unpicklable(self, x: Any) -> Any:
+        return threading.Lock()
+
+    def nothing(self, x: Any = None) -> None:
+        self.calls += 1
+
+    def tick(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def count(self) -> int:
+        return self.calls
+
+    def pid(self, x: Any = None) -> int:
+        return os.getpid()
+
+    def wait(self, x: Any = None) -> Any:
+        """Until `release`, which is an ordinary call."""
+        assert self.gate.wait(60)
+        return x
+
+    def release(self) -> None:
+        self.gate.set()
+
+    def hold_again(self) -> None:
+        self.gate.clear()
+
+    def work(self, seconds: float) -> float:
+        """Notices when two calls of it run at the same time."""
+        self.busy += 1
+        self.overlaps += self.busy > 1
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.001)
+        self.busy -= 1
+        return seconds
+
+    def seen_overlaps(self) -> int:
+        return self.overlaps
+
+    def exit(self, x: Any) -> None:
+        ray.actor.exit_actor()
+
+    def left(self) -> list[str]:
+        """What graphs have left in this process, besides its doorbell."""
+        memory = [name for name in descriptors() if "memfd:raylane" in name]
+        threads = [t.name for t in threading.enumerate() if t.name.startswith("raylane")]
+        return memory[2:] + threads
+
+
+class AsyncWorker:
+    """An asyncio actor."""
+
+    async def echo(self, x: Any) -> Any:
+        import asyncio
+
+        await asyncio.sleep(0)
+        return x
+
+    async def fail(self, x: Any) -> Any:
+        raise KeyError(x)
+
+    async def loop_id(self, x: Any = None) -> int:
+        import asyncio
+
+        return id(asyncio.get_running_loop())
