@@ -6,6 +6,12 @@ What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what 
 | --- | --- |
 | worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | which process and call this is |
 | CoreWorker.get_current_task_id / get_current_task_function_name | to know that Ray, not Python, made this call |
+| CoreWorker.current_actor_is_asyncio / get_event_loop | coroutine methods in a graph run on their actor's loop |
+| ActorMethod._actor, _method_name, _num_returns, _signature | which method `bind` was given |
+| ActorHandle._actor_id, _ray_actor_creation_function_descriptor | which actor a handle is, and its class's name |
+| function_actor_manager._function_execution_info | `exclusive=True` puts a lock around ordinary calls |
+| ActorHandle.`__ray_call__`, `__ray_terminate__` | set a graph up in an actor; end an actor as exit_actor does |
+| ray.dag's nodes: _bound_args and the like | graphs written for experimental_compile |
 | CoreWorker.is_canceled | a cancelled call publishes nothing |
 | CoreWorker.add_object_out_of_scope_callback | lifetimes: Ray's own reference count tells when a value is free |
 | CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | hand a ref over a link (object_store) |
@@ -357,3 +363,12 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
         if actor is not None:
             return "call", actor, node.get_method_name(), node.get_args(), node.get_kwargs(), node.num_returns
     return ("other",)
+
+
+def actor_loop() -> Any:
+    """The event loop on which this process's asyncio actor runs its methods; None if it is no such actor."""
+    core = _worker.global_worker.core_worker
+    if not core.current_actor_is_asyncio():
+        return None
+    loop, _ = core.get_event_loop(ray._raylet.PythonFunctionDescriptor("raylane", "any", "method"), "")
+    return loop

@@ -139,7 +139,7 @@ def hello(instance: Any) -> Hello:
         bell=lane.lane().bell.path,
         node_ip=_ray.node_ip(),
         listener=None,
-        asynchronous=asyncio._get_running_loop() is not None,
+        asynchronous=_ray.actor_loop() is not None,
         gpus=torch is not None and torch.cuda.is_available(),
     )
 
@@ -147,7 +147,7 @@ def hello(instance: Any) -> Hello:
 def enter(instance: Any, packed: bytes) -> None:
     """Take part in a graph from now on. GraphPlanError if a method is missing or cannot be used."""
     program: Program = pickle.loads(packed)
-    loop = asyncio._get_running_loop()
+    loop = _ray.actor_loop()
     if program.exclusive and loop is not None:
         raise GraphPlanError(
             f"exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave by design; "

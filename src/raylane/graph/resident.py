@@ -245,7 +245,7 @@ class Resident:
 
     def _finish(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does; this graph waits, the actor does not."""
-        if self._loop is None:
+        if self._loop is None:  # a plain method that returns a coroutine
             return asyncio.run(coroutine)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 

@@ -1,0 +1,148 @@
+"""Graphs under asyncio: awaiting, mixing with threads, several loops, asyncio actors."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+import raylane
+from raylane.core import wake
+from raylane.errors import GraphPlanError, GraphTimeoutError
+from tests.graph.graph_actors import AsyncWorker
+
+pytestmark = pytest.mark.usefixtures("clean")
+Compile = Callable[..., Any]
+
+
+def test_await_in_any_order_and_again(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=4)
+
+    async def use() -> list[Any]:
+        made = [g.execute(i) for i in range(4)]
+        return [await made[i] for i in (2, 0, 3, 1, 2)]
+
+    assert asyncio.run(use()) == [2, 0, 3, 1, 2]
+    assert asyncio.run(use()) == [2, 0, 3, 1, 2]  # another loop
+
+
+def test_many_tasks_wait_for_a_place_without_blocking_the_loop(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[1].echo, raylane.bind(workers[0].echo, x)), max_inflight=2)
+    beats = 0
+
+    async def call(i: int) -> Any:
+        return await (await g.execute_async(i))
+
+    async def use() -> list[Any]:
+        nonlocal beats
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                beats += 1
+                await asyncio.sleep(0)
+
+        beating = asyncio.create_task(beat())
+        found = await asyncio.gather(*(call(i) for i in range(200)))
+        beating.cancel()
+        return found
+
+    assert asyncio.run(use()) == list(range(200))
+    assert beats > 1
+
+
+def test_threads_and_tasks_share_a_graph(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=3)
+    wrong: list[Any] = []
+
+    def from_thread() -> None:
+        wrong.extend(i for i in range(200) if g.execute(i).get(timeout=30) != i)
+
+    async def from_loop() -> None:
+        for i in range(200):
+            if await (await g.execute_async(-i)) != -i:
+                wrong.append(-i)
+
+    threads = [threading.Thread(target=from_thread) for _ in range(2)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(from_loop())))
+    for thread in threads:
+        thread.start()
+    asyncio.run(from_loop())  # two loops at once
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_result_of_a_thread_is_awaited(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    result = g.execute("made outside")
+
+    async def use() -> Any:
+        return await result
+
+    assert asyncio.run(use()) == "made outside"
+
+
+def test_await_times_out_and_loses_nothing(workers: list[Any], graph: Compile) -> None:
+    a = workers[0]
+    ray.get(a.hold_again.remote())
+    g = graph(lambda x: raylane.bind(a.wait, x), timeout_s=0.1)
+
+    async def use() -> Any:
+        result = g.execute("late")
+        with pytest.raises(GraphTimeoutError, match="await it again"):
+            await result
+        task = asyncio.create_task(_of(result))
+        task.cancel()  # a cancelled waiter is no harm either
+        a.release.remote()
+        while not result.done():
+            await asyncio.sleep(0.01)
+        return await result
+
+    assert asyncio.run(use()) == "late"
+
+
+async def _of(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def test_without_pidfd_getfd_a_thread_waits(
+    workers: list[Any], graph: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    monkeypatch.setattr(wake, "make", lambda: 10**6)  # a descriptor that nobody can fetch
+    monkeypatch.setattr("os.close", lambda fd, close=__import__("os").close: None if fd == 10**6 else close(fd))
+
+    async def use() -> Any:
+        return [await g.execute(i) for i in range(3)]
+
+    assert asyncio.run(use()) == [0, 1, 2]
+
+
+def test_errors_are_raised_by_await(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].fail, x))
+
+    async def use() -> None:
+        with pytest.raises(ValueError, match="cannot do 3"):
+            await g.execute(3)
+
+    asyncio.run(use())
+
+
+def test_coroutine_methods_run_on_their_actors_loop(ray_session: None, graph: Compile) -> None:
+    actor = ray.remote(num_cpus=0.1)(AsyncWorker).remote()
+    with raylane.InputNode() as x:
+        node = raylane.MultiOutputNode([raylane.bind(actor.echo, x), raylane.bind(actor.loop_id, x)])
+        failing = raylane.bind(actor.fail, x)
+    with raylane.compile(node) as g:
+        result = g.execute(5)
+        assert result.get() == [5, ray.get(actor.loop_id.remote())]
+        assert isinstance(result.leaf_errors[0].cause, KeyError)
+    with pytest.raises(GraphPlanError, match="exclusive=True: .* is an asyncio actor"):
+        raylane.compile(failing, exclusive=True)
+    ray.kill(actor)
