@@ -8,7 +8,7 @@ how it is met here:
   in flight, and times that clocks could not tell apart are moved by a nanosecond.
 - An arrow ("flow": `s` to `f`, paired by id, name and category) is tied to the slice that is open at its time, with
   `bp="e"` at its end too. So each end lies inside a slice, and events of one time come in the order slices, arrows.
-- Perfetto cuts microseconds times 1000 off to an int (CoerceToTs in its json_trace_utils.cc), so that 1.001 may become
+- Perfetto cuts microseconds times 1000 off to an int (CoerceToNs in its json_trace_utils.cc), so that 1.001 may become
   1000 ns and two slices overlap: such a number is raised by its last bit.
 - Process and thread 0 are the idle process to Perfetto: numbers begin at 1, those of threads are never used twice.
 """
