@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,7 +81,15 @@ class CompiledGraph:
         self._from_input = [v for v in plan.collects if plan.values[v].source == INPUT]
         self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=8192)
         """(execution, submitted, completed), seconds on the monotonic clock."""
-        wiring.watch(self._fail)
+        weak = weakref.ref(self)
+
+        def ended(error: GraphError) -> None:  # the watch must not keep the graph alive
+            graph = weak()
+            if graph is not None:
+                graph._fail(error)
+
+        wiring.watch(ended)
+        weakref.finalize(self, wiring.close, 0.0)  # forgotten, or at exit: the actors are told, nobody waits
 
     # Executing
 

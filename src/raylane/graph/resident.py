@@ -299,6 +299,9 @@ def method_of(instance: Any, name: str) -> Callable[..., Any]:
 
 
 def failed(error: BaseException, where: str, shown: BaseException) -> Message:
-    """The message that carries an error of a call at `where` on, with the traceback of `shown` as text."""
+    """The message that carries an error of a call at `where` on, with the traceback of `shown` as text; an error of
+    ours says where by itself."""
+    if isinstance(error, GraphError):
+        return m.encode_error(error)
     text = "".join(traceback.format_exception(shown))
     return m.encode_error(_ray.task_error(where, text, error))

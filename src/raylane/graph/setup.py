@@ -31,7 +31,7 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
 from raylane.graph.plan import DRIVER, Plan
 from raylane.graph.program import Hello, Outbound, Program, only
-from raylane.graph.watch import watcher
+from raylane.graph.watch import Watch, watcher
 
 log = logging.getLogger("raylane.graph")
 
@@ -68,7 +68,7 @@ class Wiring:
         self._asking = threading.Lock()
         self._dead: set[int] = set()
         """Members whose process has ended."""
-        self._watched: list[int] = []
+        self._watched: list[Watch] = []
         self._closed = False
 
     # Orders
@@ -158,8 +158,8 @@ class Wiring:
                     continue
                 except GraphTimeoutError:
                     log.warning("%s is busy; it leaves the graph when it is done", self.hellos[member - 1].who)
-        for fd in self._watched:
-            watcher.forget(fd)
+        for watch in self._watched:
+            watch.forget()
 
 
 def wire(

@@ -5,6 +5,8 @@ A pidfd becomes readable when its process ends, 6-11 ms after a SIGKILL (most of
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import os
 import select
@@ -14,64 +16,96 @@ from collections.abc import Callable
 log = logging.getLogger("raylane.graph")
 
 
+class Watch:
+    """One process that is watched. `forget` may be called from anywhere, a finalizer included, and never waits."""
+
+    __slots__ = ("_watcher", "ended", "fd")
+
+    def __init__(self, watcher: Watcher, fd: int, ended: Callable[[], None]) -> None:
+        self._watcher = watcher
+        self.fd = fd
+        self.ended = ended
+
+    def forget(self) -> None:
+        """Watch it no more. Nothing happens if it has ended or was forgotten already."""
+        self._watcher.forget(self)
+
+
 class Watcher:
     """Runs a thread while there is something to watch."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards everything
-        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._lock = threading.Lock()  # guards _thread and _nudge; _watched belongs to the thread
+        self._arriving: collections.deque[Watch] = collections.deque()
+        self._forgotten: collections.deque[Watch] = collections.deque()
+        self._watched: dict[int, Watch] = {}
         self._thread: threading.Thread | None = None
         self._nudge: int | None = None
 
-    def watch(self, pid: int, ended: Callable[[], None]) -> int:
-        """Call `ended` once, on the watcher's thread, when process `pid` ends. Returns what `forget` takes.
-        ProcessLookupError if there is no such process."""
-        fd = os.pidfd_open(pid)
-        with self._lock:
-            self._callbacks[fd] = ended
-            if self._thread is None:
-                self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._thread = threading.Thread(
-                    target=self._run, args=(self._nudge,), name="raylane-watch", daemon=True
-                )
-                self._thread.start()
-            elif self._nudge is not None:
-                os.eventfd_write(self._nudge, 1)
-        return fd
+    def __len__(self) -> int:
+        return len(self._watched) + len(self._arriving)
 
-    def forget(self, fd: int) -> None:
-        """Watch this no more. Nothing happens if it has been forgotten already."""
+    def watch(self, pid: int, ended: Callable[[], None]) -> Watch:
+        """Call `ended` once, on the watcher's thread, when process `pid` ends. ProcessLookupError if there is none."""
+        found = Watch(self, os.pidfd_open(pid), ended)
         with self._lock:
-            if self._callbacks.pop(fd, None) is not None:
-                os.close(fd)
-            if self._nudge is not None:
-                os.eventfd_write(self._nudge, 1)
+            self._arriving.append(found)
+            if self._thread is None:
+                self._nudge = nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                thread = threading.Thread(target=self._run, args=(nudge,), name="raylane-watch", daemon=True)
+                self._thread = thread
+                thread.start()
+        self._wake()
+        return found
+
+    def forget(self, watch: Watch) -> None:
+        self._forgotten.append(watch)
+        self._wake()
+
+    def _wake(self) -> None:
+        nudge = self._nudge
+        if nudge is not None:
+            with contextlib.suppress(OSError):  # the thread has just ended, and has seen everything
+                os.eventfd_write(nudge, 1)
 
     def _run(self, nudge: int) -> None:
-        while True:
-            poll = select.poll()
-            poll.register(nudge, select.POLLIN)
-            with self._lock:
-                if not self._callbacks:
-                    os.close(nudge)
-                    self._thread = self._nudge = None
-                    return
-                for fd in self._callbacks:
-                    poll.register(fd, select.POLLIN)
+        poll = select.poll()
+        poll.register(nudge, select.POLLIN)
+        while self._settle(poll, nudge):
             for fd, _ in poll.poll():
                 if fd == nudge:
                     os.eventfd_read(nudge)
-                    continue
-                self._ended(fd)
+                elif fd in self._watched:
+                    self._ended(poll, self._watched[fd])
 
-    def _ended(self, fd: int) -> None:
+    def _settle(self, poll: select.poll, nudge: int) -> bool:
+        """Let in and let go what has come up. False, and the thread is gone for the next `watch`, if nothing is left."""
         with self._lock:
-            ended = self._callbacks.pop(fd, None)
-            if ended is None:
-                return
-            os.close(fd)
+            while self._arriving:
+                watch = self._arriving.popleft()
+                self._watched[watch.fd] = watch
+                poll.register(watch.fd, select.POLLIN)
+            while self._forgotten:
+                self._let_go(poll, self._forgotten.popleft())
+            if self._watched:
+                return True
+            self._thread = self._nudge = None
+            os.close(nudge)
+            return False
+
+    def _let_go(self, poll: select.poll, watch: Watch) -> bool:
+        if self._watched.get(watch.fd) is not watch:
+            return False
+        del self._watched[watch.fd]
+        poll.unregister(watch.fd)
+        os.close(watch.fd)
+        return True
+
+    def _ended(self, poll: select.poll, watch: Watch) -> None:
+        if not self._let_go(poll, watch):
+            return
         try:
-            ended()
+            watch.ended()
         except Exception:
             log.exception("after the end of a process")
 

@@ -1,0 +1,325 @@
+"""Graphs whose methods raise, whose actors die, whose driver is killed, interrupted or in a hurry: what the others see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+import raylane
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphClosedError,
+    GraphError,
+    GraphPlanError,
+    GraphTimeoutError,
+    GraphValueError,
+)
+from raylane.graph.watch import watcher
+from tests.graph.graph_actors import Worker
+
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
+Eventually = Callable[..., None]
+
+
+@pytest.fixture
+def workers(cluster: None) -> Iterator[list[Any]]:
+    """Three actors of this test's own: it may kill them."""
+    actor = ray.remote(num_cpus=0.1)(Worker)
+    made = [actor.remote() for _ in range(3)]
+    ray.get([worker.__ray_ready__.remote() for worker in made])
+    yield made
+    for worker in made:
+        ray.kill(worker)
+    made.clear()
+
+
+def chain(workers: list[Any], *methods: str, **options: Any) -> Any:
+    with raylane.InputNode() as x:
+        node: Any = x
+        for worker, method in zip(workers, methods, strict=False):
+            node = raylane.bind(getattr(worker, method), node)
+    return raylane.compile(node, **options)
+
+
+def left_nothing(workers: list[Any]) -> bool:
+    return not any(ray.get([worker.left.remote() for worker in workers], timeout=30))
+
+
+def test_errors_of_methods_arrive_with_their_traceback_and_the_graph_goes_on(
+    workers: list[Any], eventually: Eventually
+) -> None:
+    with chain(workers, "echo", "fail", "echo") as g:
+        made = [g.execute(i) for i in range(2)]
+        for i, result in enumerate(made):
+            with pytest.raises(ValueError, match=f"cannot do {i}") as caught:
+                result.get()
+            assert isinstance(caught.value, ray.exceptions.RayTaskError)
+            assert "graph_actors.py" in str(caught.value)
+            assert "in fail" in str(caught.value)
+        with pytest.raises(ValueError, match="cannot do 0"):
+            made[0].get()
+    with chain(workers, "echo", "unpicklable") as g:
+        with pytest.raises(GraphValueError, match="type lock cannot be pickled"):
+            g.execute(1).get()
+        with pytest.raises(GraphValueError, match="type lock cannot be pickled"):
+            g.execute(threading.Lock())
+        assert not g._pending
+    eventually(lambda: left_nothing(workers))
+
+
+class Poison:
+    """Pickles well, and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    raise RuntimeError("no")
+
+
+def test_what_cannot_be_unpickled_is_an_error_of_its_execution(workers: list[Any]) -> None:
+    with chain(workers, "echo") as g:
+        with pytest.raises(GraphValueError, match="input could not be unpickled by Worker"):
+            g.execute(Poison()).get()
+        assert g.execute(1).get() == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_actor_ends_the_graph_at_once_and_the_others_live(
+    workers: list[Any], victim: int, eventually: Eventually
+) -> None:
+    g = chain(workers, "wait", "echo", "echo", max_inflight=2)
+    made = [g.execute(i) for i in range(2)]
+    pid = ray.get(workers[victim].pid.remote())
+    answered = threading.Event()
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            made[0].get(timeout=60)
+        except BaseException as error:
+            errors.append(error)
+        answered.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    os.kill(pid, signal.SIGKILL)
+    assert answered.wait(10)
+    thread.join()
+    assert isinstance(errors[0], GraphActorDiedError)
+    assert errors[0].fields["actor"] == workers[victim]._actor_id.hex()
+    with pytest.raises(GraphActorDiedError, match="its other actors live on"):
+        made[1].get()
+    with pytest.raises(GraphActorDiedError):
+        g.execute(3)
+    ray.get([worker.release.remote() for i, worker in enumerate(workers) if i != victim])
+    g.teardown()
+    living = [worker for i, worker in enumerate(workers) if i != victim]
+    eventually(lambda: left_nothing(living))
+    with chain(living, "echo", "echo") as again:
+        assert again.execute(5).get() == 5
+    with pytest.raises(GraphActorDiedError, match="is dead"):
+        chain([workers[victim]], "echo")
+
+
+def test_a_method_that_exits_its_actor_ends_the_graph(workers: list[Any]) -> None:
+    with chain(workers, "echo", "exit") as g:
+        with pytest.raises(GraphError, match=r"exited its actor|ended, and with it"):
+            g.execute(1).get(timeout=30)
+        with pytest.raises(GraphActorDiedError):
+            for _ in range(100):
+                g.execute(2).get(timeout=30)
+
+
+def test_awaiting_tasks_learn_of_a_death(workers: list[Any]) -> None:
+    import asyncio
+
+    g = chain(workers, "echo", "wait")
+
+    async def use() -> None:
+        result = g.execute(1)
+        task = asyncio.create_task(_awaited(result))
+        await asyncio.sleep(0)
+        os.kill(await workers[1].pid.remote(), signal.SIGKILL)
+        with pytest.raises(GraphActorDiedError):
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(use())
+    g.teardown()
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def test_teardown_with_work_in_flight(workers: list[Any], eventually: Eventually) -> None:
+    g = chain(workers, "echo", "wait", max_inflight=3)
+    made = [g.execute(i) for i in range(3)]
+    g.teardown(timeout=0.2)  # an actor is busy: it is not waited for longer
+    for result in made:
+        with pytest.raises(GraphClosedError, match="torn down"):
+            result.get()
+    with pytest.raises(GraphClosedError):
+        g.execute(1)
+    g.teardown()
+    ray.get(workers[1].release.remote())
+    eventually(lambda: left_nothing(workers))
+    assert ray.get(workers[0].add.remote(1, 2)) == 3
+
+
+def test_a_forgotten_graph_lets_go(workers: list[Any], eventually: Eventually) -> None:
+    import gc
+
+    g = chain(workers, "echo", "echo")
+    assert g.execute(1).get() == 1
+    del g
+    gc.collect()
+    eventually(lambda: left_nothing(workers))
+    eventually(lambda: not len(watcher))
+
+
+def test_a_compilation_that_fails_half_way_undoes_the_rest(workers: list[Any], eventually: Eventually) -> None:
+    with raylane.InputNode() as x:
+        node = raylane.bind(workers[1].add, raylane.bind(workers[0].echo, x), 1)
+    node.method = "no_such_method"
+    with pytest.raises(GraphPlanError, match="Worker has no method 'no_such_method'; it has add, count"):
+        raylane.compile(node)
+    eventually(lambda: left_nothing(workers))
+    busy = workers[2].wait.remote()
+    with pytest.raises(GraphTimeoutError, match="runs a method that does not end"):
+        chain(workers, "echo", "echo", "echo", timeout_s=0.5)
+    ray.kill(workers[2])
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(busy)
+    eventually(lambda: left_nothing(workers[:2]))
+
+
+def test_ctrl_c_during_get_loses_nothing(workers: list[Any]) -> None:
+    g = chain(workers, "wait")
+    result = g.execute("kept")
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        result.get(timeout=30)
+    timer.join()
+    workers[0].release.remote()
+    assert result.get(timeout=30) == "kept"
+    assert g.execute("more").get(timeout=30) == "more"
+    g.teardown()
+
+
+def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[Any], eventually: Eventually) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    for seed in range(40):
+        g = chain(workers, "echo", "echo")
+        stop = threading.Event()
+
+        def interrupt(stop: threading.Event = stop, seed: int = seed) -> None:
+            time.sleep(0.001 + seed * 0.0003)
+            if not stop.is_set():
+                signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            try:
+                for i in range(1_000_000):
+                    g.execute(i).get()
+            finally:
+                stop.set()
+        except KeyboardInterrupt:
+            pass
+        thread.join()
+        try:
+            assert g.execute("after").get(timeout=20) == "after"
+        except GraphClosedError as error:
+            assert "interrupted" in str(error)
+        g.teardown()
+    eventually(lambda: left_nothing(workers))
+
+
+DRIVER = """
+    import os, sys, time
+    import ray
+    ray.init(address={address!r}, namespace={namespace!r}, log_to_driver=False, logging_level="error")
+    import raylane
+    import numpy as np
+    one, two = ray.get_actor("one"), ray.get_actor("two")
+    with raylane.InputNode() as x:
+        node = raylane.bind(two.{method}, raylane.bind(one.keep, x))
+    g = raylane.compile(node)
+    result = g.execute(np.ones(100_000))
+    if {method!r} != "wait":
+        assert result.get() == 1
+    print("running", flush=True)
+    {end}
+"""
+
+
+def start_driver(namespace: str, method: str, end: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(DRIVER).format(
+        address=ray.get_runtime_context().gcs_address, namespace=namespace, method=method, end=end
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert driver.stdout is not None
+    said = driver.stdout.readline()
+    while said and "running" not in said:
+        said = driver.stdout.readline()
+    assert said, driver.communicate()
+    return driver
+
+
+@pytest.fixture
+def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
+    """Two detached actors, which outlive any driver, and their namespace."""
+    namespace = uuid.uuid4().hex
+    actor = ray.remote(num_cpus=0.1)(Worker)
+    made = [actor.options(name=name, namespace=namespace, lifetime="detached").remote() for name in ("one", "two")]
+    ray.get([worker.__ray_ready__.remote() for worker in made])
+    yield namespace, made
+    for worker in made:
+        ray.kill(worker)
+    made.clear()
+
+
+def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually: Eventually) -> None:
+    namespace, workers = detached
+    driver = start_driver(namespace, "echo", "time.sleep(600)")
+    assert any(ray.get([worker.left.remote() for worker in workers]))
+    driver.kill()
+    driver.communicate()
+    ray.get(workers[0].drop.remote())
+    eventually(lambda: left_nothing(workers), within_s=5)
+    with chain(workers, "echo", "echo") as g:  # and serve the next one
+        assert g.execute(1).get() == 1
+
+
+def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
+    namespace, workers = detached
+    driver = start_driver(namespace, "echo", "pass")
+    said, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 0, said
+    assert not said.strip()
+    ray.get(workers[0].drop.remote())
+    eventually(lambda: left_nothing(workers))
+
+    driver = start_driver(namespace, "wait", "result.get()")
+    driver.send_signal(signal.SIGINT)
+    said, _ = driver.communicate(timeout=60)
+    assert "KeyboardInterrupt" in said
+    ray.get(workers[1].release.remote())
+    ray.get(workers[0].drop.remote())
+    eventually(lambda: left_nothing(workers))
