@@ -1,4 +1,4 @@
-"""Graphs whose methods raise, whose actors die, whose driver is killed, interrupted or in a hurry: what the others see."""
+"""Graphs whose methods raise, whose actors die, whose driver is killed, interrupted or in a hurry: what others see."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import (
@@ -26,7 +27,6 @@ from raylane.errors import (
     GraphValueError,
 )
 from raylane.graph.watch import watcher
-from tests.graph.graph_actors import Worker
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 Eventually = Callable[..., None]
@@ -134,13 +134,19 @@ def test_a_killed_actor_ends_the_graph_at_once_and_the_others_live(
         chain([workers[victim]], "echo")
 
 
-def test_a_method_that_exits_its_actor_ends_the_graph(workers: list[Any]) -> None:
+def error_of(g: Any) -> BaseException | None:
+    try:
+        g.execute(2).get(timeout=30)
+    except GraphError as error:
+        return error
+    return None
+
+
+def test_a_method_that_exits_its_actor_ends_the_graph(workers: list[Any], eventually: Eventually) -> None:
     with chain(workers, "echo", "exit") as g:
         with pytest.raises(GraphError, match=r"exited its actor|ended, and with it"):
             g.execute(1).get(timeout=30)
-        with pytest.raises(GraphActorDiedError):
-            for _ in range(100):
-                g.execute(2).get(timeout=30)
+        eventually(lambda: isinstance(error_of(g), GraphActorDiedError))
 
 
 def test_awaiting_tasks_learn_of_a_death(workers: list[Any]) -> None:
@@ -244,9 +250,10 @@ def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[A
             pass
         thread.join()
         try:
-            assert g.execute("after").get(timeout=20) == "after"
+            answer = g.execute("after").get(timeout=20)
         except GraphClosedError as error:
-            assert "interrupted" in str(error)
+            answer = str(error)
+        assert answer == "after" or "interrupted" in answer
         g.teardown()
     eventually(lambda: left_nothing(workers))
 

@@ -1,5 +1,5 @@
-"""Actors shared by the graph tests of a module (starting one costs seconds), and a check that each test leaves them, and
-the driver, as they were."""
+"""Actors shared by the graph tests of a module (starting one costs seconds), and a check that each test leaves them
+and the driver as they were."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import ray
+from tests.graph.graph_actors import Worker
 
 from raylane.testing.leaks import leaks, snapshot
-from tests.graph.graph_actors import Worker
 
 
 @pytest.fixture(scope="module")

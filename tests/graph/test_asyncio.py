@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ray
+from tests.graph.graph_actors import AsyncWorker
 
 import raylane
 from raylane.core import wake
 from raylane.errors import GraphPlanError, GraphTimeoutError
-from tests.graph.graph_actors import AsyncWorker
 
 pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]
@@ -116,7 +117,8 @@ def test_without_pidfd_getfd_a_thread_waits(
 ) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x))
     monkeypatch.setattr(wake, "make", lambda: 10**6)  # a descriptor that nobody can fetch
-    monkeypatch.setattr("os.close", lambda fd, close=__import__("os").close: None if fd == 10**6 else close(fd))
+    close = os.close
+    monkeypatch.setattr("os.close", lambda fd: None if fd == 10**6 else close(fd))
 
     async def use() -> Any:
         return [await g.execute(i) for i in range(3)]
@@ -143,6 +145,6 @@ def test_coroutine_methods_run_on_their_actors_loop(ray_session: None, graph: Co
         result = g.execute(5)
         assert result.get() == [5, ray.get(actor.loop_id.remote())]
         assert isinstance(result.leaf_errors[0].cause, KeyError)
-    with pytest.raises(GraphPlanError, match="exclusive=True: .* is an asyncio actor"):
+    with pytest.raises(GraphPlanError, match=r"exclusive=True: .* is an asyncio actor"):
         raylane.compile(failing, exclusive=True)
     ray.kill(actor)

@@ -187,7 +187,7 @@ def test_a_timeout_loses_nothing(workers: list[Any], graph: Compile) -> None:
     ray.get(a.hold_again.remote())
     g = graph(lambda x: raylane.bind(a.wait, x))
     result = g.execute("late")
-    with pytest.raises(GraphTimeoutError, match="still waiting for Worker.wait.*not lost"):
+    with pytest.raises(GraphTimeoutError, match=r"still waiting for Worker.wait.*not lost"):
         result.get(timeout=0.05)
     assert not result.done()
     ray.get(a.release.remote())  # an ordinary call, while the graph's method runs
@@ -280,7 +280,7 @@ def test_a_graph_of_rays_own_nodes_compiles_too(workers: list[Any]) -> None:
     def task(x: Any) -> Any:
         return x
 
-    with pytest.raises(GraphPlanError, match="FunctionNode of ray.dag has no counterpart"):
+    with pytest.raises(GraphPlanError, match=r"FunctionNode of ray.dag has no counterpart"):
         raylane.compile(task.bind(1))
 
 

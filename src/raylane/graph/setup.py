@@ -139,7 +139,8 @@ class Wiring:
     # The end
 
     def close(self, timeout_s: float) -> None:
-        """Tell the actors to leave; wait until they have, or have died, or the time is over. Once."""
+        """Tell the actors to leave; wait until they have, or have died, or the time is over (0: without
+        waiting). Once."""
         if self._closed:
             return
         self._closed = True
@@ -151,7 +152,7 @@ class Wiring:
             for member in living:
                 with contextlib.suppress(GraphTimeoutError):
                     self._order(member, "close")
-            for member in living:
+            for member in living if timeout_s else ():
                 try:
                     self._answer(member, deadline)
                 except GraphActorDiedError:
