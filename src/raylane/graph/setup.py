@@ -22,20 +22,22 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import here
-from raylane.core.semaphore import Segment, block, init
+from raylane.core.semaphore import Segment, block, init, try_wait
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph import message as m
 from raylane.graph import residence
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
-from raylane.graph.plan import DRIVER, Plan
+from raylane.graph.plan import DRIVER, Edge, Plan
 from raylane.graph.program import Hello, Outbound, Program, only
 from raylane.graph.watch import Watch, watcher
 
 log = logging.getLogger("raylane.graph")
 
-CONTROL_SLOTS = 2
+CONTROL_SLOTS = 4
+KEPT_FREE = 1
+"""Slots of a control line that only the order to close may take: it must get through to an actor that is busy."""
 
 
 class _Line:
@@ -82,7 +84,10 @@ class Wiring:
 
     def _order(self, member: int, word: str, *rest: Any) -> None:
         line = self._lines[member - 1]
-        if line.asked - line.answered >= CONTROL_SLOTS:
+        while line.answered < line.asked and not try_wait(line.reader.full):  # answers that came too late
+            line.reader.take()
+            line.answered += 1
+        if line.asked - line.answered >= CONTROL_SLOTS - (0 if word == "close" else KEPT_FREE):
             raise GraphTimeoutError(f"{self.hellos[member - 1].who} has not answered earlier questions: it is busy")
         line.writer.write(line.asked, m.Message(m.VALUE, pickle.dumps((word, *rest), 5)))
         line.asked += 1
@@ -112,6 +117,15 @@ class Wiring:
             if refused is not None:
                 return refused
         return None
+
+    def channels(self) -> dict[int, list[tuple[str, str]]]:
+        """For each edge its kind of channel and what there is to say of it, for `show` and `draw`."""
+        return {edge.index: [("shared memory", self._cuda_note(edge))] for edge in self.plan.edges}
+
+    def _cuda_note(self, edge: Edge) -> str:
+        """CUDA tensors have no channel kind of their own yet: this is the place that will choose one."""
+        at_gpus = [member for member in (edge.writer, *edge.readers) if member and self.hellos[member - 1].gpus]
+        return "CUDA tensors go through host memory" if at_gpus else ""
 
     # Deaths
 
