@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from raylane.core import wake
@@ -21,6 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post, try_wait
 from raylane.core.waiting import Waiter
 from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError, GraphValueError
+from raylane.graph import drawing, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.channels.ring import WAKE, RingReader
@@ -30,6 +32,7 @@ from raylane.graph.plan import INPUT, Plan
 from raylane.graph.resident import failed
 from raylane.graph.result import GraphResult
 from raylane.graph.setup import Wiring
+from raylane.graph.show import describe
 
 log = logging.getLogger("raylane.graph")
 
@@ -314,6 +317,35 @@ class CompiledGraph:
             if self._followers:
                 with self._turn:
                     self._turn.notify_all()
+
+    # Seeing
+
+    def show(self) -> str:
+        """The graph as text: actors with their calls in order, edges with their channels. Does not wait."""
+        return describe(self.plan, self._wiring.channels(), max_inflight=self.max_inflight)
+
+    def draw(self, path: str | Path) -> None:
+        """Write the graph as an SVG picture."""
+        Path(path).write_text(drawing.draw(self.plan, self._wiring.channels(), max_inflight=self.max_inflight))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the graph was compiled; they are always on.
+
+        `executions`: submitted, completed. `calls`, by name: count and seconds spent waiting (for the previous call
+        to be followed by all inputs of this one), computing and sending. `edges`, by name: messages and bytes.
+        `lent_bytes`: memory that a member has lent to readers that keep arrays. Asks every actor, up to 5 s for one
+        that is busy in a method; `unanswered` names those.
+        """
+        driver = {"executions": {"submitted": self._submitted, "completed": self._completed}}
+        collected = {
+            edge: (c.reader.sequence, c.bytes) for edge, c in zip(self._wiring.readers, self._collected, strict=True)
+        }
+        return view.stats(self.plan, self._wiring, driver, collected)
+
+    def trace(self, path: str | Path) -> list[str]:
+        """Write the last executions (up to 8,192 calls an actor) as a trace for Perfetto or chrome://tracing.
+        Returns who did not answer within 5 s, being busy."""
+        return view.write_trace(path, self._wiring, list(self.records))
 
     # Ending
 
