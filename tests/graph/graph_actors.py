@@ -106,10 +106,9 @@ class Worker:
         ray.actor.exit_actor()
 
     def left(self) -> list[str]:
-        """What graphs have left in this process, besides its doorbell."""
-        memory = [name for name in descriptors() if "memfd:raylane" in name]
+        """What graphs have left in this process, besides its doorbell (a descriptor and its mapping)."""
         threads = [t.name for t in threading.enumerate() if t.name.startswith("raylane")]
-        return memory[2:] + threads
+        return descriptors()[2:] + threads
 
 
 class AsyncWorker:

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,11 @@ post = _bind(_quick, "sem_post", ctypes.c_void_p)
 """post(address) -> 0: one more. Never waits; safe in a finalizer."""
 try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
 """try_wait(address) -> 0 if one was taken, -1 if there was none. Never waits."""
+
+_mmap = _bind(_slow, "mmap", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
+_munmap = _bind(_slow, "munmap", ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 if hasattr(_slow, "sem_clockwait"):  # glibc 2.30 and newer
     _clockwait = _bind(_slow, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
@@ -81,6 +87,18 @@ def block(address: int, timeout_s: float = _SLICE_S) -> bool:
     return _wait_until(address, time.monotonic() + min(timeout_s, _SLICE_S)) == 0
 
 
+def _map(fd: int, nbytes: int) -> Any:
+    """Shared memory of a file as a ctypes array, which unmaps it when it is garbage. Not Python's mmap: that keeps a
+    descriptor for each mapping, and arrays that are kept are mappings (`ulimit -n` is 1024 in many places)."""
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False
+    return memory
+
+
 class Segment:
     """A memfd that is mapped here. The process that makes it lends it to others as a path; they map it with `open`.
 
@@ -91,11 +109,12 @@ class Segment:
     __slots__ = ("address", "fd", "memory", "nbytes", "path", "view")
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        self.fd: int | None = fd
+        """Maps `fd`, which stays the caller's if that fails."""
+        self.fd: int | None = None
         self.nbytes = nbytes
-        self.memory = mmap.mmap(fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self.view = memoryview(self.memory)
+        self.memory = _map(fd, nbytes)
+        self.address = ctypes.addressof(self.memory)
+        self.view = memoryview(self.memory).cast("B")
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
 
     @classmethod
@@ -104,21 +123,21 @@ class Segment:
         fd = os.memfd_create("raylane", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            return cls(fd, nbytes)
+            segment = cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
+        segment.fd = fd
+        return segment
 
     @classmethod
     def open(cls, path: str) -> Segment:
         """Map what another process made. FileNotFoundError if it is gone, PermissionError if it is somebody else's."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            segment = cls(fd, os.fstat(fd).st_size)
+            return cls(fd, os.fstat(fd).st_size)
         finally:
-            os.close(fd)  # the mapping has its own
-        segment.fd = None
-        return segment
+            os.close(fd)  # a mapping needs none
 
     def close_fd(self) -> None:
         """Nobody else has to open it any more. The memory stays mapped."""

@@ -44,7 +44,7 @@ def snapshot() -> Snapshot:
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
-    """The memfds and eventfds of raylane's kind that a process has open, as `number target`."""
+    """The memfds of raylane's that a process has open, as `number target`, or has mapped, as `range target`."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -53,6 +53,9 @@ def descriptors(pid: int | str = "self") -> list[str]:
             continue
         if "memfd:raylane" in target:
             found.append(f"{link.name} {target}")
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:raylane" in line:
+            found.append(f"{line.split()[0]} {line.split()[-2]}")
     return found
 
 
