@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from core.processes import Pipe, start
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, block, init, post, try_wait, value
-from tests.processes import Pipe, start
 
 
 def made(*values: int) -> Segment:
@@ -145,14 +145,18 @@ def test_a_signal_ends_a_wait_so_that_its_handler_runs() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def _block_for_ever(segment: Segment) -> None:
+    while True:
+        block(segment.address)
+
+
 def test_ctrl_c_ends_a_wait() -> None:
     segment, main = made(0), threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.02, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        while True:
-            block(segment.address)
+        _block_for_ever(segment)
     timer.join()
 
 
