@@ -10,6 +10,7 @@ import asyncio
 import collections
 import logging
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -25,10 +26,10 @@ from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTi
 from raylane.graph import drawing, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
-from raylane.graph.channels.ring import WAKE, RingReader
-from raylane.graph.message import ERROR, NOTHING, SIGNAL, Encoder, Message
+from raylane.graph.channels.ring import WAKE, RingReader, RingWriter
+from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.outcome import Failed, conclude
-from raylane.graph.plan import INPUT, Plan
+from raylane.graph.plan import INPUT, Plan, Ref
 from raylane.graph.resident import failed
 from raylane.graph.result import GraphResult
 from raylane.graph.setup import Wiring
@@ -59,6 +60,7 @@ class CompiledGraph:
         self.max_inflight = max_inflight
         self.timeout_s = timeout_s
         self._wiring = wiring
+        self._bell = wiring.bell.address
         self._arguments = Arguments(plan)
         self._encoder = Encoder()  # guarded by _submitting
         self._submitting = threading.Lock()
@@ -81,7 +83,13 @@ class CompiledGraph:
         """Why the graph has ended: set once, by anyone; pending results are then failed by the pump."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._eventfd: int | None = None
+        self._alone = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
+        """The value that is the output, the usual case."""
+        self._empty: list[Any] = [None] * len(plan.values)
         self._from_input = [v for v in plan.collects if plan.values[v].source == INPUT]
+        whole = len(wiring.inputs) == 1 and not self._from_input and plan.values[wiring.inputs[0][1]].steps == ()
+        self._one_input = wiring.inputs[0][0] if whole else None
+        """Where the whole input goes, if that is all that `execute` sends: the usual case."""
         self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=8192)
         """(execution, submitted, completed), seconds on the monotonic clock."""
         weak = weakref.ref(self)
@@ -130,37 +138,51 @@ class CompiledGraph:
             raise self._ended()
         if self._eventfd is None and asyncio._get_running_loop() is not None:
             self._start_listening()
-        wait_s = -1 if timeout_s is None else timeout_s
-        if not self._submitting.acquire(timeout=wait_s) if wait_s else not self._submitting.acquire(blocking=False):
-            raise self._no_place() if wait_s else self._full()
+        if not self._submitting.acquire(False):
+            self._queue(timeout_s)
         try:
-            values = self._arguments.values(args, kwargs)
-            messages = [
-                (writer, SIGNAL if values[value] is None else self._encoder.encode(values[value]))
-                for writer, value in self._wiring.inputs
-            ]
+            if self._one_input is not None and len(args) == 1 and not kwargs:
+                kept = self._empty.copy()
+                messages = [(self._one_input, self._encoder.encode(args[0]))]
+            else:
+                messages, kept = self._inputs(args, kwargs)
             if self._submitted - self._completed >= self.max_inflight:
-                self._make_room(wait_s, timeout_s)
-            return self._send(messages, values)
+                self._make_room(timeout_s)
+            if self._end is not None:
+                raise self._ended()
+            return self._send(messages, kept)
         finally:
             self._submitting.release()
 
-    def _make_room(self, wait_s: float, timeout_s: float | None) -> None:
+    def _inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[RingWriter, Message]], list[Any]]:
+        """What to send, and the values to begin the result with: inputs that are outputs too."""
+        values = self._arguments.values(args, kwargs)
+        kept = self._empty.copy()
+        for value in self._from_input:
+            kept[value] = values[value]
+        encode = self._encoder.encode
+        return [(writer, encode(values[value])) for writer, value in self._wiring.inputs], kept
+
+    def _queue(self, timeout_s: float | None) -> None:
+        """Another thread is at it."""
+        if timeout_s == 0:
+            raise self._full()
+        if not self._submitting.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise self._no_place()
+
+    def _make_room(self, timeout_s: float | None) -> None:
         def room() -> bool:
             return self._submitted - self._completed < self.max_inflight
 
         if not self.pump_until(room, Deadline(timeout_s)):
-            raise self._no_place() if wait_s else self._full()
+            raise self._full() if timeout_s == 0 else self._no_place()
 
-    def _send(self, messages: list[tuple[Any, Message]], values: list[Any]) -> GraphResult:
-        if self._end is not None:
-            raise self._ended()
+    def _send(self, messages: list[tuple[RingWriter, Message]], kept: list[Any]) -> GraphResult:
         number = self._submitted
         flags = 0 if self._eventfd is None else WAKE
-        kept: list[Any] = [None] * len(values)
-        for value in self._from_input:
-            kept[value] = values[value]
-        result = GraphResult(self, number, len(self._collected), kept, flagged=bool(flags))
+        result = GraphResult(self, number, len(self._collected), kept, flags > 0)
         try:
             self._pending.append(result)
             self._submitted = number + 1
@@ -173,11 +195,32 @@ class CompiledGraph:
             # Interrupted half way, by Ctrl-C for one: some actors have this execution and others do not.
             self._fail(GraphClosedError(f"execution {number} was interrupted while it was handed over: {error!r}"))
             raise
-        if not self._collected:
-            raise AssertionError("a graph collects something of every task")
         return result
 
     # Collecting
+
+    def finish(self, result: GraphResult, timeout_s: float | None) -> bool:
+        """Wait until a result is done; whether it is. The usual case in few steps: nobody else reads, one wait."""
+        if timeout_s is not None and timeout_s < LOOK_UP_S:
+            return self.pump_until(result._is_done, Deadline(timeout_s))
+        start = time.monotonic()
+        if self._pumping.acquire(False):
+            try:
+                if self._waiter.wait(self._bell, LOOK_UP_S):
+                    self._rung += 1
+                self._drain()
+            finally:
+                self._pumping.release()
+                if self._followers:
+                    self._tell_followers()
+            if result._done:
+                return True
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
+        return self.pump_until(result._is_done, Deadline(left))
+
+    def _tell_followers(self) -> None:
+        with self._turn:
+            self._turn.notify_all()
 
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Read messages, or wait while another thread does, until `ready` or the deadline; whether it is ready."""
@@ -188,8 +231,7 @@ class CompiledGraph:
                 finally:
                     self._pumping.release()
                     if self._followers:
-                        with self._turn:
-                            self._turn.notify_all()
+                        self._tell_followers()
             else:
                 self._follow(ready, deadline)
             left = deadline.left_s()
@@ -198,11 +240,10 @@ class CompiledGraph:
         return True
 
     def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> None:
-        bell = self._wiring.bell.address
+        bell = self._bell
         while True:
             if self._drain() and self._followers:
-                with self._turn:
-                    self._turn.notify_all()
+                self._tell_followers()
             if ready():
                 return
             left = deadline.left_s()
@@ -228,7 +269,7 @@ class CompiledGraph:
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting; True if there were any: look again then."""
         found = False
-        while self._rung < self._taken and not try_wait(self._wiring.bell.address):
+        while self._rung < self._taken and not try_wait(self._bell):
             self._rung += 1
             found = True
         return found
@@ -240,7 +281,7 @@ class CompiledGraph:
         completed = False
         try:
             for collected in self._collected:
-                while not try_wait(collected.full):
+                while self._pending and not try_wait(collected.full):
                     completed |= self._accept(collected)
         except BaseException as error:
             self._fail(GraphClosedError(f"reading results was interrupted: {error!r}"))
@@ -253,20 +294,22 @@ class CompiledGraph:
     def _accept(self, collected: _Collected) -> bool:
         reader = collected.reader
         result = self._pending[reader.sequence - self._completed]
-        taken = reader.take()
+        kind, _, body, buffers, shared = reader.take()
         self._taken += 1
-        collected.bytes += taken.nbytes
-        values = result._values
-        assert values is not None
-        if taken.kind != NOTHING:
-            try:
-                arrived = m.decode(taken.kind, taken.body, taken.buffers, shared=taken.shared)
-                values[collected.value] = Failed(arrived) if taken.kind == ERROR else arrived
-            except Exception as error:
-                label = self.plan.source_label(collected.value)
-                values[collected.value] = Failed(
-                    GraphValueError(f"{label} could not be unpickled by the driver: {type(error).__name__}: {error}")
-                )
+        values: Any = result._values
+        try:
+            if kind == VALUE and not buffers:
+                collected.bytes += len(body)
+                values[collected.value] = pickle.loads(body)
+            elif kind != NOTHING:
+                collected.bytes += len(body) + sum(len(buffer) for buffer in buffers)
+                arrived = m.decode(kind, body, buffers, shared=shared)
+                values[collected.value] = Failed(arrived) if kind == ERROR else arrived
+        except Exception as error:
+            label = self.plan.source_label(collected.value)
+            values[collected.value] = Failed(
+                GraphValueError(f"{label} could not be unpickled by the driver: {type(error).__name__}: {error}")
+            )
         result._left -= 1
         if result._left:
             return False
@@ -274,7 +317,11 @@ class CompiledGraph:
         self._pending.popleft()
         self._completed += 1
         self.records.append((result.number, result.submitted_s, time.perf_counter()))
-        conclude(self.plan, result, values)
+        output = None if self._alone is None else values[self._alone]
+        if self._alone is None or type(output) is Failed:
+            conclude(self.plan, result, values)
+        else:
+            result.complete(output, None)
         return True
 
     # asyncio
@@ -315,8 +362,7 @@ class CompiledGraph:
         finally:
             self._pumping.release()
             if self._followers:
-                with self._turn:
-                    self._turn.notify_all()
+                self._tell_followers()
 
     # Seeing
 
@@ -353,7 +399,7 @@ class CompiledGraph:
         """The graph has ended: whoever pumps fails what is pending. From any thread, also a finalizer's."""
         if self._end is None:
             self._end = error
-        post(self._wiring.bell.address)
+        post(self._bell)
         if self._eventfd not in (None, -1):
             assert self._eventfd is not None
             os.eventfd_write(self._eventfd, 1)
@@ -396,8 +442,7 @@ class CompiledGraph:
                 self._drain()
             finally:
                 self._pumping.release()
-        with self._turn:
-            self._turn.notify_all()
+        self._tell_followers()
         loop, self._loop = self._loop, None
         fd, self._eventfd = self._eventfd, None
         if fd is not None and fd >= 0:

@@ -47,7 +47,7 @@ class InlineGraph:
             if not self._open:
                 raise GraphClosedError("the graph was torn down; compile it again")
             inputs = self._arguments.values(args, kwargs)
-            result = GraphResult(self, self._count, 0, [], flagged=False)
+            result = GraphResult(self, self._count, 0, [], False)
             self._count += 1
             values: list[Any] = [
                 self._traveled(value) if found.source == INPUT else None
@@ -97,6 +97,9 @@ class InlineGraph:
             return Failed.of(error, self.plan.labels[task.index])
 
     # What a result asks of its graph; every result is done.
+
+    def finish(self, result: GraphResult, timeout_s: float | None) -> bool:
+        return True
 
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         return ready()

@@ -58,7 +58,7 @@ class Lane:
         self._lock = threading.Lock()  # guards _arriving and _thread
         self._arriving: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
-        self._residences: list[Residence] = []
+        self._residences: tuple[Residence, ...] = ()
         self._waiter = Waiter()
         self._rung = 0
         """Times the bell was heard, less the messages taken of graphs that have left."""
@@ -82,13 +82,15 @@ class Lane:
     def _admit(self, residence: Residence, settings: ThreadContext) -> None:
         self._rung -= 1  # the ring of `adopt`, which comes with no message
         context.adopt(settings)
-        self._residences.append(residence)
+        self._residences = (*self._residences, residence)
 
     def _serve(self) -> None:
         bell = self.bell.address
-        while self._live_on():
+        while True:
+            if (self._arriving or not self._residences) and not self._live_on():
+                return
             moved = False
-            for residence in list(self._residences):
+            for residence in self._residences:
                 try:
                     moved |= residence.advance()
                 except Exception:  # a defect of ours costs this graph its life, not the other graphs theirs
@@ -118,8 +120,6 @@ class Lane:
 
     def _live_on(self) -> bool:
         """Let new graphs in; False, and the thread is gone for the next `adopt`, when there is none left."""
-        if not self._arriving and self._residences:
-            return True
         with self._lock:
             while self._arriving:
                 self._arriving.popleft()()
@@ -129,15 +129,14 @@ class Lane:
             return False
 
     def _look_up(self) -> None:
-        for residence in list(self._residences):
+        for residence in self._residences:
             if residence.orphaned():
                 log.warning("the owner of graph %s, %s, is gone: leaving it", residence.name, residence.owner_who)
                 self._dismiss(residence)
 
     def _dismiss(self, residence: Residence) -> None:
-        with contextlib.suppress(ValueError):
-            self._residences.remove(residence)
-            self._rung -= residence.taken
+        self._residences = tuple(other for other in self._residences if other is not residence)
+        self._rung -= residence.taken
         residence.close()
 
 

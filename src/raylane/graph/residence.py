@@ -26,6 +26,9 @@ from raylane.graph.plan import DRIVER
 from raylane.graph.program import Hello, Outbound, Program
 from raylane.graph.resident import Resident
 
+ORDERS_EVERY = 64
+"""Tasks that may run one after the other before the owner is heard."""
+
 log = logging.getLogger("raylane.graph")
 
 
@@ -37,6 +40,8 @@ class Residence:
         self.who = _ray.describe_self()
         self.owner_who = program.owner_who
         self.over = False
+        self._undisturbed = 0
+        """Tasks since the last look for orders."""
         self._guarded = instance if program.exclusive else None
         self._owner = lane.Watched(program.owner)
         self._pool = LeasePool(program.max_lent_bytes, program.timeout_s)
@@ -59,6 +64,7 @@ class Residence:
             {edge: writer.write for edge, writer in writers.items()},
             loop=loop,
             guard=lane.lane().exclusive if program.exclusive else None,
+            exit=_ray.exit_this_actor,
         )
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
@@ -74,15 +80,16 @@ class Residence:
         return self.resident.taken + self._control.sequence
 
     def advance(self) -> bool:
-        """Obey, then run at most one task. False if there was nothing to do."""
-        if not try_wait(self._control.full):
-            self._obey()
-            return True
-        moved = self.resident.advance()
-        if self.resident.exiting:
-            self.resident.exiting = False
-            _ray.exit_this_actor()
-        return moved
+        """Run at most one task, or obey. False if there was nothing to do."""
+        if self.resident.advance():
+            self._undisturbed += 1
+            if self._undisturbed < ORDERS_EVERY:
+                return True
+        self._undisturbed = 0
+        if try_wait(self._control.full):
+            return False
+        self._obey()
+        return True
 
     def _obey(self) -> None:
         word, *rest = pickle.loads(self._control.take().body)

@@ -11,9 +11,11 @@ import collections
 import contextlib
 import inspect
 import logging
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from types import CoroutineType
 from typing import Any
 
 from raylane import _ray
@@ -22,13 +24,16 @@ from raylane.errors import GraphError, GraphPlanError, GraphValueError
 from raylane.graph import message as m
 from raylane.graph import ops
 from raylane.graph.channels.ring import WAKE, RingReader, Taken
-from raylane.graph.message import ERROR, NOTHING, SIGNAL, Encoder, Message
+from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.plan import Plan, Ref, Step, Task
 
 log = logging.getLogger("raylane.graph")
 
 KEPT_RECORDS = 8192
 """Records of past tasks kept for `trace`; each is a tuple of six numbers."""
+
+
+_NO_GUARD = contextlib.nullcontext()
 
 
 class Failure:
@@ -68,14 +73,17 @@ class _Send:
 class _Work:
     """One task, ready to run."""
 
-    __slots__ = ("call", "label", "local", "needs", "only", "reads", "sends", "task")
+    __slots__ = ("call", "index", "label", "local", "needs", "only", "reads", "sends", "task", "total")
 
     def __init__(self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound]) -> None:
         self.task = task
         self.label = label
         self.call = call
-        self.needs = tuple(needs)
+        self.index = task.index
+        self.needs = list(needs)
         """Edges whose message no earlier task of an execution has taken."""
+        self.total: list[float] = [0, 0.0, 0.0, 0.0]
+        """Calls; seconds waited, computed, sent."""
         self.reads = task.reads
         alone = len(task.args) == 1 and not task.kwargs
         self.only: int | None = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
@@ -98,31 +106,32 @@ class Resident:
         *,
         loop: asyncio.AbstractEventLoop | None,
         guard: contextlib.AbstractContextManager[Any] | None,
+        exit: Callable[[], None] = lambda: None,
     ) -> None:
+        """`exit` is called when a method asks for its actor to exit."""
         self.plan = plan
         self.member = member
         self.sequence = 0
         self.taken = 0
-        self.exiting = False
-        """Set when a method asked for the actor to exit."""
         self.records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(
             maxlen=KEPT_RECORDS
         )
         """(task, execution, idle since, started, returned, sent), seconds on the monotonic clock."""
-        self.totals: dict[int, list[float]] = {}
-        """Task to [count, seconds waited, computed, sent]."""
         self.inbound = {
             edge: _Inbound(reader, plan.edges[edge].value, plan.source_label(plan.edges[edge].value))
             for edge, reader in readers.items()
         }
         self._loop = loop
         self._guard = guard
+        self._exit = exit
         self._encoder = Encoder()
-        self._values: list[Any] = [None] * len(plan.values)
+        self._empty: list[Any] = [None] * len(plan.values)
+        self._values = self._empty.copy()
         self._flags = 0
         self._work = self._prepare(instance, writers)
         self._next = 0
-        self._missing = list(self._work[0].needs)
+        self._missing = self._work[0].needs.copy()
+        """Edges whose message the next task still needs."""
         self._idle_since = time.perf_counter()
 
     def _prepare(self, instance: Any, writers: dict[int, Callable[[int, Message, int], None]]) -> list[_Work]:
@@ -142,62 +151,61 @@ class Resident:
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
                     work.sends.append(_Send(edge, value.steps, write))
-            self.totals[index] = [0, 0.0, 0.0, 0.0]
             prepared.append(work)
         return prepared
 
     def advance(self) -> bool:
         """Run the next task if all it needs is here. False if there was nothing to do."""
         missing = self._missing
-        if missing:
-            still = []
-            for inbound in missing:
-                if try_wait(inbound.full):
-                    still.append(inbound)
-                else:
-                    self._accept(inbound)
-            self._missing = still
-            if still:
+        while missing:
+            inbound = missing[-1]
+            if try_wait(inbound.full):
                 return False
-        work = self._work[self._next]
-        self._run(work)
+            missing.pop()
+            self._accept(inbound)
+        self._run(self._work[self._next])
         self._next += 1
         if self._next == len(self._work):
             self._next = 0
             self.sequence += 1
             self._flags = 0
-            self._values = [None] * len(self._values)
-        self._missing = list(self._work[self._next].needs)
+            self._values = self._empty.copy()
+        self._missing = self._work[self._next].needs.copy()
         return True
 
     def _accept(self, inbound: _Inbound) -> None:
         self.taken += 1
         taken = inbound.reader.take()
+        kind, flags, body, buffers, _ = taken
         inbound.count += 1
-        inbound.bytes += taken.nbytes
-        self._flags |= taken.flags & WAKE
-        kind = taken.kind
-        if kind == NOTHING:
-            return
-        self._values[inbound.value] = (
-            Failure(Message(ERROR, bytes(taken.body))) if kind == ERROR else self._decoded(taken, inbound.label)
-        )
+        self._flags |= flags & WAKE
+        if kind == VALUE and not buffers:
+            inbound.bytes += len(body)
+            try:
+                self._values[inbound.value] = pickle.loads(body)
+                return
+            except Exception as error:
+                self._values[inbound.value] = self._unreadable(error, inbound.label)
+        elif kind != NOTHING:
+            inbound.bytes += taken.nbytes
+            self._values[inbound.value] = (
+                Failure(Message(ERROR, bytes(body))) if kind == ERROR else self._decoded(taken, inbound.label)
+            )
 
     def _decoded(self, taken: Taken, label: str) -> Any:
         try:
             return m.decode(taken.kind, taken.body, taken.buffers, shared=taken.shared)
         except Exception as error:
-            return Failure(
-                failed(
-                    GraphValueError(f"{label} could not be unpickled by {self.plan.members[self.member]}: {error!r}"),
-                    f"{self.plan.members[self.member]} (receiving {label})",
-                    error,
-                )
-            )
+            return self._unreadable(error, label)
+
+    def _unreadable(self, error: Exception, label: str) -> Failure:
+        me = self.plan.members[self.member]
+        return Failure(failed(GraphValueError(f"{label} could not be unpickled by {me}: {error!r}"), me, error))
 
     def _run(self, work: _Work) -> None:
+        clock = time.perf_counter
         values = self._values
-        started = time.perf_counter()
+        started = clock()
         result: Any = None
         for value in work.reads:
             if type(values[value]) is Failure:
@@ -205,40 +213,32 @@ class Resident:
                 break
         else:
             result = self._call(work, values)
-        returned = time.perf_counter()
+        returned = clock()
         for value, steps in work.local:
             values[value] = self._selected(result, steps, work)
         for send in work.sends:
             self._send(send, result, work)
-        result = None
-        sent = time.perf_counter()
-        index = work.task.index
-        self.records.append((index, self.sequence, self._idle_since, started, returned, sent))
-        total = self.totals[index]
+        sent = clock()
+        idle_since, self._idle_since = self._idle_since, sent
+        self.records.append((work.index, self.sequence, idle_since, started, returned, sent))
+        total = work.total
         total[0] += 1
-        total[1] += started - self._idle_since
+        total[1] += started - idle_since
         total[2] += returned - started
         total[3] += sent - returned
-        self._idle_since = sent
 
     def _call(self, work: _Work, values: list[Any]) -> Any:
         try:
-            if work.only is not None:
-                args: Sequence[Any] = (values[work.only],)
-                kwargs: dict[str, Any] = {}
+            if work.only is not None and self._guard is None:
+                result = work.call(values[work.only])
             else:
                 args = [ops.evaluate(expression, values) for expression in work.task.args]
                 kwargs = {key: ops.evaluate(expression, values) for key, expression in work.task.kwargs}
-            if self._guard is None:
-                result = work.call(*args, **kwargs)
-            else:
-                with self._guard:
+                with self._guard or _NO_GUARD:
                     result = work.call(*args, **kwargs)
-            if inspect.iscoroutine(result):
-                result = self._finish(result)
-            return result
+            return self._finish(result) if type(result) is CoroutineType else result
         except SystemExit as error:  # ray.actor.exit_actor
-            self.exiting = True
+            self._exit()
             return Failure(failed(GraphError(f"{work.label} exited its actor"), work.label, error))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
             return Failure(failed(error, work.label, error))
@@ -260,23 +260,18 @@ class Resident:
     def _send(self, send: _Send, result: Any, work: _Work) -> None:
         if send.steps:
             result = self._selected(result, send.steps, work)
-        if type(result) is Failure:
-            message = result.message
-        else:
-            try:
-                message = SIGNAL if result is None else self._encoder.encode(result)
-            except GraphError as error:
-                message = failed(error, work.label, error)
         try:
+            message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
-        except GraphError as error:  # too large, or no memory in time: the value is lost, the execution is answered
+        except GraphError as error:
+            # It cannot be pickled, is too large, or there was no memory in time: the execution is answered with that.
             send.write(self.sequence, failed(error, work.label, error), self._flags)
 
     def stats(self) -> dict[str, Any]:
         """Counters, for the driver."""
         tasks = {
             task: {"count": int(n), "wait_s": wait, "compute_s": compute, "send_s": send}
-            for task, (n, wait, compute, send) in self.totals.items()
+            for task, (n, wait, compute, send) in ((work.index, work.total) for work in self._work)
         }
         edges = {edge: {"count": inbound.count, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()}
         return {"tasks": tasks, "received": edges}

@@ -17,6 +17,10 @@ class Pump(Protocol):
 
     timeout_s: float | None
 
+    def finish(self, result: GraphResult, timeout_s: float | None) -> bool:
+        """Wait until it is done; whether it is."""
+        ...
+
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool: ...
 
     def listen(self, result: GraphResult, loop: asyncio.AbstractEventLoop) -> bool: ...
@@ -31,23 +35,22 @@ class GraphResult:
     `leaf_errors` holds, once done, the errors of calls whose result nobody reads.
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_done", "_error", "_flagged", "_graph", "_left", "_value", "_values",
-                 "leaf_errors", "number", "submitted_s")  # fmt: skip
+    leaf_errors: Sequence[BaseException] = ()
+    # What most results never set is set here: one is made for every execution.
+    _done = False
+    _value: Any = None
+    _error: BaseException | None = None
+    _callbacks: list[Callable[[], None]] | None = None
 
-    def __init__(self, graph: Pump, number: int, left: int, values: list[Any], *, flagged: bool) -> None:
+    def __init__(self, graph: Pump, number: int, left: int, values: list[Any], flagged: bool) -> None:
         self._graph = graph
         self.number = number
         """Of this execution, from 0."""
         self._left = left
         """Messages still to come."""
         self._values: list[Any] | None = values
-        self._done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
         self._flagged = flagged
         """Whether its messages wake the asyncio loop."""
-        self.leaf_errors: Sequence[BaseException] = ()
         self.submitted_s = time.perf_counter()
 
     def done(self) -> bool:
@@ -66,13 +69,15 @@ class GraphResult:
         read-only where several processes received them.
         """
         if not self._done:
-            deadline = Deadline(self._graph.timeout_s if timeout is None else timeout)
-            if not self._graph.pump_until(self._is_done, deadline):
+            limit = self._graph.timeout_s if timeout is None else timeout
+            if not self._graph.finish(self, limit):
                 raise GraphTimeoutError(
-                    f"execution {self.number} did not end within {deadline.timeout_s} s: "
+                    f"execution {self.number} did not end within {limit} s: "
                     f"{self._graph.waiting_for(self.number)}. Its result is not lost: get it later",
                     execution=self.number,
                 )
+        if self._error is None:
+            return self._value
         return self._outcome()
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -125,7 +130,10 @@ class GraphResult:
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """For the graph only."""
-        self._value, self._error, self._values = value, error, None
+        self._values = None
+        self._value = value
+        if error is not None:
+            self._error = error
         self._done = True
         if self._callbacks:
             self._announce()

@@ -46,6 +46,13 @@ class Descriptor(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class Reserved(NamedTuple):
+    """Memory that is lent before it is filled: `parts` has the sizes that were asked for."""
+
+    descriptor: Descriptor
+    parts: list[memoryview]
+
+
 class _Lent:
     __slots__ = ("capacity", "number", "owed", "readers", "segment")
 
@@ -82,17 +89,30 @@ class LeasePool:
         the message alone is above the limit.
         """
         views = [memoryview(part).cast("B") for part in parts]
-        offsets, end = [], 0
-        for view in views:
+        reserved = self.reserve([view.nbytes for view in views], readers)
+        for room, view in zip(reserved.parts, views, strict=True):
+            room[:] = view
+        return reserved.descriptor
+
+    def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reserved:
+        """Like `lend`, but the caller fills the memory. It is lent from now on: hand its descriptor to the readers, or
+        `cancel`."""
+        offsets, end = [], DATA_AT
+        for nbytes in sizes:
             offsets.append(end)
-            end += -(-view.nbytes // ALIGNMENT) * ALIGNMENT
-        lent = self._take(size_class(max(end, 1)))
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        lent = self._take(size_class(max(end - DATA_AT, 1)))
         memory = lent.segment.view
-        for view, offset in zip(views, offsets, strict=True):
-            memory[DATA_AT + offset : DATA_AT + offset + view.nbytes] = view
         lent.readers, lent.owed = readers, list(range(len(readers)))
         self._lent.append(lent)
-        return Descriptor(lent.segment.path, lent.number, tuple(view.nbytes for view in views))
+        parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
+        return Reserved(Descriptor(lent.segment.path, lent.number, tuple(sizes)), parts)
+
+    def cancel(self, reserved: Reserved) -> None:
+        """Nobody will be told of that memory."""
+        for lent in self._lent:
+            if lent.number == reserved.descriptor.number:
+                lent.owed = []
 
     def lent_bytes(self) -> int:
         return sum(lent.capacity for lent in list(self._lent))

@@ -18,13 +18,12 @@ from __future__ import annotations
 import os
 import pickle
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
-from raylane.graph.channels.lease import Descriptor, LeasePool, LeaseReader
+from raylane.graph.channels.lease import Descriptor, LeasePool, LeaseReader, Reserved
 from raylane.graph.message import Message
 
 HEADER_BYTES = 4096
@@ -34,9 +33,15 @@ LEND_FROM_BYTES = 1 << 15
 """Buffers of this much together are lent, not copied out: below it two copies are quicker than a lease."""
 _HEAD = struct.Struct("<QIBBH")
 _SIZE = struct.Struct("<Q")
+_HEAD_BYTES = _HEAD.size
+_ROOM_BYTES = SLOT_BYTES - _HEAD_BYTES
 
 LENT_BUFFERS, LENT_BODY, WAKE = 1, 2, 4
 """Flags of a message: its buffers, or also its body, are in a segment; its end in the driver is awaited by asyncio."""
+
+
+_taken: Callable[..., Taken] = tuple.__new__
+"""What Taken(...) does, in half the time."""
 
 
 class RingSpec(NamedTuple):
@@ -48,8 +53,7 @@ class RingSpec(NamedTuple):
     slots: int
 
 
-@dataclass(slots=True)
-class Taken:
+class Taken(NamedTuple):
     """A message out of a slot, its bytes owned by this process or lent to it."""
 
     kind: int
@@ -80,7 +84,7 @@ class RingWriter:
         """`bells` are the readers' doorbells, in the order of `spec.readers`."""
         self._segment = segment
         self._bells = tuple(bells)  # keeps them mapped
-        self._view = segment.view
+        self._memory = segment.memory  # slices of an mmap are quicker than those of a view of it
         self._spec = spec
         self._pool = pool
         self._slots = spec.slots
@@ -94,43 +98,78 @@ class RingWriter:
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
         """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors)."""
         kind, body, buffers, _ = message
-        view = self._view
         at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
-        if not buffers and len(body) <= SLOT_BYTES - _HEAD.size:
-            size = len(body)
-            _HEAD.pack_into(view, at, sequence, size, kind, flags, 0)
-            at += _HEAD.size
-            view[at : at + size] = body
+        size = len(body)
+        if not buffers and size <= _ROOM_BYTES:
+            memory = self._memory
+            _HEAD.pack_into(memory, at, sequence, size, kind, flags, 0)
+            at += _HEAD_BYTES
+            memory[at : at + size] = body
             self.bytes += size
         else:
             self._write_large(at, sequence, message, flags)
+        post = semaphore.post
+        for address in self._posts:
+            post(address)
+        if flags & WAKE and self.wake_fd is not None:
+            os.eventfd_write(self.wake_fd, 1)
+
+    def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reserved | None:
+        """Memory for a message that is still to come, with buffers of these sizes; None if it goes into a slot: then
+        `write` it. Its last part is for the body if there is one part more than buffers. Waits as `write` does."""
+        lent = _lent_flags(body_bytes, sizes)
+        if not lent:
+            return None
+        return self._pool.reserve([*sizes, body_bytes] if lent & LENT_BODY else sizes, self._spec.readers)
+
+    def cancel(self, reserved: Reserved) -> None:
+        self._pool.cancel(reserved)
+
+    def write_reserved(self, sequence: int, kind: int, body: bytes, reserved: Reserved, flags: int = 0) -> None:
+        """Hand over a message whose memory was reserved and is filled; `body` is empty if it lies there too."""
+        at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
+        self.bytes += len(body) + sum(reserved.descriptor.sizes)
+        place = pickle.dumps(tuple(reserved.descriptor), 5)
+        self._fill(at, sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
+        self._tell(flags)
+
+    def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
+        kind, body, buffers, _ = message
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        self.bytes += sum(sizes) + len(body)
+        parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
+        if lent := _lent_flags(len(body), sizes):
+            whole = bool(lent & LENT_BODY)
+            descriptor = self._pool.lend([*buffers, body] if whole else buffers, self._spec.readers)
+            parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if whole else body
+            flags |= lent
+        self._fill(at, sequence, kind, parts, body, flags)
+
+    def _fill(self, at: int, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
+        sizes = [len(part) for part in parts]
+        _HEAD.pack_into(self._memory, at, sequence, len(body), kind, flags, len(sizes))
+        at += _HEAD.size
+        for size in sizes:
+            _SIZE.pack_into(self._memory, at, size)
+            at += _SIZE.size
+        for part in [*parts, body]:
+            self._memory[at : at + len(part)] = part
+            at += len(part)
+
+    def _tell(self, flags: int) -> None:
         for address in self._posts:
             semaphore.post(address)
         if flags & WAKE and self.wake_fd is not None:
             os.eventfd_write(self.wake_fd, 1)
 
-    def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
-        kind, body, buffers, _ = message
-        sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        total = sum(sizes)
-        room = SLOT_BYTES - _HEAD.size - _SIZE.size * len(sizes) - 1024
-        self.bytes += total + len(body)
-        if total < LEND_FROM_BYTES and total + len(body) <= room:
-            parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
-        else:
-            whole = len(body) > room // 2
-            descriptor = self._pool.lend([*buffers, body] if whole else buffers, self._spec.readers)
-            place = pickle.dumps(tuple(descriptor), 5)
-            flags |= LENT_BODY if whole else LENT_BUFFERS
-            parts, sizes, body = [place], [len(place)], b"" if whole else body
-        _HEAD.pack_into(self._view, at, sequence, len(body), kind, flags, len(sizes))
-        at += _HEAD.size
-        for size in sizes:
-            _SIZE.pack_into(self._view, at, size)
-            at += _SIZE.size
-        for part in [*parts, body]:
-            self._view[at : at + len(part)] = part
-            at += len(part)
+
+def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
+    """What of a message does not go into a slot but into a leased segment: 0, LENT_BUFFERS, or LENT_BODY for both."""
+    total = sum(sizes)
+    room = SLOT_BYTES - _HEAD.size - _SIZE.size * len(sizes) - 1024
+    if total < LEND_FROM_BYTES and total + body_bytes <= room:
+        return 0
+    return LENT_BODY if body_bytes > room // 2 or not body_bytes else LENT_BUFFERS
 
 
 class RingReader:
@@ -138,7 +177,7 @@ class RingReader:
 
     def __init__(self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader) -> None:
         self._segment = segment
-        self._view = segment.view
+        self._memory = segment.memory
         self._slots = spec.slots
         self._index = index
         self._leases = leases
@@ -150,19 +189,19 @@ class RingReader:
 
     def take(self) -> Taken:
         """The next message; only after one was taken from `full`."""
-        view = self._view
+        memory = self._memory
         at = HEADER_BYTES + self.sequence % self._slots * SLOT_BYTES
-        sequence, size, kind, flags, count = _HEAD.unpack_from(view, at)
+        sequence, size, kind, flags, count = _HEAD.unpack_from(memory, at)
         if sequence != self.sequence:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
         self.sequence = sequence + 1
-        at += _HEAD.size
+        at += _HEAD_BYTES
         if not count:
-            return Taken(kind, flags, bytes(view[at : at + size]), (), False)
+            return _taken(Taken, (kind, flags, memory[at : at + size], (), False))
         return self._take_large(at, size, kind, flags, count)
 
     def _take_large(self, at: int, size: int, kind: int, flags: int, count: int) -> Taken:
-        view = self._view
+        view = self._memory
         sizes = [_SIZE.unpack_from(view, at + index * _SIZE.size)[0] for index in range(count)]
         at += count * _SIZE.size
         parts = []
