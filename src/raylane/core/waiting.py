@@ -21,6 +21,9 @@ SLOW_YIELD_S = 150e-6
 """A yield that takes longer means that somebody else needed this CPU."""
 PENALTY = 50
 """No yielding for this many times what was lost, doubled with every further loss: at most 1% of the time."""
+MAX_LOSS_S = 20e-3
+"""One slow yield counts as no more: a process that was stopped, or whose machine was paused, lost much more, and not to
+a neighbour; without this limit it would not yield for minutes."""
 MAX_LEVEL = 6
 FORGIVE_S = 1.0
 """One level is forgiven for each such time without a slow yield after a penalty has ended."""
@@ -55,7 +58,7 @@ class Patience:
         if self.level and quiet_s > 0:
             self.level = max(0, self.level - int(quiet_s / FORGIVE_S))
         self.level = min(self.level + 1, MAX_LEVEL)
-        self.slow_until = now + lost_s * PENALTY * (1 << self.level)
+        self.slow_until = now + min(lost_s, MAX_LOSS_S) * PENALTY * (1 << self.level)
 
     def __repr__(self) -> str:
         return f"Patience(mean wait {self.mean_s * 1e6:.0f} us, level {self.level})"
