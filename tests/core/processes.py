@@ -28,11 +28,8 @@ class Child:
         self.process = _context.Process(target=_run, args=(theirs, function, args), daemon=True)
         self.process.start()
         theirs.close()
-
-    @property
-    def pid(self) -> int:
         assert self.process.pid is not None
-        return self.process.pid
+        self.pid = self.process.pid
 
     def send(self, value: Any) -> None:
         self._pipe.send(value)
@@ -45,8 +42,7 @@ class Child:
 
     def result(self, timeout_s: float = 30) -> Any:
         kind, value = self._next(timeout_s)
-        self.process.join(timeout_s)
-        self._pipe.close()
+        self._close(timeout_s)
         if kind == "raised":
             pytest.fail(f"in the child:\n{value}")
         assert kind == "returned", f"the child has sent {value!r}, which nobody received"
@@ -54,8 +50,12 @@ class Child:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(30)
+        self._close(30)
+
+    def _close(self, timeout_s: float) -> None:
         self._pipe.close()
+        self.process.join(timeout_s)
+        self.process.close()
 
     def _next(self, timeout_s: float) -> tuple[str, Any]:
         assert self._pipe.poll(timeout_s), f"process {self.pid} says nothing for {timeout_s} s"
