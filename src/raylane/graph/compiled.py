@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import os
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from raylane.core import wake
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post, try_wait
 from raylane.core.waiting import Waiter
@@ -26,6 +24,7 @@ from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTi
 from raylane.graph import drawing, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
+from raylane.graph.awaiting import Awaiting
 from raylane.graph.channels.ring import WAKE, RingReader, RingWriter
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.outcome import Failed, conclude
@@ -38,6 +37,17 @@ from raylane.graph.show import describe
 log = logging.getLogger("raylane.graph")
 
 LOOK_UP_S = 1.0
+
+
+class _Arrival:
+    """Awaits a result without taking its value, or its error."""
+
+    def __init__(self, result: GraphResult) -> None:
+        self._result = result
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self._result.done():
+            yield from self._result.arrival()
 
 
 class _Collected:
@@ -81,8 +91,9 @@ class CompiledGraph:
         self._followers = 0
         self._end: GraphError | None = None
         """Why the graph has ended: set once, by anyone; pending results are then failed by the pump."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._eventfd: int | None = None
+        self._awaiting = Awaiting(self._woken, timeout_s)
+        self._missed = False
+        """Whether the asyncio loop was woken while another thread read messages."""
         self._alone = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
         """The value that is the output, the usual case."""
         self._empty: list[Any] = [None] * len(plan.values)
@@ -100,6 +111,7 @@ class CompiledGraph:
                 graph._fail(error)
 
         wiring.watch(ended)
+        weakref.finalize(self, self._awaiting.close)
         weakref.finalize(self, wiring.close, 0.0)  # forgotten, or at exit: the actors are told, nobody waits
 
     # Executing
@@ -125,19 +137,21 @@ class CompiledGraph:
             try:
                 return self._execute(args, kwargs, 0)
             except GraphFullError:
-                oldest = next(iter(self._pending), None)
-                if oldest is None:
-                    continue
                 left = deadline.left_s()
                 if left is not None and left <= 0:
                     raise self._no_place() from None
-                await oldest._arrival()
+            try:
+                oldest = self._pending[0]
+            except IndexError:  # a thread is just handing over, or the place has just become free
+                await asyncio.sleep(0)
+            else:
+                await _Arrival(oldest)
 
     def _execute(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         if self._end is not None:
             raise self._ended()
-        if self._eventfd is None and asyncio._get_running_loop() is not None:
-            self._start_listening()
+        if not self._awaiting.tried and asyncio._get_running_loop() is not None:
+            self._awaiting.start(self._wiring.tell_to_wake)
         if not self._submitting.acquire(False):
             self._queue(timeout_s)
         try:
@@ -181,8 +195,9 @@ class CompiledGraph:
 
     def _send(self, messages: list[tuple[RingWriter, Message]], kept: list[Any]) -> GraphResult:
         number = self._submitted
-        flags = 0 if self._eventfd is None else WAKE
-        result = GraphResult(self, number, len(self._collected), kept, flags > 0)
+        flagged = self._awaiting.active
+        flags = WAKE if flagged else 0
+        result = GraphResult(self, number, len(self._collected), kept, flagged)
         try:
             self._pending.append(result)
             self._submitted = number + 1
@@ -210,9 +225,7 @@ class CompiledGraph:
                     self._rung += 1
                 self._drain()
             finally:
-                self._pumping.release()
-                if self._followers:
-                    self._tell_followers()
+                self._let_go()
             if result._done:
                 return True
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
@@ -229,9 +242,7 @@ class CompiledGraph:
                 try:
                     self._lead(ready, deadline)
                 finally:
-                    self._pumping.release()
-                    if self._followers:
-                        self._tell_followers()
+                    self._let_go()
             else:
                 self._follow(ready, deadline)
             left = deadline.left_s()
@@ -326,43 +337,31 @@ class CompiledGraph:
 
     # asyncio
 
-    def _start_listening(self) -> None:
-        """Have the actors write to an eventfd of ours from the next execution on."""
-        fd = wake.make()
-        refused = self._wiring.tell_to_wake(os.getpid(), fd)
-        if refused is not None:
-            log.info("asyncio waits on a thread: %s", refused)
-            os.close(fd)
-            self._eventfd = -1
-            return
-        self._eventfd = fd
-
-    def listen(self, result: GraphResult, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether this loop will be woken for that result; if not, its waiter needs a thread."""
-        if not result._flagged or self._eventfd in (None, -1):
-            return False
-        if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed():
-                return False
-            assert self._eventfd is not None
-            loop.add_reader(self._eventfd, self._woken)
-            self._loop = loop
-        self._woken()
-        return True
+    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
+        """For results: see `Awaiting.future`."""
+        return self._awaiting.future(loop)
 
     def _woken(self) -> None:
-        """The loop's reader: never waits. If a thread is reading messages at the moment, it completes the results."""
-        if self._eventfd is not None:
-            wake.drain(self._eventfd)
-        if not self._pumping.acquire(blocking=False):
-            return
+        """On the loop's thread: never waits. If a thread is reading messages at the moment, it rings again when it has
+        done with it, for it may have looked too early."""
+        if not self._pumping.acquire(False):
+            self._missed = True
+            if not self._pumping.acquire(False):
+                return
         try:
             self._drain()
             self._settle()
         finally:
-            self._pumping.release()
-            if self._followers:
-                self._tell_followers()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Stop reading messages; whoever else waits may."""
+        self._pumping.release()
+        if self._followers:
+            self._tell_followers()
+        if self._missed:
+            self._missed = False
+            self._awaiting.ring()
 
     # Seeing
 
@@ -400,9 +399,7 @@ class CompiledGraph:
         if self._end is None:
             self._end = error
         post(self._bell)
-        if self._eventfd not in (None, -1):
-            assert self._eventfd is not None
-            os.eventfd_write(self._eventfd, 1)
+        self._awaiting.ring()
 
     def _fail_pending(self, error: BaseException) -> None:
         while self._pending:
@@ -443,15 +440,7 @@ class CompiledGraph:
             finally:
                 self._pumping.release()
         self._tell_followers()
-        loop, self._loop = self._loop, None
-        fd, self._eventfd = self._eventfd, None
-        if fd is not None and fd >= 0:
-            if loop is not None and not loop.is_closed():
-                try:
-                    loop.remove_reader(fd)
-                except RuntimeError:  # another thread's loop, at work: it drops the descriptor by itself
-                    log.debug("reader of a running loop left to it")
-            os.close(fd)
+        self._awaiting.close()
         self._wiring.close(timeout)
 
     def __enter__(self) -> CompiledGraph:

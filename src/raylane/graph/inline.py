@@ -104,8 +104,8 @@ class InlineGraph:
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         return ready()
 
-    def listen(self, result: GraphResult, loop: asyncio.AbstractEventLoop) -> bool:
-        return True
+    def future(self, loop: asyncio.AbstractEventLoop) -> None:
+        return None
 
     def waiting_for(self, number: int) -> str:
         return "nothing"

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphTimeoutError
+from raylane.graph.awaiting import resolve
 
 
 class Pump(Protocol):
@@ -23,7 +24,9 @@ class Pump(Protocol):
 
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool: ...
 
-    def listen(self, result: GraphResult, loop: asyncio.AbstractEventLoop) -> bool: ...
+    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
+        """What a flagged result's waiter awaits; None where a thread has to wait."""
+        ...
 
     def waiting_for(self, number: int) -> str: ...
 
@@ -40,7 +43,7 @@ class GraphResult:
     _done = False
     _value: Any = None
     _error: BaseException | None = None
-    _callbacks: list[Callable[[], None]] | None = None
+    _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
 
     def __init__(self, graph: Pump, number: int, left: int, values: list[Any], flagged: bool) -> None:
         self._graph = graph
@@ -82,51 +85,31 @@ class GraphResult:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if not self._done:
-            yield from self._arrival().__await__()
+            yield from self.arrival()
+        if self._error is None:
+            return self._value
         return self._outcome()
 
-    async def _arrival(self) -> None:
+    def arrival(self) -> Generator[Any, Any, None]:
+        """For `await`: until the result is done, of which nothing is taken. GraphTimeoutError after `timeout_s`."""
         loop = asyncio.get_running_loop()
         timeout_s = self._graph.timeout_s
-        if not self._graph.listen(self, loop):
-            await loop.run_in_executor(None, self._graph.pump_until, self._is_done, Deadline(timeout_s))
-        elif not self._done:
-            await self._announced(loop, timeout_s)
+        future = self._graph.future(loop) if self._flagged else None
+        if future is None:
+            yield from loop.run_in_executor(None, self._graph.pump_until, self._is_done, Deadline(timeout_s))
+        else:
+            if self._waiting is None:
+                self._waiting = []
+            self._waiting.append((loop, future))
+            if self._done:  # completed by another thread in between
+                resolve(self._waiting)
+            yield from future
         if not self._done:
             raise GraphTimeoutError(
                 f"execution {self.number} did not end within {timeout_s} s: "
                 f"{self._graph.waiting_for(self.number)}. Its result is not lost: await it again",
                 execution=self.number,
             )
-
-    async def _announced(self, loop: asyncio.AbstractEventLoop, timeout_s: float | None) -> None:
-        future: asyncio.Future[None] = loop.create_future()
-
-        def finish() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def tell() -> None:  # called by whoever completes the result, on any thread
-            if asyncio._get_running_loop() is loop:
-                finish()
-            else:
-                loop.call_soon_threadsafe(finish)
-
-        self.when_done(tell)
-        timer = None if timeout_s is None else loop.call_later(timeout_s, finish)
-        try:
-            await future
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it once when done, from whichever thread finds out; at once if it is done."""
-        if self._callbacks is None:
-            self._callbacks = []
-        self._callbacks.append(callback)
-        if self._done:
-            self._announce()
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """For the graph only."""
@@ -135,17 +118,8 @@ class GraphResult:
         if error is not None:
             self._error = error
         self._done = True
-        if self._callbacks:
-            self._announce()
-
-    def _announce(self) -> None:
-        callbacks = self._callbacks
-        while callbacks:
-            try:
-                callback = callbacks.pop()
-            except IndexError:  # another thread was quicker
-                return
-            callback()
+        if self._waiting:
+            resolve(self._waiting)
 
     def _is_done(self) -> bool:
         return self._done
@@ -176,11 +150,6 @@ def wait(
     """
     if not 0 < num_returns <= len(results):
         raise ValueError(f"num_returns={num_returns} of {len(results)} results: it is between 1 and their number")
-    import threading
-
-    enough = threading.Semaphore(0)
-    for result in results:
-        result.when_done(enough.release)
     deadline = Deadline(results[0]._graph.timeout_s if timeout is None else timeout)
     graphs = {id(result._graph): result._graph for result in results}
     if len(graphs) == 1:
