@@ -38,6 +38,12 @@ class Node:
     def __bool__(self) -> bool:
         raise TypeError(f"{self!r} has no value yet: a graph has no branches; put the decision into a method")
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} has no value yet, so it cannot be pickled: in arguments of bind, nodes may stand by themselves "
+            "or in lists, tuples and values of dicts, not inside other objects; and they are no arguments of .remote"
+        )
+
 
 class InputNode(Node):
     """What `execute` is called with.
@@ -148,7 +154,7 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
     Returns a node, or a tuple of nodes if the method declares `num_returns` above 1. A call that no output needs is
     executed too, as long as it is bound to the same input; its errors are logged and kept in `result.leaf_errors`.
 
-    TypeError if `method` is something else, or if the arguments do not fit its signature.
+    TypeError if `method` is something else or a generator, or if the arguments do not fit its signature.
     """
     target = _ray.bound_method(method)
     if target is None:
@@ -163,8 +169,13 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
         except TypeError as error:
             shown = f"{_ray.class_name_of(actor)}.{name}{signature}"
             raise TypeError(f"bind: {error}. The method is {shown}; got {args!r} and {kwargs!r}") from None
+    if not isinstance(num_returns, int):
+        raise TypeError(
+            f"bind: {_ray.class_name_of(actor)}.{name} has num_returns={num_returns!r}: a call in a graph has one "
+            "result, or a declared number of them; return a list instead of yielding"
+        )
     node = CallNode(actor, name, args, kwargs, num_returns=num_returns)
-    return node if num_returns == 1 else tuple(ItemNode(node, "item", index) for index in range(num_returns))
+    return node if num_returns <= 1 else tuple(ItemNode(node, "item", index) for index in range(num_returns))
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:
@@ -225,11 +236,17 @@ def nodes_in(value: Any) -> list[Node]:
     """The nodes in an argument: itself, or those in its lists, tuples and dict values, at any depth."""
     if isinstance(value, Node):
         return [value]
-    if isinstance(value, list | tuple):
-        return [node for item in value for node in nodes_in(item)]
-    if isinstance(value, dict):
-        return [node for item in value.values() for node in nodes_in(item)]
-    return []
+    found: list[Node] = []
+    seen: set[int] = set()  # a list may contain itself
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Node):
+            found.append(item)
+        elif isinstance(item, list | tuple | dict) and id(item) not in seen:
+            seen.add(id(item))
+            waiting.extend(reversed(item.values() if isinstance(item, dict) else item))
+    return found
 
 
 def _input_of(values: Iterable[Any]) -> InputNode | None:

@@ -7,6 +7,7 @@ used by another task of the same member do not travel at all.
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ def plan(
     GraphPlanError if the nodes make no graph: no calls, two inputs, something that is not a node.
     """
     calls, source = _find(output)
-    planner = _Planner(calls, source, identify, name)
+    whole = source is not None and _uses_whole([*calls, output], source)
+    planner = _Planner(calls, whole, identify, name)
     return planner.finish(output, order or {}), planner.actors
 
 
@@ -69,7 +71,8 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
         if source is not None and id(source) not in inputs:
             inputs[id(source)] = source
             waiting.extend(source._calls)
-        waiting.extend(found for part in n.parts_of(node) for found in n.nodes_in(part))
+        waiting.extend(_nodes_of(node))
+    _refuse_cycles(seen)
     if len(inputs) > 1:
         raise GraphPlanError(
             f"the graph has {len(inputs)} InputNodes; use one, and x[0], x[1], x.name for several inputs"
@@ -86,14 +89,15 @@ class _Planner:
     def __init__(
         self,
         calls: list[n.CallNode],
-        source: n.InputNode | None,
+        whole_input: bool,
         identify: Callable[[Any], Hashable],
         name: Callable[[Any], str],
     ) -> None:
         self.calls = calls
         self.task_of = {id(call): index for index, call in enumerate(calls)}
-        self.whole_input = source is not None and _uses_whole(calls, source)
-        self.source = source
+        self.whole_input = whole_input
+        self.building: set[int] = set()
+        """Containers whose items are being looked at."""
         self.values: dict[tuple[int, tuple[Step, ...]], Value] = {}
         self.numbered: list[Value] = []
         self.actors: list[Any] = []
@@ -139,10 +143,6 @@ class _Planner:
                 _distinct([f"{self.members[m]}.{c.method}" for m, c in zip(member_of, self.calls, strict=True)])
             ),
         )
-
-    def _labels(self, member_of: Sequence[int]) -> tuple[str, ...]:
-        names = [f"{self.members[m]}.{call.method}" for m, call in zip(member_of, self.calls, strict=True)]
-        return tuple(_distinct(names))
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
         args = tuple(self._argument(arg) for arg in call.args)
@@ -195,41 +195,51 @@ class _Planner:
             return self._expression(value)
         if not n.nodes_in(value):
             return Const(value)
-        if isinstance(value, dict):
-            return Build("dict", tuple(self._argument(item) for item in value.values()), tuple(value))
-        if type(value) not in (list, tuple):
+        if type(value) not in (list, tuple, dict):
             raise GraphPlanError(
                 f"an argument of type {type(value).__name__} holds nodes; lists, tuples and dicts may, others not"
             )
-        return Build(type(value).__name__, tuple(self._argument(item) for item in value))
+        if id(value) in self.building:
+            raise GraphPlanError(f"a {type(value).__name__} that contains itself holds nodes: it never ends")
+        self.building.add(id(value))
+        items = tuple(self._argument(item) for item in (value.values() if type(value) is dict else value))
+        self.building.remove(id(value))
+        return Build(type(value).__name__, items, tuple(value) if type(value) is dict else ())
 
     def _expression(self, node: Any) -> Expression:
-        if isinstance(node, n.CallNode):
-            return Ref(self._value(self.task_of[id(node)], ()))
-        if isinstance(node, n.InputNode):
-            return Ref(self._value(INPUT, ()))
-        if isinstance(node, n.ItemNode):
-            if isinstance(node.base, n.InputNode) and not self.whole_input:
-                return Ref(self._value(INPUT, (("argument", node.how, node.key),)))
-            return self._select(self._expression(node.base), (node.how, node.key))
-        if isinstance(node, n.PartNode):
-            return self._select(self._expression(node.base), ("part", node.index, node.count, node.axis))
-        if isinstance(node, n.JoinNode):
-            items = [self._expression(item) for item in node.nodes]
-            if node.how == "first":
-                items[1:] = [self._select(item, ("done",)) for item in items[1:]]
-            return Join(node.how, tuple(items), node.axis)
+        steps: list[Step] = []
+        while isinstance(node, n.ItemNode | n.PartNode):
+            steps.insert(0, self._step(node))
+            node = node.base
+        if isinstance(node, n.CallNode | n.InputNode):  # selected by its producer, so that no more than this travels
+            source = INPUT if isinstance(node, n.InputNode) else self.task_of[id(node)]
+            return Ref(self._value(source, tuple(steps)))
         if isinstance(node, n.MultiOutputNode):
             raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
-        return self._argument(node)
+        made = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
+        return Select(made, tuple(steps)) if steps else made
 
-    def _select(self, base: Expression, step: Step) -> Expression:
-        if isinstance(base, Ref):  # selected by its producer, so that no more than this travels
-            value = self.numbered[base.value]
-            return Ref(self._value(value.source, TICK if step == ("done",) else (*value.steps, step)))
-        if isinstance(base, Select):
-            return Select(base.base, (*base.steps, step))
-        return Select(base, (step,))
+    def _step(self, node: n.ItemNode | n.PartNode) -> Step:
+        if isinstance(node, n.PartNode):
+            return ("part", node.index, node.count, node.axis)
+        if self.whole_input or not isinstance(node.base, n.InputNode):
+            return (node.how, node.key)
+        if isinstance(node.key, int) and node.key < 0:
+            raise GraphPlanError(f"{node!r}: the arguments of execute are counted from 0")
+        return ("argument", node.how, node.key)
+
+    def _joined(self, node: n.JoinNode) -> Expression:
+        if node.how != "first":
+            return Join(node.how, tuple(self._expression(item) for item in node.nodes), node.axis)
+        # Of the others nothing travels but the fact that they were computed.
+        others = dict.fromkeys(source for item in node.nodes[1:] for source in self._sources(item))
+        return Join("first", (self._expression(node.nodes[0]), *(Ref(self._value(s, TICK)) for s in others)), None)
+
+    def _sources(self, node: n.Node) -> list[int]:
+        """The tasks, or the input, that a node is made from."""
+        if isinstance(node, n.CallNode):
+            return [self.task_of[id(node)]]
+        return [INPUT] if isinstance(node, n.InputNode) else [s for one in _nodes_of(node) for s in self._sources(one)]
 
     def _value(self, source: int, steps: tuple[Step, ...]) -> int:
         key = (source, steps)
@@ -239,20 +249,34 @@ class _Planner:
         return self.values[key].index
 
 
-def _uses_whole(calls: Iterable[n.CallNode], source: n.InputNode) -> bool:
-    """Whether the input is used other than by its arguments."""
-    waiting: list[Any] = [found for call in calls for part in n.parts_of(call) for found in n.nodes_in(part)]
+def _uses_whole(users: Sequence[n.Node], source: n.InputNode) -> bool:
+    """Whether the input is used other than by its arguments. `users` are all calls and the output."""
+    waiting = list(users)
     seen: set[int] = set()
     while waiting:
         node = waiting.pop()
         if node is source:
             return True
-        if id(node) in seen or isinstance(node, n.CallNode):
+        if id(node) in seen:
             continue
         seen.add(id(node))
         if not (isinstance(node, n.ItemNode) and node.base is source):
-            waiting.extend(found for part in n.parts_of(node) for found in n.nodes_in(part))
+            waiting.extend(_nodes_of(node))
     return False
+
+
+def _nodes_of(node: n.Node) -> list[n.Node]:
+    """The nodes that a node is made from."""
+    return [found for part in n.parts_of(node) for found in n.nodes_in(part)]
+
+
+def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
+    try:
+        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in found.items()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = [found[key] for key in error.args[1]]
+        calls = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
+        raise GraphPlanError(f"these nodes are made from one another: {' -> '.join(calls)}") from None
 
 
 def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
