@@ -17,6 +17,8 @@ MESSAGES: list[wire.Message] = [
     wire.Done(b"k"),
     wire.Holding(),
     wire.Held(4),
+    wire.Stream(b"k", 3, 1),
+    wire.Streaming([(0, 5), (7, 2)], 1.5),
 ]
 
 

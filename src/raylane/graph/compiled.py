@@ -25,7 +25,8 @@ from raylane.graph import drawing, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.awaiting import Awaiting
-from raylane.graph.channels.ring import WAKE, RingReader, RingWriter
+from raylane.graph.channels.hop import Writer
+from raylane.graph.channels.ring import WAKE, RingReader
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.outcome import Failed, conclude
 from raylane.graph.plan import INPUT, Plan, Ref
@@ -170,7 +171,7 @@ class CompiledGraph:
 
     def _inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[tuple[RingWriter, Message]], list[Any]]:
+    ) -> tuple[list[tuple[Writer, Message]], list[Any]]:
         """What to send, and the values to begin the result with: inputs that are outputs too."""
         values = self._arguments.values(args, kwargs)
         kept = self._empty.copy()
@@ -193,7 +194,7 @@ class CompiledGraph:
         if not self.pump_until(room, Deadline(timeout_s)):
             raise self._full() if timeout_s == 0 else self._no_place()
 
-    def _send(self, messages: list[tuple[RingWriter, Message]], kept: list[Any]) -> GraphResult:
+    def _send(self, messages: list[tuple[Writer, Message]], kept: list[Any]) -> GraphResult:
         number = self._submitted
         flagged = self._awaiting.active
         flags = WAKE if flagged else 0

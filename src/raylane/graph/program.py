@@ -4,12 +4,18 @@ of a graph may be anything that an argument of an ordinary call may be."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from raylane.core.place import Place
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.plan import Plan
+from raylane.transport.ticket import Source
+
+HOST_VARIABLE = "RAYLANE_HOST"
+"""Processes with different values of this environment variable are treated as if on different hosts: for containers
+that share a kernel but not /proc, and for tests."""
+CONTROL_SLOTS = 4
+"""Orders to one actor that may be unanswered."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +27,8 @@ class Hello:
     bell: str
     """Path of its doorbell."""
     node_ip: str
-    listener: Any
-    """`transport.ticket.Source` of its listener, for members of other hosts."""
+    host: str
+    """RAYLANE_HOST of its environment: processes with different values are on different hosts."""
     asynchronous: bool
     """Whether it is an asyncio actor."""
     gpus: bool
@@ -35,7 +41,70 @@ class Outbound:
 
     ring: RingSpec | None
     bells: tuple[str, ...]
-    hops: tuple[Any, ...] = ()
+    hops: tuple[tuple[int, int], ...] = ()
+    """Member and level of each."""
+
+
+@dataclass(frozen=True)
+class Directions:
+    """What every process of a graph that spans hosts knows of it."""
+
+    key: bytes
+    """Names the graph to listeners."""
+    member: int
+    names: tuple[str, ...]
+    """How messages call each member."""
+    alarm: int
+    """The channel over which a member tells the driver why it gave up."""
+    timeout_s: float | None
+    max_lent_bytes: int
+
+
+@dataclass(frozen=True)
+class RingOrder:
+    """A ring that this process shall make, because it writes it."""
+
+    channel: int
+    readers: tuple[str, ...]
+    slots: int
+
+
+@dataclass(frozen=True)
+class Relayed:
+    """A channel that arrives over a hop, and where this process passes its messages on."""
+
+    channel: int
+    source: tuple[int, int]
+    """Member and level of the hop."""
+    onward: Outbound
+    slots: int
+
+
+@dataclass(frozen=True)
+class Posting:
+    """The first part of what a member of a graph that spans hosts is told: what to have ready."""
+
+    directions: Directions
+    peers: tuple[tuple[int, int], ...]
+    """Who will connect: member and level."""
+    rings: tuple[RingOrder, ...]
+    relayed: tuple[Relayed, ...]
+
+
+@dataclass(frozen=True)
+class Posted:
+    """The answer to a `Posting`."""
+
+    source: Source
+    rings: Mapping[int, RingSpec]
+    """By channel."""
+
+
+@dataclass(frozen=True)
+class HopTo:
+    member: int
+    level: int
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -45,7 +114,8 @@ class Program:
     graph: str
     member: int
     plan: Plan
-    owner: Place
+    owner: Place | None
+    """Its place if it is of this host: else a hop tells when it is gone."""
     owner_who: str
     inbound: Mapping[int, tuple[RingSpec, int]]
     """Edge to its ring here and this member's index among the readers."""
@@ -56,8 +126,11 @@ class Program:
     timeout_s: float | None
     max_lent_bytes: int
     exclusive: bool
-    relays: Mapping[int, Outbound] = field(default_factory=dict)
-    """Edges that arrive here over a hop, and where this member writes them to."""
+    report_channel: int
+    directions: Directions | None = None
+    """If this member sends to other hosts or hears from them."""
+    hops: tuple[HopTo, ...] = ()
+    """Connections to open."""
 
 
 def only(plan: Plan, member: int) -> Plan:

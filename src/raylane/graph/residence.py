@@ -15,16 +15,20 @@ from typing import Any
 
 from raylane import _ray
 from raylane.core import wake
+from raylane.core.deadline import Deadline
 from raylane.core.place import here
-from raylane.core.semaphore import Segment, try_wait
+from raylane.core.semaphore import try_wait
 from raylane.errors import GraphError, GraphPlanError
 from raylane.graph import context, guard, lane
 from raylane.graph import message as m
+from raylane.graph.channels.hop import Writer
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.channels.station import Station, open_shared
 from raylane.graph.plan import DRIVER
-from raylane.graph.program import Hello, Outbound, Program
+from raylane.graph.program import CONTROL_SLOTS, HOST_VARIABLE, Hello, Outbound, Posted, Posting, Program
 from raylane.graph.resident import Resident
+from raylane.transport import endpoint as endpoints
 
 ORDERS_EVERY = 64
 """Tasks that may run one after the other before the owner is heard."""
@@ -43,18 +47,24 @@ class Residence:
         self._undisturbed = 0
         """Tasks since the last look for orders."""
         self._guarded = instance if program.exclusive else None
-        self._owner = lane.Watched(program.owner)
+        self._owner = None if program.owner is None else lane.Watched(program.owner)
+        self._station = _stations.pop(program.graph, None)
+        """This actor's connections to other hosts, if it has any."""
+        if self._station is not None:
+            self._station.connect(program.hops, Deadline(program.timeout_s))
         self._pool = LeasePool(program.max_lent_bytes, program.timeout_s)
         self._leases = LeaseReader()
         self._wake_fd: int | None = None
         self._encoder = m.Encoder()
         self._reports = 0
         self._control = self._reader(*program.control)
-        self._report = self._writer(program.report)
-        self._to_driver: list[RingWriter] = []
+        self._report = self._writer(program.report, program.report_channel, CONTROL_SLOTS)
         readers = {edge: self._reader(spec, index) for edge, (spec, index) in program.inbound.items()}
-        writers = {edge: self._writer(out) for edge, out in program.outbound.items()}
-        self._to_driver = [w for edge, w in writers.items() if DRIVER in program.plan.edges[edge].readers]
+        writers = {edge: self._writer(out, edge, program.max_inflight) for edge, out in program.outbound.items()}
+        self._to_driver = [
+            w for edge, w in writers.items() if DRIVER in program.plan.edges[edge].readers and isinstance(w, RingWriter)
+        ]
+        """Over a hop the driver's own thread wakes it."""
         self._writers = writers
         self.resident = Resident(
             program.plan,
@@ -68,12 +78,18 @@ class Residence:
         )
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
-        return RingReader(Segment.open(spec.path), spec, index, self._leases)
+        return RingReader(open_shared(spec.path, self.owner_who), spec, index, self._leases)
 
-    def _writer(self, out: Outbound) -> RingWriter:
-        assert out.ring is not None
-        bells = [Segment.open(path) for path in out.bells]
-        return RingWriter(Segment.open(out.ring.path), out.ring, bells, self._pool)
+    def _writer(self, out: Outbound, channel: int, slots: int) -> Writer:
+        """A ring's own writer where no message leaves this host: then nothing stands between."""
+        own = None
+        if out.ring is not None:
+            bells = [open_shared(path, who) for path, who in zip(out.bells, out.ring.readers, strict=True)]
+            own = RingWriter(open_shared(out.ring.path, self.owner_who), out.ring, bells, self._pool)
+        if self._station is not None and out.hops:
+            return self._station.writer(own, channel, out.hops, slots)
+        assert own is not None
+        return own
 
     @property
     def taken(self) -> int:
@@ -98,7 +114,8 @@ class Residence:
             answer: Any = None
         elif word == "stats":
             sent = {edge: writer.bytes for edge, writer in self._writers.items()}
-            answer = self.resident.stats() | {"sent_bytes": sent, "lent_bytes": self._pool.lent_bytes()}
+            lent = self._pool.lent_bytes() + (0 if self._station is None else self._station.lent_bytes())
+            answer = self.resident.stats() | {"sent_bytes": sent, "lent_bytes": lent}
         elif word == "trace":
             answer = list(self.resident.records)
         elif word == "wake":
@@ -119,12 +136,17 @@ class Residence:
         return None
 
     def orphaned(self) -> bool:
-        return self._owner.gone()
+        if self._station is not None and self._station.owner_gone:
+            return True
+        return self._owner is not None and self._owner.gone()
 
     def close(self) -> None:
         """Let go of everything. What readers still hold of lent memory stays valid."""
         self._pool.closed = True
-        self._owner.close()
+        if self._owner is not None:
+            self._owner.close()
+        if self._station is not None:
+            self._station.close()
         fd, self._wake_fd = self._wake_fd, None
         if fd is not None:
             os.close(fd)
@@ -145,10 +167,34 @@ def hello(instance: Any) -> Hello:
         who=_ray.describe_self(),
         bell=lane.lane().bell.path,
         node_ip=_ray.node_ip(),
-        listener=None,
+        host=os.environ.get(HOST_VARIABLE, ""),
         asynchronous=_ray.actor_loop() is not None,
         gpus=torch is not None and torch.cuda.is_available(),
     )
+
+
+_stations: dict[str, Station] = {}
+"""By graph, between `post` and `enter`. Touched by ordinary calls of the actor only."""
+
+
+def post(instance: Any, graph: str, posting: Posting) -> Posted:
+    """Make this actor's share of the rings, and expect connections of a graph that spans hosts."""
+    station = Station(posting.directions)
+    try:
+        rings = station.post(posting)
+        source = endpoints.endpoint().source()
+    except BaseException:
+        station.close()
+        raise
+    _stations[graph] = station
+    return Posted(source, rings)
+
+
+def abandon(instance: Any, graph: str) -> None:
+    """The compilation failed: undo `post`, if `enter` was not reached."""
+    station = _stations.pop(graph, None)
+    if station is not None:
+        station.close()
 
 
 def enter(instance: Any, packed: bytes) -> None:
@@ -160,7 +206,15 @@ def enter(instance: Any, packed: bytes) -> None:
             f"exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave by design; "
             "use an asyncio.Lock in its methods"
         )
-    residence = Residence(program, instance, loop)
+    if program.directions is not None and program.graph not in _stations:
+        raise GraphPlanError(f"{_ray.describe_self()} came too late: the compilation was given up")
+    station = _stations.get(program.graph)
+    try:
+        residence = Residence(program, instance, loop)
+    except BaseException:
+        if station is not None:
+            station.close()
+        raise
     if program.exclusive:
         guard.enter(instance, lane.lane().exclusive)
     lane.lane().adopt(residence, context.read())

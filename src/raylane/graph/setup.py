@@ -1,8 +1,10 @@
 """From a plan to channels that are open on every member, and back: the doing half of `compile` and of `teardown`.
 
 1. Every actor is asked, in parallel and by an ordinary call, who and where it is (`residence.hello`).
-2. The rings of each host are made by one process there, and every actor gets its program (`residence.enter`).
-3. From then on nothing goes through Ray.
+2. Only if the graph spans hosts: every process with a hop makes its share of the rings and expects connections
+   (`residence.post`).
+3. Every actor gets its program (`residence.enter`), made by `building`, and opens its channels.
+4. From then on nothing goes through Ray.
 
 An error in between undoes what was done: actors that have entered are told to leave.
 """
@@ -10,11 +12,12 @@ An error in between undoes what was done: actors that have entered are told to l
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
 import pickle
 import threading
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,17 +28,20 @@ from raylane.core.place import here
 from raylane.core.semaphore import Segment, block, init, try_wait
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph import message as m
-from raylane.graph import residence
-from raylane.graph.channels import ring
+from raylane.graph import residence, routing
+from raylane.graph.building import Builder
+from raylane.graph.channels.arrivals import JOIN_S
+from raylane.graph.channels.hop import Writer
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import RingReader
+from raylane.graph.channels.station import Station
 from raylane.graph.plan import DRIVER, Edge, Plan
-from raylane.graph.program import Hello, Outbound, Program, only
+from raylane.graph.program import CONTROL_SLOTS, Hello
+from raylane.graph.routing import LINES, Routes
 from raylane.graph.watch import Watch, watcher
 
 log = logging.getLogger("raylane.graph")
 
-CONTROL_SLOTS = 4
 KEPT_FREE = 1
 """Slots of a control line that only the order to close may take: it must get through to an actor that is busy."""
 
@@ -43,7 +49,7 @@ KEPT_FREE = 1
 class _Line:
     """The control line to one actor: orders one way, answers the other. One order at a time."""
 
-    def __init__(self, writer: RingWriter, reader: RingReader) -> None:
+    def __init__(self, writer: Writer, reader: RingReader) -> None:
         self.writer = writer
         self.reader = reader
         self.asked = 0
@@ -60,7 +66,11 @@ class Wiring:
         self.hellos = list(hellos)
         self.bell = Segment.make(4096)
         init(self.bell.address)
-        self.inputs: list[tuple[RingWriter, int]] = []
+        self.routes: Routes = Routes((), (), frozenset())
+        """Which way each channel takes."""
+        self.station: Station | None = None
+        """This process's connections to other hosts, if the graph spans hosts."""
+        self.inputs: list[tuple[Writer, int]] = []
         """Writers of the input edges, each with the index of its value."""
         self.readers: dict[int, RingReader] = {}
         """Edge to the driver's end of it."""
@@ -72,6 +82,10 @@ class Wiring:
         """Members whose process has ended."""
         self._watched: list[Watch] = []
         self._closed = False
+
+    def add_line(self, writer: Writer, reader: RingReader) -> None:
+        """The control line of the next member."""
+        self._lines.append(_Line(writer, reader))
 
     # Orders
 
@@ -110,37 +124,68 @@ class Wiring:
                 )
 
     def tell_to_wake(self, pid: int, fd: int) -> str | None:
-        """Have all actors that send to the driver write to that eventfd too; the reason if one of them cannot."""
-        senders = sorted({self.plan.edges[edge].writer for edge in self.readers})
-        for member in senders:
+        """Have all actors that send to the driver write to that eventfd too; the reason if one of them cannot. For
+        those of other hosts the thread that receives their messages does it."""
+        near = {
+            edge
+            for edge in self.readers
+            if self.routes.edges[edge].readers_beside(DRIVER) is self.routes.edges[edge].local
+        }
+        for member in sorted({self.plan.edges[edge].writer for edge in near}):
             refused: str | None = self.ask(member, "wake", pid, fd)
             if refused is not None:
                 return refused
+        for edge in self.readers.keys() - near:
+            assert self.station is not None
+            self.station.ring_writer(edge).wake_with(os.dup(fd))
         return None
 
     def channels(self) -> dict[int, list[tuple[str, str]]]:
         """For each edge its kind of channel and what there is to say of it, for `show` and `draw`."""
-        return {edge.index: [("shared memory", self._cuda_note(edge))] for edge in self.plan.edges}
+        found = {}
+        for edge in self.plan.edges:
+            route = self.routes.edges[edge.index]
+            notes = [routing.note(route, self.plan.members), self._cuda_note(edge)]
+            found[edge.index] = [(routing.kind(route), "; ".join(filter(None, notes)))]
+        return found
 
     def _cuda_note(self, edge: Edge) -> str:
         """CUDA tensors have no channel kind of their own yet: this is the place that will choose one."""
         at_gpus = [member for member in (edge.writer, *edge.readers) if member and self.hellos[member - 1].gpus]
         return "CUDA tensors go through host memory" if at_gpus else ""
 
+    def lent_bytes(self) -> int:
+        """What this process has lent to readers of its host."""
+        own = 0 if self.pool is None else self.pool.lent_bytes()
+        return own + (0 if self.station is None else self.station.lent_bytes())
+
+    def clock_offset_s(self, member: int) -> float:
+        """time.perf_counter() of a member less that of this process, measured when the graph was compiled: 0 within
+        one machine; else right within half a round trip."""
+        if self.station is None or self.hellos[member - 1].place.same_host(here()):
+            return 0.0
+        hop = self.station.hops.get((member, LINES))
+        return 0.0 if hop is None else hop.clock_offset_s
+
     # Deaths
 
     def watch(self, fail: Callable[[GraphError], None]) -> None:
-        """Call `fail` when an actor of the graph has died."""
+        """Call `fail` when an actor of the graph has died, or a connection between two hosts is lost."""
+
+        def ended(member: int) -> None:
+            self._dead.add(member)
+            fail(self._died(member))
+
         for member in range(1, len(self.plan.members)):
-
-            def ended(member: int = member) -> None:
-                self._dead.add(member)
-                fail(self._died(member))
-
+            if self.routes.lines[member - 1].control.relays:
+                continue  # of another host: its connection tells
             try:
-                self._watched.append(watcher.watch(self.hellos[member - 1].place.pid, ended))
+                place = self.hellos[member - 1].place
+                self._watched.append(watcher.watch(place.pid, functools.partial(ended, member)))
             except ProcessLookupError:
-                ended()
+                ended(member)
+        if self.station is not None:
+            self.station.listen(ended, lambda text: fail(GraphTimeoutError(f"{text}. Compile the graph again")))
 
     def _died(self, member: int) -> GraphActorDiedError:
         who = self.hellos[member - 1].who
@@ -158,6 +203,8 @@ class Wiring:
         if self._closed:
             return
         self._closed = True
+        if self.station is not None:
+            self.station.let_nobody_wait()
         if self.pool is not None:
             self.pool.closed = True
         deadline = Deadline(timeout_s)
@@ -175,6 +222,8 @@ class Wiring:
                     log.warning("%s is busy; it leaves the graph when it is done", self.hellos[member - 1].who)
         for watch in self._watched:
             watch.forget()
+        if self.station is not None:
+            self.station.close(min(timeout_s, JOIN_S))
 
 
 def wire(
@@ -188,27 +237,41 @@ def wire(
 ) -> Wiring:
     """Open every channel of the plan. Waits for the actors to start and to finish what they are doing."""
     deadline = Deadline(timeout_s)
-    hellos = _call(plan, actors, [(residence.hello,)] * len(actors), deadline)
-    wiring = Wiring(plan, actors, hellos)
-    builder = _Builder(wiring, max_inflight)
+    everybody = range(1, len(plan.members))
+    hellos = _call(plan, actors, dict.fromkeys(everybody, (residence.hello,)), deadline)
+    wiring = Wiring(plan, actors, [hellos[member] for member in everybody])
+    builder = Builder(
+        wiring, max_inflight=max_inflight, timeout_s=timeout_s, max_lent_bytes=max_lent_bytes, exclusive=exclusive
+    )
+    builder.make_rings()
+    postings = builder.postings()
     try:
-        programs = builder.programs(timeout_s, max_lent_bytes, exclusive=exclusive)
-        _call(plan, actors, [(residence.enter, program) for program in programs], deadline)
+        if postings:
+            builder.post(postings.pop(DRIVER))
+            calls = {member: (residence.post, builder.graph, posting) for member, posting in postings.items()}
+            builder.posted(_call(plan, actors, calls, deadline))
+        builder.open_own(deadline)
+        programs = enumerate(builder.programs(), 1)
+        _call(plan, actors, {member: (residence.enter, program) for member, program in programs}, deadline)
     except BaseException:
         wiring.close(1.0)
+        for member in postings:
+            actors[member - 1].__ray_call__.remote(residence.abandon, builder.graph)
         raise
     finally:
         builder.close_descriptors()
     return wiring
 
 
-def _call(plan: Plan, actors: Sequence[Any], calls: Sequence[tuple[Any, ...]], deadline: Deadline) -> list[Any]:
-    """Run a function in every actor, all at once; errors are translated here."""
-    refs = [actor.__ray_call__.remote(*call) for actor, call in zip(actors, calls, strict=True)]
-    answers = []
-    for member, ref in enumerate(refs, 1):
+def _call(
+    plan: Plan, actors: Sequence[Any], calls: Mapping[int, tuple[Any, ...]], deadline: Deadline
+) -> dict[int, Any]:
+    """Run a function in these members, all at once; errors are translated here."""
+    refs = {member: actors[member - 1].__ray_call__.remote(*call) for member, call in calls.items()}
+    answers = {}
+    for member, ref in refs.items():
         try:
-            answers.append(ray.get(ref, timeout=deadline.left_s()))
+            answers[member] = ray.get(ref, timeout=deadline.left_s())
         except ray.exceptions.GetTimeoutError as error:
             raise GraphTimeoutError(
                 f"{plan.members[member]} did not answer within {deadline.timeout_s} s: it has not started, or runs a "
@@ -221,79 +284,3 @@ def _call(plan: Plan, actors: Sequence[Any], calls: Sequence[tuple[Any, ...]], d
                 raise error.cause from None
             raise GraphPlanError(f"{plan.members[member]} cannot take part: {error}") from error
     return answers
-
-
-class _Builder:
-    """Makes the rings of this host."""
-
-    def __init__(self, wiring: Wiring, max_inflight: int) -> None:
-        self.wiring = wiring
-        self.plan = wiring.plan
-        self.slots = max_inflight
-        self.names = [f"{name} ({hello.who})" for name, hello in zip(self.plan.members[1:], wiring.hellos, strict=True)]
-        self.names.insert(DRIVER, f"{self.plan.members[DRIVER]} ({here()})")
-        self.rings: dict[int, tuple[RingSpec, Segment]] = {}
-        self.segments: list[Segment] = [wiring.bell]
-        self._bells: dict[int, Segment] = {}
-
-    def programs(self, timeout_s: float | None, max_lent_bytes: int, *, exclusive: bool) -> list[bytes]:
-        wiring, plan = self.wiring, self.plan
-        wiring.pool = LeasePool(max_lent_bytes, timeout_s)
-        for edge in plan.edges:
-            self.rings[edge.index] = self._ring([self.names[reader] for reader in edge.readers], self.slots)
-        for edge in plan.edges_to(DRIVER):
-            spec, segment = self.rings[edge.index]
-            wiring.readers[edge.index] = RingReader(segment, spec, edge.readers.index(DRIVER), wiring.leases)
-        for edge in plan.edges_from(DRIVER):
-            wiring.inputs.append((self._writer(self.rings[edge.index], edge.readers), edge.value))
-        graph = uuid.uuid4().hex
-        programs = []
-        for member in range(1, len(plan.members)):
-            control, report = self._ring([self.names[member]], CONTROL_SLOTS), self._ring(["driver"], CONTROL_SLOTS)
-            wiring._lines.append(
-                _Line(self._writer(control, (member,)), RingReader(report[1], report[0], 0, wiring.leases))
-            )
-            program = Program(
-                graph=graph,
-                member=member,
-                plan=only(plan, member),
-                owner=here(),
-                owner_who=_ray.describe_self(),
-                inbound={
-                    edge.index: (self.rings[edge.index][0], edge.readers.index(member))
-                    for edge in plan.edges_to(member)
-                },
-                outbound={edge.index: self._outbound(edge.index, edge.readers) for edge in plan.edges_from(member)},
-                control=(control[0], 0),
-                report=Outbound(report[0], (wiring.bell.path,)),
-                max_inflight=self.slots,
-                timeout_s=timeout_s,
-                max_lent_bytes=max_lent_bytes,
-                exclusive=exclusive,
-            )
-            programs.append(_ray.dumps(program))
-        return programs
-
-    def _ring(self, readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
-        spec, segment = ring.make(readers, slots)
-        self.segments.append(segment)
-        return spec, segment
-
-    def _bell_path(self, member: int) -> str:
-        return self.wiring.bell.path if member == DRIVER else self.wiring.hellos[member - 1].bell
-
-    def _outbound(self, edge: int, readers: Sequence[int]) -> Outbound:
-        return Outbound(self.rings[edge][0], tuple(self._bell_path(reader) for reader in readers))
-
-    def _writer(self, made: tuple[RingSpec, Segment], readers: Sequence[int]) -> RingWriter:
-        spec, segment = made
-        for reader in readers:
-            if reader not in self._bells:
-                self._bells[reader] = Segment.open(self._bell_path(reader))
-        assert self.wiring.pool is not None
-        return RingWriter(segment, spec, [self._bells[reader] for reader in readers], self.wiring.pool)
-
-    def close_descriptors(self) -> None:
-        """All who need them have opened them by now, or never will."""
-        for segment in self.segments:
-            segment.close_fd()

@@ -39,7 +39,7 @@ def stats(plan: Plan, wiring: Wiring, driver: dict[str, Any], collected: dict[in
         for task, numbers in answer["tasks"].items():
             calls[plan.labels[task]] = {"actor": plan.members[member], **numbers}
     lent = {plan.members[member]: answer["lent_bytes"] for member, answer in answers.items()}
-    lent["driver"] = wiring.pool.lent_bytes() if wiring.pool is not None else 0
+    lent["driver"] = wiring.lent_bytes()
     return {**driver, "calls": calls, "edges": edges, "lent_bytes": lent, "unanswered": silent}
 
 
@@ -59,7 +59,12 @@ def edge_label(plan: Plan, edge: int) -> str:
 def write_trace(path: str | Path, wiring: Wiring, executions: list[tuple[int, float, float]]) -> list[str]:
     """Write the last executions as a Chrome/Perfetto trace; returns who did not answer."""
     answers, silent = ask_all(wiring, "trace")
-    calls = [record for records in answers.values() for record in records]
+    calls = [
+        (task, execution, *(at_s - offset_s for at_s in times))
+        for member, records in answers.items()
+        for offset_s in [wiring.clock_offset_s(member)]
+        for task, execution, *times in records
+    ]
     pids = {member: hello.place.pid for member, hello in enumerate(wiring.hellos, 1)}
     trace = chrome_trace(wiring.plan, calls, executions, pids=pids)
     target = Path(path)

@@ -1,6 +1,8 @@
-"""Notices that a process of this host has ended: one thread for all graphs of this process, asleep until one does.
+"""Notices that a process of this host has ended, or a connection to one of another: one thread for all graphs of this
+process, asleep until it happens.
 
-A pidfd becomes readable when its process ends, 6-11 ms after a SIGKILL (most of it the kernel's own work).
+A pidfd becomes readable when its process ends, 6-11 ms after a SIGKILL (most of it the kernel's own work). The end of a
+connection is seen without reading from it (POLLRDHUP), so that another thread may.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable
 
@@ -17,13 +20,15 @@ log = logging.getLogger("raylane.graph")
 
 
 class Watch:
-    """One process that is watched. `forget` may be called from anywhere, a finalizer included, and never waits."""
+    """One process or connection that is watched. `forget` may be called from anywhere, a finalizer included; it never
+    waits."""
 
-    __slots__ = ("_watcher", "ended", "fd")
+    __slots__ = ("_watcher", "ended", "events", "fd")
 
-    def __init__(self, watcher: Watcher, fd: int, ended: Callable[[], None]) -> None:
+    def __init__(self, watcher: Watcher, fd: int, events: int, ended: Callable[[], None]) -> None:
         self._watcher = watcher
         self.fd = fd
+        self.events = events
         self.ended = ended
 
     def forget(self) -> None:
@@ -47,7 +52,14 @@ class Watcher:
 
     def watch(self, pid: int, ended: Callable[[], None]) -> Watch:
         """Call `ended` once, on the watcher's thread, when process `pid` ends. ProcessLookupError if there is none."""
-        found = Watch(self, os.pidfd_open(pid), ended)
+        return self._add(Watch(self, os.pidfd_open(pid), select.POLLIN, ended))
+
+    def watch_connection(self, sock: socket.socket, broken: Callable[[], None]) -> Watch:
+        """Call `broken` once, on the watcher's thread, when either side has ended the connection, or the kernel has.
+        Watches a copy of the descriptor: only `shutdown` ends the connection while it is watched."""
+        return self._add(Watch(self, os.dup(sock.fileno()), select.POLLRDHUP, broken))
+
+    def _add(self, found: Watch) -> Watch:
         with self._lock:
             self._arriving.append(found)
             if self._thread is None:
@@ -79,12 +91,12 @@ class Watcher:
                     self._ended(poll, self._watched[fd])
 
     def _settle(self, poll: select.poll, nudge: int) -> bool:
-        """Let in and let go what has come up. False, and the thread is gone for the next `watch`, if nothing is left."""
+        """Let in and let go what has come up. False, and the thread is gone for the next `watch`, if none is left."""
         with self._lock:
             while self._arriving:
                 watch = self._arriving.popleft()
                 self._watched[watch.fd] = watch
-                poll.register(watch.fd, select.POLLIN)
+                poll.register(watch.fd, watch.events)
             while self._forgotten:
                 self._let_go(poll, self._forgotten.popleft())
             if self._watched:
@@ -107,7 +119,7 @@ class Watcher:
         try:
             watch.ended()
         except Exception:
-            log.exception("after the end of a process")
+            log.exception("after the end of a process or connection")
 
 
 watcher = Watcher()

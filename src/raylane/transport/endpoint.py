@@ -24,7 +24,7 @@ from raylane.transport import wire
 from raylane.transport.fetching import FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
 from raylane.transport.link import Address, LinkPool
-from raylane.transport.listener import Listener
+from raylane.transport.listener import Listener, TakeStream
 from raylane.transport.store import Store
 from raylane.transport.ticket import Source
 
@@ -51,6 +51,8 @@ class Endpoint:
         self.pool = BufferPool(pool_limit_bytes())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that were tried on a process and cannot reach it, with the reason."""
+        self.streams: dict[bytes, TakeStream] = {}
+        """Who takes over connections to this process's listener, by the key that the other side names."""
         self.counts: collections.Counter[str] = collections.Counter()
         """Values and bytes by what happened to them; approximate where threads meet."""
         self._lock = threading.RLock()
@@ -90,6 +92,7 @@ class Endpoint:
                     host=host,
                     put_blocks=_put_blocks,
                     session_over=self.over,
+                    streams=self.streams,
                 )
                 source = Source(self.place, _ray.describe_self(), name, self._listener.host, self._listener.port)
                 actor = _ray.current_actor_id()

@@ -2,7 +2,8 @@
 
 It answers reads from the store, and drops whoever does not prove membership of this cluster in time. It never calls
 user code and never waits for one peer. The one thing that waits, putting a value into Ray's object store, runs on a
-thread of its own for as long as it takes.
+thread of its own for as long as it takes. A peer that asks for a stream is handed over, socket and all, to whoever has
+registered for it (`endpoint.streams`), and is none of the listener's business from then on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,9 @@ _SEND_BYTES = 4 << 20
 
 PutBlocks = Callable[[list[memoryview]], tuple[bytes, bytes, object]]
 """Puts blocks into Ray's object store; returns (object id, owner address, what keeps it alive)."""
+TakeStream = Callable[[socket.socket, int, int], None]
+"""Takes over a proven connection (blocking, no timeout) from `member`, with its `level`. Must not wait: it runs on the
+listener's thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,11 +68,14 @@ class Listener:
         host: str,
         put_blocks: PutBlocks,
         session_over: Callable[[], bool],
+        streams: Mapping[bytes, TakeStream] | None = None,
     ) -> None:
         self._store = store
         self._secret = secret
         self._put_blocks = put_blocks
         self._session_over = session_over
+        self._streams = {} if streams is None else streams
+        """By key, who takes connections over. Written by other threads."""
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._strangers: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
@@ -255,6 +262,8 @@ class Listener:
             self._put(peer, message.key)
         elif isinstance(message, wire.Done):
             peer.held.pop(message.key, None)
+        elif isinstance(message, wire.Stream):
+            self._hand_over(peer, message)
         else:
             self._drop(peer, f"sent {type(message).__name__}, which only a listener says")
 
@@ -270,6 +279,20 @@ class Listener:
             return
         self._send(peer, wire.Refusal(reason))
         self._drop(peer, reason)
+
+    def _hand_over(self, peer: _Peer, message: wire.Stream) -> None:
+        take = self._streams.get(message.key)
+        if take is None:
+            self._send(peer, wire.Refusal("nobody here expects this stream: it has ended, or never began"))
+            self._drop(peer, "unknown stream")
+            return
+        if peer.out:
+            self._drop(peer, "asked for a stream before it had read the answers to what it asked before")
+            return
+        self._selector.unregister(peer.socket)
+        del self._peers[peer.number]
+        peer.socket.setblocking(True)
+        take(peer.socket, message.member, message.level)
 
     def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
         """What a peer asks for, marked as read, and whether its creator has read it; the peer is told if it is gone."""

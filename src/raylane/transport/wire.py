@@ -7,6 +7,9 @@ A link opens with a mutual proof that both ends know the secret of this Ray clus
 
     listener -> Challenge(nonce)            client -> Hello(nonce, proof of the listener's nonce)
     listener -> Welcome(proof of the client's nonce)   or Refusal, and the link is closed
+
+A link may then become somebody else's: after Stream the listener hands the connection over to whoever has registered
+for that key in this process, who answers Streaming and speaks a protocol of his own (`graph.channels.frames`).
 """
 
 from __future__ import annotations
@@ -85,7 +88,39 @@ class Held(msgspec.Struct, tag=11, array_like=True, frozen=True):
     count: int
 
 
-Message: TypeAlias = Challenge | Hello | Welcome | Refusal | Read | Data | Gone | Put | PutReply | Done | Holding | Held
+class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
+    """Hand this connection over to who has registered for `key`. I am `member` there; `level` tells my connections
+    apart."""
+
+    key: bytes
+    member: int
+    level: int
+
+
+class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
+    """Go on. `expected` are pairs of a channel and the number of its next message; a channel that is not named begins.
+    `clock_s` is time.perf_counter() of the sender."""
+
+    expected: list[tuple[int, int]]
+    clock_s: float
+
+
+Message: TypeAlias = (
+    Challenge
+    | Hello
+    | Welcome
+    | Refusal
+    | Read
+    | Data
+    | Gone
+    | Put
+    | PutReply
+    | Done
+    | Holding
+    | Held
+    | Stream
+    | Streaming
+)
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -113,6 +114,12 @@ class RingWriter:
             post(address)
         if flags & WAKE and self.wake_fd is not None:
             os.eventfd_write(self.wake_fd, 1)
+
+    def wake_with(self, fd: int) -> None:
+        """Write to this eventfd from now on for messages that ask for it. It is the ring's to close, when the ring
+        is garbage: no thread can be writing then."""
+        weakref.finalize(self, os.close, fd)
+        self.wake_fd = fd
 
     def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reserved | None:
         """Memory for a message that is still to come, with buffers of these sizes; None if it goes into a slot: then
