@@ -340,7 +340,8 @@ def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
 
 def dag_node(node: Any) -> tuple[Any, ...] | None:
     """What a node of `ray.dag` says: ("input",), ("attribute", base, how, key), ("call", actor, method, args, kwargs,
-    num_returns), ("output", call, index), ("multiple", nodes), or ("other",). None for anything else."""
+    num_returns, how many calls were bound on this handle before), ("output", call, index), ("multiple", nodes), or
+    ("other",). None for anything else."""
     import sys
 
     if "ray.dag" not in sys.modules:  # nobody has made one
@@ -361,7 +362,8 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
             return "output", node.class_method_call, node.output_idx
         actor = node._get_actor_handle()
         if actor is not None:
-            return "call", actor, node.get_method_name(), node.get_args(), node.get_kwargs(), node.num_returns
+            bound = node.get_args(), node.get_kwargs()
+            return "call", actor, node.get_method_name(), *bound, node.num_returns, node._get_bind_index()
     return ("other",)
 
 

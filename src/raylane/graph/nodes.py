@@ -169,6 +169,12 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
         except TypeError as error:
             shown = f"{_ray.class_name_of(actor)}.{name}{signature}"
             raise TypeError(f"bind: {error}. The method is {shown}; got {args!r} and {kwargs!r}") from None
+    foreign = next((value for value in [*args, *kwargs.values()] if _ray.dag_node(value) is not None), None)
+    if foreign is not None:
+        raise TypeError(
+            f"bind: {type(foreign).__name__} is a node of ray.dag; write the whole graph with raylane.bind and "
+            "raylane.InputNode, or all of it with Ray's nodes"
+        )
     if not isinstance(num_returns, int):
         raise TypeError(
             f"bind: {_ray.class_name_of(actor)}.{name} has num_returns={num_returns!r}: a call in a graph has one "

@@ -3,6 +3,9 @@ written for `experimental_compile` changes one line."""
 
 from __future__ import annotations
 
+import graphlib
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 from raylane import _ray
@@ -12,14 +15,30 @@ from raylane.graph import nodes
 
 def from_ray(node: Any) -> Any:
     """The same graph in our nodes; anything that is not Ray's comes back as it is. GraphPlanError for nodes of Ray's
-    that have no counterpart (functions, collectives)."""
-    return _Translation().convert(node)
+    that have no counterpart (functions, collectives). Each actor's calls run in the order in which they were bound."""
+    translation = _Translation()
+    found = translation.convert(node)
+    translation.number()
+    return found
 
 
 class _Translation:
     def __init__(self) -> None:
         self._known: dict[int, nodes.Node] = {}
         self._kept: list[Any] = []
+        self._calls: list[tuple[int, int, nodes.CallNode]] = []
+        """(which handle, how many calls were bound on it before, call)"""
+
+    def number(self) -> None:
+        """Number the calls as they may have been bound: after what they use, and as their handle has counted them."""
+        needs = {id(call): {id(made) for made in _calls_in(nodes.parts_of(call))} for _, _, call in self._calls}
+        for earlier, later in itertools.pairwise(sorted(self._calls, key=lambda found: found[:2])):
+            if earlier[0] == later[0]:
+                needs[id(later[2])].add(id(earlier[2]))
+        calls = {id(call): call for _, _, call in self._calls}
+        numbers = sorted(call.number for call in calls.values())
+        for number, key in zip(numbers, graphlib.TopologicalSorter(needs).static_order(), strict=True):
+            calls[key].number = number
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -42,10 +61,11 @@ class _Translation:
             base, how, key = parts
             return nodes.ItemNode(self.convert(base), how, key)
         if kind == "call":
-            actor, method, args, kwargs, num_returns = parts
-            return nodes.CallNode(
-                actor, method, self.convert(tuple(args)), self.convert(dict(kwargs)), num_returns=num_returns
-            )
+            actor, method, args, kwargs, num_returns, place = parts
+            arguments = self.convert(tuple(args)), self.convert(dict(kwargs))
+            call = nodes.CallNode(actor, method, *arguments, num_returns=num_returns)
+            self._calls.append((id(actor), place, call))
+            return call
         if kind == "output":
             call, index = parts
             return nodes.ItemNode(self.convert(call), "item", index)
@@ -55,3 +75,12 @@ class _Translation:
             f"{type(value).__name__} of ray.dag has no counterpart in a compiled graph of raylane; it takes InputNode, "
             "actor.method.bind and MultiOutputNode"
         )
+
+
+def _calls_in(values: Iterable[Any]) -> list[nodes.CallNode]:
+    """The calls whose results these values are made from."""
+    found = [node for value in values for node in nodes.nodes_in(value)]
+    deeper = [
+        call for node in found if not isinstance(node, nodes.CallNode) for call in _calls_in(nodes.parts_of(node))
+    ]
+    return [node for node in found if isinstance(node, nodes.CallNode)] + deeper
