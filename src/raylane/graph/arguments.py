@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raylane.graph import ops
-from raylane.graph.plan import INPUT, Plan, Step
+from raylane.graph.plan import INPUT, Plan
 
 
 class Arguments:
@@ -33,27 +33,34 @@ class Arguments:
             for index, steps in self._wanted:
                 values[index] = ops.select(args[0], steps) if steps else args[0]
             return values
-        within = self._within(args, kwargs)
-        if not within:
-            self._check(args, kwargs)
+        if self._within(args, kwargs):
+            self._take_from(args[0], values)
+            return values
+        self._check(args, kwargs)
         for index, steps in self._wanted:
-            values[index] = ops.select(self._argument(args, kwargs, steps[0], within=within), steps[1:])
+            _, _, key = steps[0]
+            values[index] = ops.select(args[key] if isinstance(key, int) else kwargs[key], steps[1:])
         return values
 
     def _within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the names mean parts of the one argument."""
         return len(args) == 1 and not kwargs and (self._count > 1 or bool(self._keys))
 
+    def _take_from(self, argument: Any, values: list[Any]) -> None:
+        """All values, from the one argument that stands for all that the graph names."""
+        try:
+            for index, steps in self._wanted:
+                values[index] = ops.select(argument, (steps[0][1:], *steps[1:]))
+        except Exception as error:
+            error.add_note(f"this graph takes {self._named()}; the one argument that execute got stands for all of it")
+            raise
+
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) != self._count or set(kwargs) != self._keys:
-            named = [f"{self._count} positional"] + [f"{key}=" for key in sorted(self._keys)]
-            raise TypeError(self._complaint(", ".join(named) if self._wanted else "no input", args, kwargs))
+            raise TypeError(self._complaint(self._named() if self._wanted else "no input", args, kwargs))
 
-    def _argument(self, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, *, within: bool) -> Any:
-        _, how, key = step
-        if within:
-            return ops.select(args[0], ((how, key),))
-        return args[key] if isinstance(key, int) else kwargs[key]
+    def _named(self) -> str:
+        return ", ".join([f"{self._count} positional", *(f"{key}=" for key in sorted(self._keys))])
 
     def _complaint(self, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         given = ", ".join([f"{len(args)} positional", *(f"{key}=" for key in kwargs)])
