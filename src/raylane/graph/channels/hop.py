@@ -125,7 +125,7 @@ class Hop:
             try:
                 frames.send_all(sock, pieces)
             except OSError as error:
-                self._reconnect(error)
+                self._reconnect(str(error))
             except BaseException:  # Ctrl-C: what has been sent of the frame is of no use
                 self._drop()
                 raise
@@ -142,7 +142,7 @@ class Hop:
                     found, number = frames.unpack_receipt(_exactly(self._socket, frames.RECEIPT_BYTES))
                     self._received[found] = max(number, self._received.get(found, -1))
                 except OSError as error:
-                    self._reconnect(error)
+                    self._reconnect(str(error))
                 except BaseException:
                     self._drop()
                     raise
@@ -192,7 +192,7 @@ class Hop:
                         raise AssertionError(f"{self.target.who} had message {frame.sequence} and asks for it again")
                     frames.send_all(sock, frame.pieces)
 
-    def _reconnect(self, why: object) -> None:
+    def _reconnect(self, why: str) -> None:
         """Until it works, the other end is gone, or the deadline has passed: then this end has given up."""
         self._drop()
         deadline = Deadline(self._timeout_s)
@@ -209,10 +209,10 @@ class Hop:
                 self._events.gone(self.target.member)
                 return
             except TransportError as error:
-                why = error
+                why = str(error)  # not the error itself, whose traceback holds this frame
             if left is not None and left <= 0:
                 self._give_up()
-                self._events.lost(self.target.member, str(why))
+                self._events.lost(self.target.member, why)
                 return
             self._events.closing.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

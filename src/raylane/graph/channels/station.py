@@ -232,6 +232,7 @@ class Station:
             hop.close()
         with self._lock:
             inbounds = list(self._inbounds.values())
+            self._inbounds.clear()
         for inbound in inbounds:
             inbound.close()
         if join_s:
@@ -240,3 +241,6 @@ class Station:
                 inbound.join(deadline.left_s() or 0.0)
         for _, segment in self.rings.values():
             segment.close_fd()
+        # Hops and connections refer to this station: memory is let go now, not when the garbage collector comes.
+        for part in (self.hops, self.rings, self._arrivals, self._pools, self._onward):
+            part.clear()
