@@ -205,7 +205,7 @@ class CompiledGraph:
             for writer, message in messages:
                 try:
                     writer.write(number, message, flags)
-                except GraphError as error:  # too large, or no memory in time: this execution fails, the next may not
+                except (GraphError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
                     writer.write(number, failed(error, "execute", error), flags)
         except BaseException as error:
             # Interrupted half way, by Ctrl-C for one: some actors have this execution and others do not.
@@ -306,10 +306,10 @@ class CompiledGraph:
     def _accept(self, collected: _Collected) -> bool:
         reader = collected.reader
         result = self._pending[reader.sequence - self._completed]
-        kind, _, body, buffers, shared = reader.take()
         self._taken += 1
         values: Any = result._values
         try:
+            kind, _, body, buffers, shared = reader.take()
             if kind == VALUE and not buffers:
                 collected.bytes += len(body)
                 values[collected.value] = pickle.loads(body)

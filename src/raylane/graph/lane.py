@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -60,6 +61,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._residences: tuple[Residence, ...] = ()
         self._waiter = Waiter()
+        self._look_up_at = 0.0
         self._rung = 0
         """Times the bell was heard, less the messages taken of graphs that have left."""
 
@@ -105,7 +107,7 @@ class Lane:
                 continue
             if self._waiter.wait(bell, LOOK_UP_S):
                 self._rung += 1
-            else:
+            if time.monotonic() >= self._look_up_at:
                 self._look_up()
 
     def _settle(self) -> bool:
@@ -129,6 +131,7 @@ class Lane:
             return False
 
     def _look_up(self) -> None:
+        self._look_up_at = time.monotonic() + LOOK_UP_S
         for residence in self._residences:
             if residence.orphaned():
                 log.warning("the owner of graph %s, %s, is gone: leaving it", residence.name, residence.owner_who)
@@ -177,3 +180,12 @@ def lane() -> Lane:
         if _lane is None:
             _lane = Lane()
         return _lane
+
+
+def _after_fork() -> None:
+    """A forked child has no lane: the thread, and the doorbell that others know, are its parent's."""
+    global _lane
+    _lane = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -9,6 +9,7 @@ another process could not import. Knows nothing of channels.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
+import ray
 
 from raylane import _ray
 from raylane.errors import GraphValueError
@@ -54,6 +56,14 @@ def _stop(_: Any) -> NoReturn:
     raise _TensorInside
 
 
+def _refuse(_: Any) -> NoReturn:
+    """A ref outside Ray's own messages is not counted: its object could vanish while the receiver holds it."""
+    raise GraphValueError(
+        "an ObjectRef cannot travel in a graph, because Ray would not count it: pass the value, ray.get(ref), or the "
+        "result of another graph"
+    )
+
+
 class Encoder:
     """Turns values into messages. Keeps its pickler (a new one would cost more than a small value); one thread at a
     time."""
@@ -63,6 +73,7 @@ class Encoder:
         self._buffers: list[pickle.PickleBuffer] = []
         self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffers.append)
         self._guarded = False
+        self._pickler.dispatch_table = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
 
     def encode(self, value: Any) -> Message:
         """GraphValueError if the value cannot be pickled, with the pickler's error as its cause."""
@@ -86,6 +97,9 @@ class Encoder:
         except _TensorInside:
             buffers.clear()
             return _with_tensors(value)
+        except GraphValueError:
+            self.__init__()  # type: ignore[misc]
+            raise
         except Exception:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
             self.__init__()  # type: ignore[misc]  # half a pickle has unknown state
         return _by_cloudpickle(value)
@@ -93,7 +107,12 @@ class Encoder:
     def _guard(self) -> None:
         import torch
 
-        self._pickler.dispatch_table = {torch.Tensor: _stop, torch.nn.Parameter: _stop}
+        self._pickler.dispatch_table = {
+            **copyreg.dispatch_table,
+            ray.ObjectRef: _refuse,
+            torch.Tensor: _stop,
+            torch.nn.Parameter: _stop,
+        }
         self._guarded = True
 
 
@@ -106,6 +125,7 @@ def _by_cloudpickle(value: Any) -> Message:
         _ray.CloudPickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:
         raise _unpicklable(value, error) from error
+    _check_for_refs(file.getvalue())
     return Message(VALUE, file.getvalue(), [buffer.raw() for buffer in buffers], value)
 
 
@@ -118,8 +138,15 @@ def _with_tensors(value: Any) -> Message:
         layout = codec.plan(leaves)
     except Exception as error:
         raise _unpicklable(value, error) from error
+    _check_for_refs(skeleton)
     body = pickle.dumps((skeleton, msgspec.msgpack.encode(layout.specs)), 5)
     return Message(TENSORS, body, [bytes_at(block.start, block.nbytes) for block in layout.blocks], layout)
+
+
+def _check_for_refs(data: bytes) -> None:
+    """Cloudpickle pickles refs by a way of its own."""
+    if b"_object_ref_deserializer" in data:
+        _refuse(None)
 
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:

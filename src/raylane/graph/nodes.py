@@ -189,8 +189,8 @@ def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:
     that each part travels alone.
 
     Lists, tuples and strings are cut along axis 0; arrays and tensors along any; a dict has each of its values cut; an
-    object with a `shard(index, count)` method (such as `raylane.BatchDict`) is asked. Lengths may differ by one. The
-    execution fails with ValueError if the length along `axis` is below `count`.
+    object is asked that has `size` and `slice(start, stop)` (such as `raylane.BatchDict`) or `shard(index, count)`.
+    Lengths may differ by one. The execution fails with ValueError if the length along `axis` is below `count`.
     """
     if not _is_node(node):
         raise TypeError(f"scatter({node!r}, {count}): the first argument is a node")

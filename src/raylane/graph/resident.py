@@ -175,7 +175,11 @@ class Resident:
 
     def _accept(self, inbound: _Inbound) -> None:
         self.taken += 1
-        taken = inbound.reader.take()
+        try:
+            taken = inbound.reader.take()
+        except (OSError, MemoryError) as error:  # out of descriptors or memory: that message is lost
+            self._values[inbound.value] = self._unreadable(error, inbound.label)
+            return
         kind, flags, body, buffers, _ = taken
         inbound.count += 1
         self._flags |= flags & WAKE
@@ -263,8 +267,8 @@ class Resident:
         try:
             message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
-        except GraphError as error:
-            # It cannot be pickled, is too large, or there was no memory in time: the execution is answered with that.
+        except (GraphError, OSError, MemoryError) as error:
+            # It cannot be pickled, is too large, or there is no memory: the execution is answered with that.
             send.write(self.sequence, failed(error, work.label, error), self._flags)
 
     def stats(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -180,7 +181,7 @@ class LeaseReader:
         segment = self._map(descriptor.path, descriptor.number)
         total = segment.nbytes - DATA_AT
         memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_AT)
-        back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES)
+        back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
         back.atexit = False
         view = memoryview(memory).cast("B")
         if not writable:
@@ -204,6 +205,7 @@ class LeaseReader:
             return segment
 
 
-def _let_go(segment: Segment, address: int) -> None:
+def _let_go(segment: Segment, address: int, pid: int) -> None:
     """Finalizer: runs anywhere, never waits. `segment` keeps the memory of the semaphore mapped."""
-    semaphore.post(address)
+    if os.getpid() == pid:  # a forked child has a copy of the array, not the lease
+        semaphore.post(address)
