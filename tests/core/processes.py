@@ -2,7 +2,9 @@
 in milliseconds, and without the threads of this process.
 
 child = start(work, 3)        `work` is a function of a module, not of a test
-child.result()                what it returned; its exception is raised here
+child.result()                what it returned; a failure there is one here
+
+`start_code(text, x=3)` runs a text instead: its module has imported nothing, torch for one, and `answer` is its result.
 """
 
 from __future__ import annotations
@@ -91,3 +93,14 @@ def _run(connection: Connection, function: Callable[..., Any], args: tuple[Any, 
 def start(function: Callable[..., Any], *args: Any) -> Child:
     """Run `function(pipe, *args)` in a process of its own."""
     return Child(function, args)
+
+
+def start_code(text: str, **names: Any) -> Child:
+    """Run a text with these names in a process of its own."""
+    return Child(_execute, (text, names))
+
+
+def _execute(pipe: Pipe, text: str, names: dict[str, Any]) -> Any:
+    known = {"pipe": pipe, **names}
+    exec(text, known)
+    return known.get("answer")
