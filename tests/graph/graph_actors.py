@@ -106,9 +106,9 @@ class Worker:
         ray.actor.exit_actor()
 
     def left(self) -> list[str]:
-        """What graphs have left in this process, besides its doorbell (a descriptor and its mapping)."""
+        """What graphs have left in this process, besides its doorbell (its descriptor, and its mapping with another)."""
         threads = [t.name for t in threading.enumerate() if t.name.startswith("raylane")]
-        return descriptors()[2:] + threads
+        return descriptors()[3:] + threads
 
 
 class AsyncWorker:

@@ -140,7 +140,7 @@ class LeasePool:
             time.sleep(_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
 
     def _make(self, capacity: int) -> _Lent:
-        segment = Segment.make(DATA_AT + capacity)
+        segment = Segment.make(DATA_AT + capacity, bare=True)
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lent(segment, capacity, next(self._numbers))
@@ -197,7 +197,7 @@ class LeaseReader:
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
-                segment = self._mapped[key] = Segment.open(path)
+                segment = self._mapped[key] = Segment.open(path, bare=True)
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
             else:
