@@ -1,0 +1,93 @@
+"""The driver of `test_graph_hosts`, run by it inside the head's namespace: says what it has done, waits to be told."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from tests.graph.graph_actors import Worker
+
+import raylane
+from raylane.core.place import here
+from raylane.errors import GraphActorDiedError, GraphTimeoutError
+
+
+def say(text: str) -> None:
+    print(f"said: {text}", flush=True)
+
+
+def place(instance: Any) -> Any:
+    return here()
+
+
+def die(instance: Any) -> None:
+    os.kill(os.getpid(), 9)
+
+
+def main(address: str) -> None:
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    deadline = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) < 3:
+        assert time.monotonic() < deadline, "the other nodes did not come"
+        time.sleep(0.1)
+    actor = ray.remote(num_cpus=0.1)(Worker)
+    near, one, two, too = (actor.options(resources={name: 0.1}).remote() for name in ("head", "one", "two", "two"))
+    places = ray.get([worker.__ray_call__.remote(place) for worker in (near, one, two, too)])
+    assert len({found.pid_namespace for found in (*places, here())}) == 3
+    assert len({found.net_namespace for found in (*places, here())}) == 3
+    with raylane.InputNode() as x:
+        passed = raylane.bind(two.echo, raylane.bind(one.echo, x))
+        node = raylane.MultiOutputNode(
+            [passed, raylane.bind(near.total, passed), raylane.bind(too.total, passed), raylane.bind(one.total, passed)]
+        )
+    g = raylane.compile(node, max_inflight=3, timeout_s=30)
+    for line in g.show().splitlines():
+        say(line)
+
+    def run(count: int) -> None:
+        for i in range(count):
+            data = np.full((5, 20_000, 300_000)[i % 3], float(i))
+            echoed, *sums = g.execute(data).get()
+            assert (echoed == data).all()
+            assert sums == [data.sum()] * 3
+
+    run(30)
+    began = time.perf_counter()
+    for _ in range(200):
+        g.execute(np.ones(5)).get()
+    say(f"{(time.perf_counter() - began) / 200 * 1e6:.0f} us an execution")
+    say("running")
+    until = time.monotonic() + 2.5  # meanwhile a cable is pulled and put back
+    while time.monotonic() < until:
+        run(3)
+    say(f"went on, {sum(hop.reconnections for hop in g._wiring.station.hops.values())} reconnections")
+    two.__ray_call__.remote(die)
+    began = time.monotonic()
+    try:
+        while True:
+            g.execute(np.ones(5)).get()
+    except GraphActorDiedError as error:
+        named = error.fields["actor"]
+        say(f"died, seen after {time.monotonic() - began:.2f} s")
+    assert named == two._actor_id.hex()
+    g.teardown()
+    with raylane.InputNode() as x:
+        node = raylane.bind(too.add, raylane.bind(one.add, x, 1), 1)
+    with raylane.compile(node, timeout_s=2) as again:
+        assert again.execute(1).get() == 3
+        say("unplug")
+        sys.stdin.readline()
+        began = time.monotonic()
+        try:
+            again.execute(2).get(timeout=60)
+        except GraphTimeoutError as error:
+            say(f"lost, seen after {time.monotonic() - began:.1f} s: {error}")
+    say("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,120 @@
+"""Ray nodes in network, pid and mount namespaces of their own on this machine, joined by a bridge: to raylane they are
+three machines that share no memory, no pids and no abstract sockets. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+RAY = Path(sys.executable).parent / "ray"
+
+
+def refused() -> str | None:
+    """Why this machine cannot make such namespaces; None if it can."""
+    name = f"rlt{secrets.token_hex(3)}"
+    try:
+        subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True, text=True)
+        try:
+            inside = ["ip", "netns", "exec", name, *UNSHARE, "true"]
+            subprocess.run(inside, check=True, capture_output=True, text=True)
+            link = ["ip", "link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name]
+            subprocess.run(link, check=True, capture_output=True, text=True)
+            bridge = ["ip", "link", "add", f"{name}b", "type", "bridge"]
+            subprocess.run(bridge, check=True, capture_output=True, text=True)
+        finally:
+            subprocess.run(["ip", "link", "del", f"{name}b"], check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", f"{name}v"], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    except FileNotFoundError as error:
+        return f"no such program: {error.filename}"
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+    return None
+
+
+UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+class Network:
+    """A bridge and namespaces on it. `addresses` are theirs, in order."""
+
+    def __init__(self, count: int) -> None:
+        self.tag = f"rl{secrets.token_hex(3)}"
+        subnet = f"10.213.{secrets.randbelow(250)}"
+        self.names = [f"{self.tag}n{i}" for i in range(count)]
+        self.addresses = [f"{subnet}.{i + 1}" for i in range(count)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self.environment = {
+            "RAY_AUTH_MODE": "token",  # newer Rays ask for one by default, older ones do not know it
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def make(self) -> None:
+        self._ip("link", "add", f"{self.tag}b", "type", "bridge")
+        self._ip("link", "set", f"{self.tag}b", "up")
+        for name, address in zip(self.names, self.addresses, strict=True):
+            self._ip("netns", "add", name)
+            self._ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+            self._ip("link", "set", f"{name}v", "master", f"{self.tag}b", "up")
+            self._ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            self._ip("-n", name, "link", "set", "eth0", "up")
+            self._ip("-n", name, "link", "set", "lo", "up")
+
+    def _ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+    def plug(self, index: int, *, connected: bool) -> None:
+        """Pull a namespace's cable, or put it back."""
+        self._ip("link", "set", f"{self.names[index]}v", "up" if connected else "down")
+
+    def start(self, index: int, script: str) -> subprocess.Popen[str]:
+        """Run a shell script in a namespace, with a pid namespace and a /tmp/ray of its own. It ends with the test."""
+        shell = f"set -e; mkdir -p /tmp/ray; mount -t tmpfs raylane /tmp/ray; {script}"
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[index], *UNSHARE, "sh", "-c", shell],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **self.environment},
+        )
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()  # --kill-child ends the first process of the namespace, and with it all others
+            process.wait(30)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        for name in self.names:
+            subprocess.run(["ip", "link", "del", f"{name}v"], check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self.tag}b"], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def network(count: int) -> Iterator[Network]:
+    made = Network(count)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.close()
+
+
+def ray_node(address: str, head: str | None, resource: str) -> str:
+    """Shell words that start a Ray node of one CPU in the background, as the head if `head` is None."""
+    role = "--head --port=6399 --include-dashboard=false" if head is None else f"--address={head}:6399"
+    return (
+        f"{RAY} start {role} --node-ip-address={address} --num-cpus=2 --object-store-memory=80000000 "
+        f"--resources='{{\"{resource}\": 1}}' --disable-usage-stats"
+    )

@@ -1,0 +1,153 @@
+"""Graphs over several (pretended) hosts whose actors or driver are killed, or do not answer any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+from tests.graph import hosts
+
+import raylane
+from raylane.errors import GraphActorDiedError, GraphTimeoutError
+
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
+Eventually = Callable[..., None]
+
+
+@pytest.fixture
+def workers(cluster: None) -> Iterator[list[Any]]:
+    """Two actors of this test's own, each on another host: it may kill them."""
+    before = hosts.connections()
+    made = hosts.start(["a", "b"])
+    yield made
+    for worker in made:
+        ray.kill(worker)
+    made.clear()
+    deadline = time.monotonic() + 10
+    while hosts.connections() > before:
+        assert time.monotonic() < deadline, "connections are left"
+        time.sleep(0.05)
+
+
+def chain(workers: list[Any], *methods: str, **options: Any) -> Any:
+    with raylane.InputNode() as x:
+        node: Any = x
+        for worker, method in zip(workers, methods, strict=True):
+            node = raylane.bind(getattr(worker, method), node)
+    return raylane.compile(node, **options)
+
+
+def test_a_killed_actor_of_another_host_ends_the_graph_within_seconds(
+    workers: list[Any], eventually: Eventually
+) -> None:
+    a, b = workers
+    g = chain([a, b], "wait", "echo")
+    made = [g.execute(i) for i in range(2)]
+    began = time.monotonic()
+    os.kill(ray.get(b.pid.remote()), signal.SIGKILL)
+    for result in made:
+        with pytest.raises(GraphActorDiedError, match="its other actors live on") as caught:
+            result.get(timeout=30)
+        assert caught.value.fields["actor"] == b._actor_id.hex()
+    assert time.monotonic() - began < 10  # of which the kernel and this machine's load take most
+    ray.get(a.release.remote())  # it now sends to somebody who is gone, and must not wait for that
+    g.teardown()
+    eventually(lambda: not hosts.left(a))
+    with chain([a], "echo") as again:
+        assert again.execute(5).get() == 5
+
+
+def test_who_does_not_answer_until_the_deadline_is_named(workers: list[Any], eventually: Eventually) -> None:
+    """A process that is stopped is not dead: only the deadline tells. Here the connection from one actor to another."""
+    a, b = workers
+    g = chain([a, b], "echo", "echo", timeout_s=1.5)
+    pid = ray.get(b.pid.remote())
+    assert g.execute(1).get() == 1
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        ray.get(a.__ray_call__.remote(hosts.cut_hops))
+        with pytest.raises(
+            GraphTimeoutError, match=r"the connection from Worker#1 .* to Worker#2 .* broke and could not"
+        ):
+            g.execute(2).get(timeout=30)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    g.teardown()
+    eventually(lambda: not any(map(hosts.left, (a, b))))
+
+
+DRIVER = """
+    import time
+    import numpy as np
+    import ray
+    ray.init(address={address!r}, namespace={namespace!r}, log_to_driver=False, logging_level="error")
+    import raylane
+    one, two = ray.get_actor("one"), ray.get_actor("two")
+    with raylane.InputNode() as x:
+        node = raylane.bind(two.{method}, raylane.bind(one.echo, x))
+    g = raylane.compile(node)
+    result = g.execute(np.ones(100_000))
+    if {method!r} != "wait":
+        result.get()
+    print("running", flush=True)
+    {end}
+"""
+
+
+def start_driver(namespace: str, method: str, end: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(DRIVER).format(
+        address=ray.get_runtime_context().gcs_address, namespace=namespace, method=method, end=end
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "RAYLANE_HOST": "driver"},
+    )
+    assert driver.stdout is not None
+    said = driver.stdout.readline()
+    while said and "running" not in said:
+        said = driver.stdout.readline()
+    assert said, driver.communicate()
+    return driver
+
+
+@pytest.fixture
+def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
+    """Two detached actors on a host each, which outlive any driver, and their namespace."""
+    namespace = uuid.uuid4().hex
+    made = [
+        hosts.start([host], name=name, namespace=namespace, lifetime="detached")[0]
+        for host, name in (("a", "one"), ("b", "two"))
+    ]
+    yield namespace, made
+    for worker in made:
+        ray.kill(worker)
+    made.clear()
+
+
+def test_actors_leave_a_graph_whose_driver_of_another_host_was_killed(detached: Any, eventually: Eventually) -> None:
+    namespace, workers = detached
+    driver = start_driver(namespace, "echo", "time.sleep(600)")
+    assert all(map(hosts.left, workers))
+    driver.kill()
+    driver.communicate()
+    eventually(lambda: not any(map(hosts.left, workers)), within_s=5)
+    with chain(workers, "echo", "echo") as g:  # and serve the next one
+        assert g.execute(1).get() == 1
+    driver = start_driver(namespace, "wait", "")
+    said, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 0, said
+    assert not said.strip()
+    ray.get(workers[1].release.remote())
+    eventually(lambda: not any(map(hosts.left, workers)))
