@@ -237,6 +237,19 @@ def test_a_bare_mapping_needs_no_descriptor() -> None:
     assert mappings() == mapped
 
 
+def test_discarded_pages_are_free_although_they_are_mapped() -> None:
+    segment = Segment.make(1 << 20, bare=True)
+    other = Segment.open(segment.path, bare=True)
+    segment.view[:] = b"x" * segment.nbytes
+    assert segment.fd is not None
+    assert os.fstat(segment.fd).st_blocks * 512 == 1 << 20
+    segment.discard()
+    assert os.fstat(segment.fd).st_blocks == 0
+    assert bytes(other.view[:3]) == b"\0\0\0"
+    other.view[5000] = 1
+    assert segment.view[5000] == 1  # still one memory
+
+
 def _hold(pipe: Pipe, path: str) -> None:
     segment = Segment.open(path)
     segment.view[:5] = b"hello"

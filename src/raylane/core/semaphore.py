@@ -47,6 +47,7 @@ try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
 _mmap = _bind(_slow, "mmap", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
 _munmap = _bind(_slow, "munmap", ctypes.c_void_p, ctypes.c_size_t)
+_madvise = _bind(_slow, "madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 if hasattr(_slow, "sem_clockwait"):  # glibc 2.30 and newer
@@ -148,6 +149,11 @@ class Segment:
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
+
+    def discard(self) -> None:
+        """Give its pages back to the system, whoever else still has them mapped: there all of it is zero from now on,
+        and what is written again costs memory again."""
+        _madvise(self.address, self.nbytes, mmap.MADV_REMOVE)  # where it cannot, pages go with the last mapping
 
     def __del__(self) -> None:
         self.close_fd()

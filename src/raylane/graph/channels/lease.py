@@ -35,8 +35,11 @@ ALIGNMENT = 64
 MAX_IDLE = 8
 """Idle segments that a pool keeps; those idle for longest go first."""
 MAX_MAPPED = 64
-"""Mappings that a reader keeps for segments it may meet again."""
+"""Mappings that a reader keeps for segments it may meet again. Those of retired segments hold no memory."""
 _LOOK_EVERY_S = 0.01
+_ASKED = 16
+"""Segments that each `lend` asks whether they have come back, in turn: readers may keep thousands. So at most one
+segment in this many has come back unnoticed, except where room is short: then all are asked."""
 
 
 class Descriptor(NamedTuple):
@@ -80,7 +83,8 @@ class LeasePool:
         self.closed = False
         """Set (by any thread) to end a wait at once; what is lent then is not limited any more."""
         self._numbers = itertools.count()
-        self._lent: list[_Lent] = []
+        self._lent: collections.deque[_Lent] = collections.deque()
+        self._lent_bytes = 0
         self._idle: collections.deque[_Lent] = collections.deque()
 
     def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
@@ -106,6 +110,7 @@ class LeasePool:
         memory = lent.segment.view
         lent.readers, lent.owed = readers, list(range(len(readers)))
         self._lent.append(lent)
+        self._lent_bytes += lent.capacity
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
         return Reserved(Descriptor(lent.segment.path, lent.number, tuple(sizes)), parts)
 
@@ -116,7 +121,8 @@ class LeasePool:
                 lent.owed = []
 
     def lent_bytes(self) -> int:
-        return sum(lent.capacity for lent in list(self._lent))
+        """What has not come back, as far as it was noticed."""
+        return self._lent_bytes
 
     def _take(self, capacity: int) -> _Lent:
         if capacity > self.limit_bytes:
@@ -124,37 +130,56 @@ class LeasePool:
                 f"a message of {capacity} bytes is above the limit of {self.limit_bytes} for what an edge may lend; "
                 "send less at a time, or compile with a larger max_lent_bytes"
             )
+        self._settle(_ASKED)
         deadline = None
         while True:
-            self._settle()
-            for lent in self._idle:
-                if lent.capacity == capacity:
-                    self._idle.remove(lent)
-                    return lent
-            if self.lent_bytes() + capacity <= self.limit_bytes or self.closed:
+            found = next((lent for lent in self._idle if lent.capacity == capacity), None)
+            if found is not None:
+                self._idle.remove(found)
+                return found
+            if self._lent_bytes + capacity <= self.limit_bytes or self.closed:
                 return self._make(capacity)
-            deadline = deadline or Deadline(self.timeout_s)
-            left = deadline.left_s()
-            if left is not None and left <= 0:
-                raise GraphTimeoutError(self._complaint(capacity))
-            time.sleep(_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
+            if not self._settle(len(self._lent)):
+                deadline = deadline or Deadline(self.timeout_s)
+                self._wait(capacity, deadline)
+
+    def _wait(self, capacity: int, deadline: Deadline) -> None:
+        left = deadline.left_s()
+        if left is not None and left <= 0:
+            raise GraphTimeoutError(self._complaint(capacity))
+        time.sleep(_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
 
     def _make(self, capacity: int) -> _Lent:
+        used = self._lent_bytes + sum(idle.capacity for idle in self._idle)
+        while self._idle and used + capacity > self.limit_bytes:
+            used -= self._retire()
         segment = Segment.make(DATA_AT + capacity, bare=True)
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lent(segment, capacity, next(self._numbers))
 
-    def _settle(self) -> None:
-        still = []
-        for lent in self._lent:
+    def _settle(self, most: int) -> bool:
+        """Ask that many segments whether they have come back, those first that were not asked for longest."""
+        found = False
+        for _ in range(min(most, len(self._lent))):
+            lent = self._lent[0]
             if lent.returned():
+                self._lent.popleft()
+                self._lent_bytes -= lent.capacity
                 self._idle.append(lent)
+                found = True
             else:
-                still.append(lent)
-        self._lent = still
+                self._lent.rotate(-1)
         while len(self._idle) > MAX_IDLE:
-            self._idle.popleft()
+            self._retire()
+        return found
+
+    def _retire(self) -> int:
+        """Forget the segment that was idle for longest; how large it was. Readers may have it mapped still, but nobody
+        will look there: its pages are free at once."""
+        lent = self._idle.popleft()
+        lent.segment.discard()
+        return lent.capacity
 
     def _complaint(self, capacity: int) -> str:
         held: collections.Counter[str] = collections.Counter()
