@@ -126,10 +126,7 @@ def start_driver(namespace: str, method: str, end: str) -> subprocess.Popen[str]
 def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     """Two detached actors on a host each, which outlive any driver, and their namespace."""
     namespace = uuid.uuid4().hex
-    made = [
-        hosts.start([host], name=name, namespace=namespace, lifetime="detached")[0]
-        for host, name in (("a", "one"), ("b", "two"))
-    ]
+    made = hosts.start(["a", "b"], names=["one", "two"], namespace=namespace, lifetime="detached")
     yield namespace, made
     for worker in made:
         ray.kill(worker)

@@ -13,10 +13,13 @@ from tests.graph.graph_actors import Worker
 from raylane.graph import lane
 
 
-def start(names: list[str], **options: Any) -> list[Any]:
-    """One actor for each name, on the host of that name."""
+def start(on: list[str], names: list[str] | None = None, **options: Any) -> list[Any]:
+    """One actor for each of these hosts; with names for Ray if they are given."""
     actor = ray.remote(num_cpus=0.1)(Worker)
-    made = [actor.options(runtime_env={"env_vars": {"RAYLANE_HOST": name}}, **options).remote() for name in names]
+    made = []
+    for index, host in enumerate(on):
+        named = {} if names is None else {"name": names[index]}
+        made.append(actor.options(runtime_env={"env_vars": {"RAYLANE_HOST": host}}, **named, **options).remote())
     ray.get([worker.__ray_ready__.remote() for worker in made])
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import secrets
 import socket
 import struct
@@ -37,6 +38,7 @@ class Server:
     def __init__(self) -> None:
         self.name = f"raylane-test-{secrets.token_hex(8)}"
         self.store = Store()
+        self.streams: dict[bytes, listener.TakeStream] = {}
         self.listener = Listener(
             self.store,
             SECRET,
@@ -44,6 +46,7 @@ class Server:
             host="127.0.0.1",
             put_blocks=lambda views: (b"id", b"owner", [bytes(view) for view in views]),
             session_over=lambda: False,
+            streams=self.streams,
         )
         self.addresses: list[Address] = [self.name, ("127.0.0.1", self.listener.port)]
         self.source = Source(place.here(), "Actor(Test)", self.name, "127.0.0.1", self.listener.port)
@@ -243,6 +246,34 @@ def test_a_listener_that_never_answers_times_out() -> None:
         source = Source(place.here(), "Actor(Silent)", "", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(TransferTimeoutError, match=r"Actor\(Silent\).*0\.2 s"):
             Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), who="test", peer=str(source))
+
+
+def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server: Server) -> None:
+    taken: queue.Queue[tuple[socket.socket, int, int]] = queue.Queue()
+    server.streams[b"key"] = lambda *found: taken.put(found)
+    for address in server.addresses:
+        link = server.link(address)
+        link.send(wire.Stream(b"key", 3, 1))
+        sock, *who = taken.get(timeout=10)
+        assert who == [3, 1]
+        sock.sendall(wire.pack(wire.Streaming([(0, 7)], 1.5)))  # from now on it is the taker's alone
+        assert link.receive() == wire.Streaming([(0, 7)], 1.5)
+        link.send(wire.Holding())
+        assert sock.recv(100) == wire.pack(wire.Holding())
+        sock.close()
+        link.close()
+        refused = server.link(address)
+        refused.send(wire.Stream(b"other", 3, 1))
+        answer = refused.receive()
+        assert isinstance(answer, wire.Refusal)
+        assert "nobody here expects this stream" in answer.reason
+        refused.close()
+    with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
+        sock.sendall(wire.pack(wire.Stream(b"key", 3, 1)))  # without proof
+        while sock.recv(1 << 16):
+            pass
+    assert taken.empty()
+    assert server.serves()
 
 
 def test_nobody_listening_is_a_lost_source(server: Server) -> None:

@@ -179,6 +179,9 @@ _stations: dict[str, Station] = {}
 
 def post(instance: Any, graph: str, posting: Posting) -> Posted:
     """Make this actor's share of the rings, and expect connections of a graph that spans hosts."""
+    for old, found in list(_stations.items()):
+        if found.stale():
+            abandon(instance, old)
     station = Station(posting.directions)
     try:
         rings = station.post(posting)

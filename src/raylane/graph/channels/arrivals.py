@@ -54,7 +54,7 @@ class Inbound:
         self._alarm = alarm
         """The channel of it, whose messages are text for `alarmed`."""
         self._alarmed = alarmed
-        self._lock = threading.Lock()  # guards _socket, _thread and _closed
+        self._lock = threading.RLock()  # guards _socket, _thread and _closed; a finalizer may `close`
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._closed = False

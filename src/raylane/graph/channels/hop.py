@@ -37,8 +37,8 @@ from raylane.transport.link import Address, Link
 
 log = logging.getLogger("raylane.graph")
 
-ATTEMPT_S = 5.0
-"""For one attempt to connect and shake hands."""
+ATTEMPT_S, SHORTEST_ATTEMPT_S = 5.0, 0.1
+"""For one attempt to connect and shake hands; the shortest is that at the end of the deadline."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_COUNT = 2, 1, 3
 """An idle connection to a machine that is gone breaks after about 5 s."""
@@ -199,8 +199,12 @@ class Hop:
         pause_s = FIRST_PAUSE_S
         while not self._events.closing.is_set():
             left = deadline.left_s()
+            if left is not None and left <= 0:
+                self._give_up()
+                self._events.lost(self.target.member, why)
+                return
             try:
-                self._connect(Deadline(ATTEMPT_S if left is None else min(left, ATTEMPT_S)))
+                self._connect(Deadline(ATTEMPT_S if left is None else max(SHORTEST_ATTEMPT_S, min(left, ATTEMPT_S))))
                 self.reconnections += 1
                 log.info("the connection to %s broke (%s) and is open again", self.target.who, why)
                 return
@@ -210,10 +214,6 @@ class Hop:
                 return
             except TransportError as error:
                 why = str(error)  # not the error itself, whose traceback holds this frame
-            if left is not None and left <= 0:
-                self._give_up()
-                self._events.lost(self.target.member, why)
-                return
             self._events.closing.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._give_up()

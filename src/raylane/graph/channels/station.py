@@ -48,11 +48,12 @@ class Station:
     def __init__(self, directions: Directions) -> None:
         self.directions = directions
         self.closing = threading.Event()
+        self._compiled_by = Deadline(directions.timeout_s)
         self.owner_gone = False
         """In an actor: the driver's process has ended, or it has given the graph up."""
         self.on_gone: Callable[[int], None] | None = None
         self.on_alarm: Callable[[str], None] | None = None
-        self._lock = threading.Lock()  # guards on_gone, on_alarm and the three below
+        self._lock = threading.RLock()  # guards on_gone, on_alarm and the three below; a finalizer may `close`
         self._gone: list[int] = []
         """Who is gone, until `listen` is called; what was alarming, likewise."""
         self._alarms: list[str] = []
@@ -209,6 +210,10 @@ class Station:
 
     # Looking
 
+    def stale(self) -> bool:
+        """Whether a compilation that began with this must have ended: its driver died half way, and told nobody."""
+        return self._compiled_by.left_s() == 0
+
     def ring_writer(self, channel: int) -> RingWriter:
         """Who fills this host's ring of a channel that arrives here."""
         return self._arrivals[channel].ring
@@ -242,5 +247,6 @@ class Station:
         for _, segment in self.rings.values():
             segment.close_fd()
         # Hops and connections refer to this station: memory is let go now, not when the garbage collector comes.
+        self.on_gone = self.on_alarm = None
         for part in (self.hops, self.rings, self._arrivals, self._pools, self._onward):
             part.clear()
