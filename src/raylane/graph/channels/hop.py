@@ -213,7 +213,7 @@ class Hop:
                 self._events.gone(self.target.member)
                 return
             except TransportError as error:
-                why = str(error)  # not the error itself, whose traceback holds this frame
+                why = str(error.__cause__ or error)  # not the error itself, whose traceback holds this frame
             self._events.closing.wait(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._give_up()
