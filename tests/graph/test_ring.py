@@ -1,0 +1,385 @@
+"""A ring between real memories: what is written is what every reader takes, whatever its size."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.processes import Child, start_code
+from raylane.core.semaphore import Segment, block, init, try_wait, value
+from raylane.errors import GraphTimeoutError, GraphValueError
+from raylane.graph.channels import ring
+from raylane.graph.channels.lease import LeasePool, LeaseReader
+from raylane.graph.channels.ring import (
+    HEADER_BYTES,
+    LEND_FROM_BYTES,
+    MAX_READERS,
+    SLOT_BYTES,
+    WAKE,
+    RingReader,
+    RingSpec,
+    RingWriter,
+    Taken,
+)
+from raylane.graph.message import ERROR, NOTHING, VALUE, Message
+
+HEAD_BYTES = 16
+BODY_ROOM = SLOT_BYTES - HEAD_BYTES
+"""The longest body that lies in a slot by itself."""
+
+
+class Ring:
+    """Both ends, in this process, over two mappings."""
+
+    def __init__(self, readers: int = 1, slots: int = 2, limit_bytes: int = 1 << 30) -> None:
+        self.spec, self.segment = ring.make([f"reader {index}" for index in range(readers)], slots)
+        self.bells = [bell() for _ in range(readers)]
+        self.pool = LeasePool(limit_bytes, timeout_s=0.05)
+        self.writer = RingWriter(self.segment, self.spec, self.bells, self.pool)
+        self.readers = [
+            RingReader(Segment.open(self.spec.path), self.spec, index, LeaseReader()) for index in range(readers)
+        ]
+        self.written = 0
+
+    def write(self, body: bytes, buffers: Sequence[Any] = (), kind: int = VALUE, flags: int = 0) -> None:
+        self.writer.write(self.written, Message(kind, body, buffers), flags)
+        self.written += 1
+
+    def take(self, index: int = 0) -> Taken:
+        reader = self.readers[index]
+        assert try_wait(reader.full) == 0
+        assert try_wait(self.bells[index].address) == 0
+        return reader.take()
+
+
+def bell() -> Segment:
+    segment = Segment.make(4096)
+    init(segment.address)
+    return segment
+
+
+def filled(nbytes: int, seed: int = 0) -> bytes:
+    return (b"%d " % seed * (nbytes // 2 + 1))[:nbytes]
+
+
+def whole(taken: Taken) -> tuple[bytes, list[bytes]]:
+    return bytes(taken.body), [bytes(buffer) for buffer in taken.buffers]
+
+
+# Sizes
+
+
+BODIES = [0, 1, LEND_FROM_BYTES, BODY_ROOM - 1100, BODY_ROOM, BODY_ROOM + 1, SLOT_BYTES, 300_000]
+FEW = [
+    [],
+    [0],
+    [LEND_FROM_BYTES - 1],
+    [LEND_FROM_BYTES],
+    [BODY_ROOM],
+    [1_000_000],
+    [LEND_FROM_BYTES // 2] * 2,
+    [LEND_FROM_BYTES // 2 - 1] * 2,
+    [0, 5, 0, 70_000, 0],
+    [3] * 100,
+]
+MANY = [[8] * 3000, [8] * 4000, [5] * 6000, [5] * 7900, [5] * 8100, [300] * 9000, [1] * 20000]
+SIZES = [(body, sizes) for body in BODIES for sizes in FEW]
+SIZES += [(body, sizes) for body in (0, 5000, 70_000) for sizes in MANY]
+
+
+def _name(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"{len(value)}x{value[0] if value else 0}"
+
+
+@pytest.mark.parametrize(("body", "sizes"), SIZES, ids=_name)
+def test_messages_of_every_size_arrive_whole_and_touch_no_neighbour(body: int, sizes: list[int]) -> None:
+    made = Ring(slots=3)
+    made.write(b"before", [b"its buffer"])
+    sent = filled(body, 1), [filled(size, number) for number, size in enumerate(sizes)]
+    made.writer._memory[HEADER_BYTES + 2 * SLOT_BYTES : HEADER_BYTES + 3 * SLOT_BYTES] = b"\xaa" * SLOT_BYTES
+    made.write(*sent, kind=ERROR)
+    assert made.segment.view[HEADER_BYTES + 2 * SLOT_BYTES :].tobytes() == b"\xaa" * SLOT_BYTES
+    made.write(b"after")
+    assert whole(made.take()) == (b"before", [b"its buffer"])
+    taken = made.take()
+    assert (taken.kind, taken.flags, taken.shared) == (ERROR, 0, False)
+    assert whole(taken) == sent
+    assert taken.nbytes == body + sum(sizes)
+    assert made.writer.bytes == len(b"beforeits bufferafter") + taken.nbytes
+    assert whole(made.take()) == (b"after", [])
+
+
+def test_random_messages_through_a_ring_of_any_length() -> None:
+    rng = random.Random(5)
+    for slots in (1, 2, 3, 7):
+        made, waiting = Ring(readers=2, slots=slots), []
+        for number in range(150):
+            sizes = [rng.choice([0, 1, 500, 33_000]) for _ in range(rng.choice([0, 0, 1, 3]))]
+            body = filled(rng.choice([0, 10, 5000, 66_000]), number)
+            buffers = [filled(size, number + 1) for size in sizes]
+            made.write(body, buffers, kind=number % 3)
+            waiting.append((number % 3, body, buffers))
+            while len(waiting) == slots or (waiting and rng.random() < 0.4):
+                kind, *sent = waiting.pop(0)
+                for index in range(2):
+                    taken = made.take(index)
+                    assert taken.kind == kind
+                    assert whole(taken) == tuple(sent)
+
+
+def test_what_a_reader_has_taken_is_its_own() -> None:
+    made = Ring(slots=1)
+    kept = []
+    for number in range(20):
+        size = (10, 20_000, 50_000)[number % 3]
+        made.write(bytes([number]) * 10, [bytes([number]) * size] if number % 2 else [])
+        kept.append(made.take())
+    for number, taken in enumerate(kept):
+        assert set(bytes(taken.body)) == {number}
+        assert all(set(bytes(buffer)) == {number} for buffer in taken.buffers)
+
+
+def test_buffers_for_one_reader_may_be_written_to_and_for_several_only_copies() -> None:
+    for size in (1000, 100_000):
+        made = Ring()
+        made.write(b"", [bytes(size)])
+        array = np.frombuffer(made.take().buffers[0], np.uint8)
+        assert array.flags.writeable
+        made = Ring(readers=2)
+        made.write(b"", [bytes(size)])
+        one, two = made.take(0), made.take(1)
+        assert one.shared is two.shared is (size > LEND_FROM_BYTES)
+        assert np.frombuffer(one.buffers[0], np.uint8).flags.writeable is (size <= LEND_FROM_BYTES)
+
+
+# Flags, bells, order
+
+
+def test_kinds_and_flags_travel() -> None:
+    made = Ring(slots=8)
+    for kind in (VALUE, ERROR, NOTHING):
+        for body, buffers in ((b"", []), (b"b", [b"x" * 100]), (b"b", [b"x" * 40_000]), (b"b" * 70_000, [])):
+            made.write(body, buffers, kind=kind, flags=WAKE)
+            taken = made.take()
+            assert (taken.kind, taken.flags & WAKE) == (kind, WAKE)
+
+
+def test_every_reader_is_told_and_rung() -> None:
+    made = Ring(readers=3, slots=4)
+    for count in (1, 2, 3):
+        made.write(b"x" * count)
+        assert [value(reader.full) for reader in made.readers] == [count] * 3
+        assert [value(one.address) for one in made.bells] == [count] * 3
+    made.take(1)
+    assert [value(reader.full) for reader in made.readers] == [3, 2, 3]
+    assert [reader.sequence for reader in made.readers] == [0, 1, 0]
+
+
+def readable(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def test_the_eventfd_is_written_to_when_asked_for() -> None:
+    made = Ring(slots=4)
+    made.write(b"no eventfd yet", flags=WAKE)
+    ours = os.eventfd(0, os.EFD_NONBLOCK)
+    made.writer.wake_with(os.dup(ours))
+    made.write(b"not asked for")
+    assert not readable(ours)
+    for buffers in ([], [bytes(40_000)]):
+        made.write(b"asked for", buffers, flags=WAKE)
+        assert readable(ours)
+        os.eventfd_read(ours)
+    before = len(os.listdir("/proc/self/fd"))
+    made.writer = None  # type: ignore[assignment]
+    assert len(os.listdir("/proc/self/fd")) == before - 1  # the ring's copy is gone with it
+    os.close(ours)
+
+
+def test_an_overrun_is_noticed() -> None:
+    made = Ring(slots=2)
+    for _ in range(3):
+        made.write(b"too many in flight")
+    with pytest.raises(AssertionError, match="message 2 in the place of message 0: a ring was overrun"):
+        made.take()
+
+
+def test_a_ring_has_room_for_so_many_readers() -> None:
+    made = Ring(readers=MAX_READERS)
+    made.write(b"all", [bytes(50_000)])
+    assert all(whole(made.take(index))[0] == b"all" for index in range(MAX_READERS))
+    assert made.pool._lent[0].returned()
+    with pytest.raises(AssertionError, match="room for 64 readers, not 65"):
+        Ring(readers=MAX_READERS + 1)
+
+
+# Memory
+
+
+def test_what_does_not_fit_is_an_error_and_the_slot_can_be_written_again() -> None:
+    made = Ring(limit_bytes=200_000)
+    with pytest.raises(GraphValueError, match="above the limit"):
+        made.write(b"", [bytes(300_000)])
+    made.write(b"instead")
+    assert whole(made.take())[0] == b"instead"
+    kept = []
+    for _ in range(2):
+        made.write(b"", [bytes(80_000)])
+        kept.append(made.take())
+    with pytest.raises(GraphTimeoutError, match="reader 0 holds 163840 bytes"):
+        made.write(b"", [bytes(80_000)])
+    made.write(b"instead")
+    assert whole(made.take())[0] == b"instead"
+    kept.clear()
+    made.write(b"", [bytes(80_000)])
+    assert len(made.take().buffers[0]) == 80_000
+
+
+def test_reserved_memory_is_handed_over() -> None:
+    made = Ring()
+    assert made.writer.reserve(100, [1000]) is None  # goes into a slot
+    for body, sizes in ((100, [50_000]), (0, [50_000]), (70_000, []), (70_000, [10, 50_000])):
+        reserved = made.writer.reserve(body, sizes)
+        assert reserved is not None
+        inside = len(reserved.parts) > len(sizes)
+        for number, part in enumerate(reserved.parts):
+            part[:] = bytes([number + 1]) * len(part)
+        made.writer.write_reserved(made.written, VALUE, b"" if inside else b"\x09" * body, reserved, WAKE)
+        made.written += 1
+        taken = made.take()
+        assert (taken.kind, taken.flags, len(taken.body)) == (VALUE, WAKE, body)
+        assert [len(buffer) for buffer in taken.buffers] == sizes
+        expected = bytes([len(reserved.parts)]) if inside else b"\x09"
+        assert bytes(taken.body) == expected * body
+        assert all(set(bytes(buffer)) == {number + 1} for number, buffer in enumerate(taken.buffers))
+    reserved = made.writer.reserve(0, [50_000])
+    assert reserved is not None
+    made.writer.cancel(reserved)
+    assert made.pool._lent[-1].returned()
+
+
+# Processes
+
+
+READER = """
+# Takes `count` messages, answers each on a ring of its own, and says what it has seen.
+import zlib
+from raylane.core.semaphore import Segment, block, init, try_wait
+from raylane.graph.channels.lease import LeasePool, LeaseReader
+from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.message import Message, VALUE
+bell = Segment.make(4096)
+init(bell.address)
+pipe.send(bell.path)
+there, back, driver, count, keep = pipe.receive()
+reader = RingReader(Segment.open(there[0]), RingSpec(*there), index, LeaseReader())
+writer = RingWriter(Segment.open(back[0]), RingSpec(*back), [Segment.open(driver)], LeasePool(1 << 30))
+sums, kept = [], []
+while reader.sequence < count:
+    while try_wait(bell.address) and not block(bell.address):
+        pass
+    assert try_wait(reader.full) == 0  # whoever hears the bell finds the message
+    taken = reader.take()
+    check = zlib.crc32(bytes(taken.body))
+    for buffer in taken.buffers:
+        check = zlib.crc32(buffer, check)
+    sums.append(check)
+    if keep and reader.sequence % 3 == 0:
+        kept.append((check, taken))
+    writer.write(reader.sequence - 1, Message(VALUE, b"done"))
+for check, taken in kept:  # still as they were
+    again = zlib.crc32(bytes(taken.body))
+    for buffer in taken.buffers:
+        again = zlib.crc32(buffer, again)
+    assert again == check
+answer = sums
+"""
+
+
+def checked(body: bytes, buffers: list[bytes]) -> int:
+    found = zlib.crc32(body)
+    for buffer in buffers:
+        found = zlib.crc32(buffer, found)
+    return found
+
+
+class Line:
+    """One writer here, `readers` processes, and a ring back from each."""
+
+    def __init__(self, readers: int, slots: int, count: int, *, keep: bool) -> None:
+        self.children: list[Child] = [start_code(READER, index=index) for index in range(readers)]
+        bells = [Segment.open(child.receive()) for child in self.children]
+        spec, segment = ring.make([str(index) for index in range(readers)], slots)
+        self.pool = LeasePool(1 << 30, timeout_s=20)
+        self.writer = RingWriter(segment, spec, bells, self.pool)
+        self.bell, self.slots, self.answered = bell(), slots, 0
+        self.back: list[RingReader] = []
+        for child in self.children:
+            back, memory = ring.make(["writer"], slots)
+            self.back.append(RingReader(memory, back, 0, LeaseReader()))
+            child.send((tuple(spec), tuple(back), self.bell.path, count, keep))
+
+    def write(self, number: int, message: Message) -> None:
+        """As a graph does: no more in flight than there are slots."""
+        while number - min(reader.sequence for reader in self.back) >= self.slots:
+            assert block(self.bell.address) or block(self.bell.address, 20)
+            for reader in self.back:
+                while not try_wait(reader.full):
+                    assert bytes(reader.take().body) == b"done"
+        self.writer.write(number, message)
+
+
+@pytest.mark.parametrize(
+    ("readers", "slots", "count", "keep"), [(1, 1, 1000, False), (1, 8, 5000, False), (3, 2, 400, True)]
+)
+def test_processes_read_what_was_written(readers: int, slots: int, count: int, keep: bool) -> None:
+    rng = random.Random(1)
+    line, sums = Line(readers, slots, count, keep=keep), []
+    for number in range(count):
+        large = rng.random() < 0.2
+        body = filled(rng.choice([0, 30, 900, 20_000]), number)
+        buffers = [filled(rng.choice([10, 33_000, 90_000]), number + 1)] if large else []
+        sums.append(checked(body, buffers))
+        line.write(number, Message(VALUE, body, buffers))
+    assert [child.result() for child in line.children] == [sums] * readers
+    if not keep:
+        line.pool._settle(len(line.pool._lent))
+        assert line.pool.lent_bytes() == 0
+        assert next(line.pool._numbers) <= 3 * (slots + 2)  # a few, used again and again
+
+
+def test_a_reader_that_dies_spoils_nothing_for_the_others() -> None:
+    line = Line(2, 4, 50, keep=False)
+    victim, other = line.children
+    sums = []
+    for number in range(20):
+        body, buffers = filled(500, number), [filled(40_000, number)]
+        sums.append(checked(body, buffers))
+        line.write(number, Message(VALUE, body, buffers))
+        if number == 9:
+            victim.kill()
+            line.back.pop(0)  # its death is noticed elsewhere
+    for number in range(20, 50):
+        line.write(number, Message(VALUE, b"%d" % number))
+        sums.append(checked(b"%d" % number, []))
+    assert other.result() == sums
+
+
+def test_a_spec_says_how_to_open_a_ring() -> None:
+    made = Ring(readers=2, slots=3)
+    assert made.spec == RingSpec(made.segment.path, ("reader 0", "reader 1"), 3)
+    assert made.segment.nbytes == HEADER_BYTES + 3 * SLOT_BYTES
+    made.segment.close_fd()
+    with pytest.raises(FileNotFoundError):
+        Segment.open(made.spec.path)
+    made.write(b"the memory is still there")
+    assert whole(made.take(1))[0] == b"the memory is still there"
