@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import secrets
+import struct
 import time
 import weakref
 from collections.abc import Callable
@@ -89,8 +91,8 @@ def block(address: int, timeout_s: float = _SLICE_S) -> bool:
 
 
 def _map(fd: int, nbytes: int) -> Any:
-    """Shared memory of a file as a ctypes array, which unmaps it when it is garbage. Unlike Python's mmap it keeps no
-    descriptor."""
+    """Shared memory of a file as a ctypes array, which unmaps it when it is garbage. Not Python's mmap: that keeps a
+    descriptor for each mapping, and arrays that are kept are mappings (`ulimit -n` is 1024 in many places)."""
     address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
@@ -100,49 +102,63 @@ def _map(fd: int, nbytes: int) -> Any:
     return memory
 
 
+_KEY = struct.Struct("<Q")
+_KEY_AT = 4088
+
+
 class Segment:
     """A memfd that is mapped here. The process that makes it lends it to others as a path; they map it with `open`.
 
     `fd` is kept until `close_fd`, so that others can open it through `path`; memory lives until the last mapping in any
-    process is gone. The mapping ends when the last object made from `memory` is garbage.
+    process is gone. The mapping ends when the last object made from `memory` is garbage. Read slices from `memory` or
+    `view`, write them to `view` only: ctypes writes a slice item by item.
 
-    `memory` is an mmap, whose slices are the quickest; but it keeps a descriptor for as long as it is mapped. A *bare*
-    segment does not, for memory of which a program may keep any number (`ulimit -n` is 1024 in many places): its
-    `memory` is a ctypes array, whose slices cost 15 ns a byte to write; use `view` there.
+    Descriptors are used again, so `path` carries a random key as well, which the segment holds in bytes 4088 to 4096:
+    whoever opens a path too late is told so, and does not map what has taken its number.
     """
 
     __slots__ = ("address", "fd", "memory", "nbytes", "path", "view")
 
-    def __init__(self, fd: int, nbytes: int, *, bare: bool) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
         """Maps `fd`, which stays the caller's if that fails."""
         self.fd: int | None = None
         self.nbytes = nbytes
-        self.memory: Any = _map(fd, nbytes) if bare else mmap.mmap(fd, nbytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.memory = _map(fd, nbytes)
+        self.address = ctypes.addressof(self.memory)
         self.view = memoryview(self.memory).cast("B")
-        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.path = ""
+        """What others open; empty for who has opened it itself."""
 
     @classmethod
-    def make(cls, nbytes: int, *, bare: bool = False) -> Segment:
-        """A new one, all zero. Its pages cost memory only once they are touched."""
+    def make(cls, nbytes: int) -> Segment:
+        """A new one of at least 4096 bytes, all zero but for its key. Its pages cost memory once they are touched."""
         fd = os.memfd_create("raylane", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            segment = cls(fd, nbytes, bare=bare)
+            segment = cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
         segment.fd = fd
+        key = secrets.randbits(64)
+        _KEY.pack_into(segment.view, _KEY_AT, key)
+        segment.path = f"/proc/{os.getpid()}/fd/{fd}#{key:x}"
         return segment
 
     @classmethod
-    def open(cls, path: str, *, bare: bool = False) -> Segment:
+    def open(cls, path: str) -> Segment:
         """Map what another process made. FileNotFoundError if it is gone, PermissionError if it is somebody else's."""
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file, _, key = path.partition("#")
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return cls(fd, os.fstat(fd).st_size, bare=bare)
+            nbytes = os.fstat(fd).st_size
+            if nbytes >= _KEY_AT + _KEY.size:
+                segment = cls(fd, nbytes)
+                if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
+                    return segment
         finally:
-            os.close(fd)  # the mapping has its own, or needs none
+            os.close(fd)  # a mapping needs none
+        raise FileNotFoundError(f"{file} is another file by now: its maker has let go of it")
 
     def close_fd(self) -> None:
         """Nobody else has to open it any more. The memory stays mapped."""

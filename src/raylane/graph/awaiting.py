@@ -12,7 +12,6 @@ import collections
 import contextlib
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -31,33 +30,22 @@ class Awaiting:
         self._woken = weakref.WeakMethod(woken)
         self._timeout_s = timeout_s
         self.active = False
-        """Whether executions are to be flagged."""
+        """Whether executions that are started from a loop are flagged."""
         self._fd: int | None = None
-        self._tried = False
-        self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadlines: collections.deque[tuple[float, asyncio.Future[None]]] = collections.deque()
         """In order, because the limit is the same for all."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, tell_actors: Callable[[int, int], str | None]) -> None:
-        """Before the first execution from a loop: make the eventfd and tell the actors of it. Waits for them once."""
-        with self._starting:
-            if self._tried:
-                return
-            self._tried = True
-            fd = wake.make()
-            refused = tell_actors(os.getpid(), fd)
-            if refused is None:
-                self._fd = fd
-                self.active = True
-            else:
-                log.info("asyncio waits on a thread: %s", refused)
-                os.close(fd)
-
-    @property
-    def tried(self) -> bool:
-        return self._tried
+        """Make the eventfd and have the actors fetch it; `tell_actors` returns why one of them could not."""
+        fd = self._fd = wake.make()
+        refused = tell_actors(os.getpid(), fd)
+        self.active = refused is None
+        if (
+            refused is not None
+        ):  # the descriptor stays open: an actor that comes late must not find another in its place
+            log.info("asyncio waits on a thread: %s", refused)
 
     def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
         """What a flagged result's waiter in this loop awaits: to be resolved when the result is done, and resolved by
@@ -75,7 +63,7 @@ class Awaiting:
         return future
 
     def _adopt(self, loop: asyncio.AbstractEventLoop) -> bool:
-        if self._fd is None or (self._loop is not None and not self._loop.is_closed()):
+        if not self.active or self._fd is None or (self._loop is not None and not self._loop.is_closed()):
             return False
         loop.add_reader(self._fd, self._read)
         self._loop, self._timer = loop, None

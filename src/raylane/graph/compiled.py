@@ -75,9 +75,13 @@ class CompiledGraph:
         self._arguments = Arguments(plan)
         self._encoder = Encoder()  # guarded by _submitting
         self._submitting = threading.Lock()
+        self._handing = False
+        """Set while _submitting is held, right after taking and right before letting go."""
         self._submitted = 0  # guarded by _submitting
         self._pumping = threading.Lock()
         """Held by the one who reads messages; guards everything down to _turn."""
+        self._reading = False
+        """Set while _pumping is held, right after taking and right before letting go."""
         self._collected = [_Collected(reader, plan.edges[edge].value) for edge, reader in wiring.readers.items()]
         self._pending: collections.deque[GraphResult] = collections.deque()
         """Executions under way, oldest first. Appended to under _submitting, before anything is sent."""
@@ -112,6 +116,7 @@ class CompiledGraph:
                 graph._fail(error)
 
         wiring.watch(ended)
+        self._awaiting.start(wiring.tell_to_wake)
         weakref.finalize(self, self._awaiting.close)
         weakref.finalize(self, wiring.close, 0.0)  # forgotten, or at exit: the actors are told, nobody waits
 
@@ -151,11 +156,10 @@ class CompiledGraph:
     def _execute(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         if self._end is not None:
             raise self._ended()
-        if not self._awaiting.tried and asyncio._get_running_loop() is not None:
-            self._awaiting.start(self._wiring.tell_to_wake)
         if not self._submitting.acquire(False):
             self._queue(timeout_s)
         try:
+            self._handing = True
             if self._one_input is not None and len(args) == 1 and not kwargs:
                 kept = self._empty.copy()
                 messages = [(self._one_input, self._encoder.encode(args[0]))]
@@ -167,11 +171,10 @@ class CompiledGraph:
                 raise self._ended()
             return self._send(messages, kept)
         finally:
+            self._handing = False
             self._submitting.release()
 
-    def _inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[tuple[Writer, Message]], list[Any]]:
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[Writer, Message]], list[Any]]:
         """What to send, and the values to begin the result with: inputs that are outputs too."""
         values = self._arguments.values(args, kwargs)
         kept = self._empty.copy()
@@ -184,8 +187,18 @@ class CompiledGraph:
         """Another thread is at it."""
         if timeout_s == 0:
             raise self._full()
-        if not self._submitting.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise self._no_place()
+        deadline = Deadline(timeout_s)
+        while True:
+            left = deadline.left_s()
+            submitting = self._submitting
+            if submitting.acquire(timeout=LOOK_UP_S if left is None else min(left, LOOK_UP_S)):
+                return
+            if left is not None and left <= 0:
+                raise self._no_place()
+            if not self._handing and submitting is self._submitting and submitting.locked():
+                # Ctrl-C came between taking the lock and the next instruction.
+                self._submitting = threading.Lock()
+                self._fail(GraphClosedError("execute was interrupted"))
 
     def _make_room(self, timeout_s: float | None) -> None:
         def room() -> bool:
@@ -196,7 +209,7 @@ class CompiledGraph:
 
     def _send(self, messages: list[tuple[Writer, Message]], kept: list[Any]) -> GraphResult:
         number = self._submitted
-        flagged = self._awaiting.active
+        flagged = self._awaiting.active and asyncio._get_running_loop() is not None
         flags = WAKE if flagged else 0
         result = GraphResult(self, number, len(self._collected), kept, flagged)
         try:
@@ -222,6 +235,7 @@ class CompiledGraph:
         start = time.monotonic()
         if self._pumping.acquire(False):
             try:
+                self._reading = True
                 if self._waiter.wait(self._bell, LOOK_UP_S):
                     self._rung += 1
                 self._drain()
@@ -239,8 +253,9 @@ class CompiledGraph:
     def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Read messages, or wait while another thread does, until `ready` or the deadline; whether it is ready."""
         while not ready():
-            if self._pumping.acquire(blocking=False):
+            if self._pumping.acquire(False):
                 try:
+                    self._reading = True
                     self._lead(ready, deadline)
                 finally:
                     self._let_go()
@@ -265,6 +280,14 @@ class CompiledGraph:
                 continue
             if self._waiter.wait(bell, LOOK_UP_S if left is None else min(left, LOOK_UP_S)):
                 self._rung += 1
+            else:
+                self._look()
+
+    def _look(self) -> None:
+        """Nothing came: has an actor something to say that is no result?"""
+        trouble = self._wiring.trouble()
+        if trouble is not None:
+            self._fail(trouble)
 
     def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
         with self._turn:
@@ -274,9 +297,17 @@ class CompiledGraph:
                 if not self._pumping.locked() or ready():
                     return
                 left = deadline.left_s()
+                pumping = self._pumping
                 self._turn.wait(LOOK_UP_S if left is None else min(left, LOOK_UP_S))
+                if pumping.locked() and not self._reading and pumping is self._pumping and (left is None or left > 1):
+                    self._replace_lock(pumping)
             finally:
                 self._followers -= 1
+
+    def _replace_lock(self, pumping: threading.Lock) -> None:
+        """Nobody reads, yet for a second nobody could: Ctrl-C came between taking the lock and the next instruction."""
+        self._pumping = threading.Lock()
+        self._fail(GraphClosedError("reading results was interrupted"))
 
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting; True if there were any: look again then."""
@@ -350,13 +381,16 @@ class CompiledGraph:
             if not self._pumping.acquire(False):
                 return
         try:
-            self._drain()
+            self._reading = True
+            if not self._drain():
+                self._look()
             self._settle()
         finally:
             self._let_go()
 
     def _let_go(self) -> None:
         """Stop reading messages; whoever else waits may."""
+        self._reading = False
         self._pumping.release()
         if self._followers:
             self._tell_followers()

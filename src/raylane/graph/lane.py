@@ -43,6 +43,8 @@ class Residence(Protocol):
 
     def advance(self) -> bool: ...
 
+    def give_up(self, error: Exception) -> None: ...
+
     def orphaned(self) -> bool: ...
 
     def close(self) -> None: ...
@@ -95,9 +97,9 @@ class Lane:
             for residence in self._residences:
                 try:
                     moved |= residence.advance()
-                except Exception:  # a defect of ours costs this graph its life, not the other graphs theirs
+                except Exception as error:  # a defect of ours costs this graph its life, not the other graphs theirs
                     log.exception("graph %s in %s", residence.name, residence.who)
-                    residence.over = True
+                    residence.give_up(error)
                 if residence.over:
                     self._dismiss(residence)
                     moved = True

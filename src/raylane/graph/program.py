@@ -16,6 +16,8 @@ HOST_VARIABLE = "RAYLANE_HOST"
 that share a kernel but not /proc, and for tests."""
 CONTROL_SLOTS = 4
 """Orders to one actor that may be unanswered."""
+TROUBLE = "trouble"
+"""The word of a report that answers no question: the lane cannot go on with the graph."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
 from raylane.graph.channels.station import Station, open_shared
 from raylane.graph.plan import DRIVER
-from raylane.graph.program import CONTROL_SLOTS, HOST_VARIABLE, Hello, Outbound, Posted, Posting, Program
+from raylane.graph.program import CONTROL_SLOTS, HOST_VARIABLE, TROUBLE, Hello, Outbound, Posted, Posting, Program
 from raylane.graph.resident import Resident
 from raylane.transport import endpoint as endpoints
 
@@ -134,6 +134,12 @@ class Residence:
         for writer in self._to_driver:
             writer.wake_fd = self._wake_fd
         return None
+
+    def give_up(self, error: Exception) -> None:
+        """A defect of ours, or of this machine: tell the owner, and leave."""
+        self.over = True
+        text = f"{self.who} could not go on with the graph: {type(error).__name__}: {error}"
+        self._report.write(self._reports, self._encoder.encode((TROUBLE, text)))
 
     def orphaned(self) -> bool:
         if self._station is not None and self._station.owner_gone:

@@ -124,6 +124,7 @@ class Resident:
         self._loop = loop
         self._guard = guard
         self._exit = exit
+        self._exiting = False
         self._encoder = Encoder()
         self._empty: list[Any] = [None] * len(plan.values)
         self._values = self._empty.copy()
@@ -165,6 +166,10 @@ class Resident:
             self._accept(inbound)
         self._run(self._work[self._next])
         self._next += 1
+        if self._exiting:
+            self.advance = _nothing  # type: ignore[method-assign]  # no method is called any more
+            self._exit()
+            return True
         if self._next == len(self._work):
             self._next = 0
             self.sequence += 1
@@ -242,7 +247,7 @@ class Resident:
                     result = work.call(*args, **kwargs)
             return self._finish(result) if type(result) is CoroutineType else result
         except SystemExit as error:  # ray.actor.exit_actor
-            self._exit()
+            self._exiting = True
             return Failure(failed(GraphError(f"{work.label} exited its actor"), work.label, error))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
             return Failure(failed(error, work.label, error))
@@ -279,6 +284,10 @@ class Resident:
         }
         edges = {edge: {"count": inbound.count, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()}
         return {"tasks": tasks, "received": edges}
+
+
+def _nothing() -> bool:
+    return False
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:

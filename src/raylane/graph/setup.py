@@ -26,7 +26,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import here
 from raylane.core.semaphore import Segment, block, init, try_wait
-from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph import message as m
 from raylane.graph import residence, routing
 from raylane.graph.building import Builder
@@ -36,7 +36,7 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader
 from raylane.graph.channels.station import Station
 from raylane.graph.plan import DRIVER, Edge, Plan
-from raylane.graph.program import CONTROL_SLOTS, Hello
+from raylane.graph.program import CONTROL_SLOTS, TROUBLE, Hello
 from raylane.graph.routing import LINES, Routes
 from raylane.graph.watch import Watch, watcher
 
@@ -112,9 +112,12 @@ class Wiring:
             left = deadline.left_s()
             if block(line.reader.full, 0.05 if left is None else min(left, 0.05)):
                 taken = line.reader.take()
+                word, answer = m.decode(taken.kind, taken.body, taken.buffers)
+                if word == TROUBLE:
+                    raise GraphClosedError(answer)
                 line.answered += 1
                 if line.answered == line.asked:  # else the answer to a question that was given up
-                    return m.decode(taken.kind, taken.body, taken.buffers)[1]
+                    return answer
                 continue
             if member in self._dead:
                 raise self._died(member)
@@ -122,6 +125,19 @@ class Wiring:
                 raise GraphTimeoutError(
                     f"{self.hellos[member - 1].who} did not answer within {deadline.timeout_s} s: a method runs there"
                 )
+
+    def trouble(self) -> GraphError | None:
+        """What an actor has said unasked: that its lane cannot go on with this graph."""
+        if not self._asking.acquire(blocking=False):
+            return None
+        try:
+            for line in self._lines:
+                if line.answered == line.asked and not try_wait(line.reader.full):
+                    taken = line.reader.take()
+                    return GraphClosedError(m.decode(taken.kind, taken.body, taken.buffers)[1])
+        finally:
+            self._asking.release()
+        return None
 
     def tell_to_wake(self, pid: int, fd: int) -> str | None:
         """Have all actors that send to the driver write to that eventfd too; the reason if one of them cannot. For
@@ -132,7 +148,10 @@ class Wiring:
             if self.routes.edges[edge].readers_beside(DRIVER) is self.routes.edges[edge].local
         }
         for member in sorted({self.plan.edges[edge].writer for edge in near}):
-            refused: str | None = self.ask(member, "wake", pid, fd)
+            try:
+                refused: str | None = self.ask(member, "wake", pid, fd, timeout_s=1.0)
+            except GraphError as error:  # busy with another graph, or dead already
+                refused = str(error)
             if refused is not None:
                 return refused
         for edge in self.readers.keys() - near:

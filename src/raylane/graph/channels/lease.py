@@ -153,7 +153,7 @@ class LeasePool:
         used = self._lent_bytes + sum(idle.capacity for idle in self._idle)
         while self._idle and used + capacity > self.limit_bytes:
             used -= self._retire()
-        segment = Segment.make(DATA_AT + capacity, bare=True)
+        segment = Segment.make(DATA_AT + capacity)
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lent(segment, capacity, next(self._numbers))
@@ -222,7 +222,7 @@ class LeaseReader:
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
-                segment = self._mapped[key] = Segment.open(path, bare=True)
+                segment = self._mapped[key] = Segment.open(path)
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
             else:

@@ -85,7 +85,7 @@ class RingWriter:
         """`bells` are the readers' doorbells, in the order of `spec.readers`."""
         self._segment = segment
         self._bells = tuple(bells)  # keeps them mapped
-        self._memory = segment.memory  # slices of an mmap are quicker than those of a view of it
+        self._memory = segment.view
         self._spec = spec
         self._pool = pool
         self._slots = spec.slots
@@ -184,7 +184,7 @@ class RingReader:
 
     def __init__(self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader) -> None:
         self._segment = segment
-        self._memory = segment.memory
+        self._memory = segment.memory  # its slices are bytes: one object less than slices of a view
         self._slots = spec.slots
         self._index = index
         self._leases = leases
