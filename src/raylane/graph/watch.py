@@ -8,7 +8,6 @@ connection is seen without reading from it (POLLRDHUP), so that another thread m
 from __future__ import annotations
 
 import collections
-import contextlib
 import logging
 import os
 import select
@@ -46,6 +45,8 @@ class Watcher:
         self._watched: dict[int, Watch] = {}
         self._thread: threading.Thread | None = None
         self._nudge: int | None = None
+        """Wakes the thread. Made once and never closed: a finalizer may be about to write to it at any time, and would
+        write into whatever had got its number."""
 
     def __len__(self) -> int:
         return len(self._watched) + len(self._arriving)
@@ -62,11 +63,12 @@ class Watcher:
     def _add(self, found: Watch) -> Watch:
         with self._lock:
             self._arriving.append(found)
+            if self._nudge is None:
+                self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             if self._thread is None:
-                self._nudge = nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                thread = threading.Thread(target=self._run, args=(nudge,), name="raylane-watch", daemon=True)
-                self._thread = thread
+                thread = threading.Thread(target=self._run, args=(self._nudge,), name="raylane-watch", daemon=True)
                 thread.start()
+                self._thread = thread
         self._wake()
         return found
 
@@ -75,22 +77,20 @@ class Watcher:
         self._wake()
 
     def _wake(self) -> None:
-        nudge = self._nudge
-        if nudge is not None:
-            with contextlib.suppress(OSError):  # the thread has just ended, and has seen everything
-                os.eventfd_write(nudge, 1)
+        if self._nudge is not None:
+            os.eventfd_write(self._nudge, 1)
 
     def _run(self, nudge: int) -> None:
         poll = select.poll()
         poll.register(nudge, select.POLLIN)
-        while self._settle(poll, nudge):
+        while self._settle(poll):
             for fd, _ in poll.poll():
                 if fd == nudge:
                     os.eventfd_read(nudge)
                 elif fd in self._watched:
                     self._ended(poll, self._watched[fd])
 
-    def _settle(self, poll: select.poll, nudge: int) -> bool:
+    def _settle(self, poll: select.poll) -> bool:
         """Let in and let go what has come up. False, and the thread is gone for the next `watch`, if none is left."""
         with self._lock:
             while self._arriving:
@@ -101,8 +101,7 @@ class Watcher:
                 self._let_go(poll, self._forgotten.popleft())
             if self._watched:
                 return True
-            self._thread = self._nudge = None
-            os.close(nudge)
+            self._thread = None
             return False
 
     def _let_go(self, poll: select.poll, watch: Watch) -> bool:
@@ -114,12 +113,17 @@ class Watcher:
         return True
 
     def _ended(self, poll: select.poll, watch: Watch) -> None:
+        ended, watch.ended = watch.ended, _nothing  # whoever keeps the watch does not keep what its end was told to
         if not self._let_go(poll, watch):
             return
         try:
-            watch.ended()
+            ended()
         except Exception:
             log.exception("after the end of a process or connection")
+
+
+def _nothing() -> None:
+    return
 
 
 watcher = Watcher()
