@@ -25,6 +25,8 @@ class ThreadContext:
     """(device type, enabled, dtype) for each."""
     errstate: dict[str, Any] | None = None
     """NumPy's reactions to floating-point errors."""
+    errcall: Any = None
+    """Whom NumPy calls where the reaction is "call"."""
 
 
 _entered: list[Any] = []
@@ -34,10 +36,10 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def read() -> ThreadContext:
     """The calling thread's."""
     numpy: Any = sys.modules.get("numpy")
-    errstate = None if numpy is None else numpy.geterr()
+    errstate, errcall = (None, None) if numpy is None else (numpy.geterr(), numpy.geterrcall())
     torch: Any = sys.modules.get("torch")
     if torch is None:
-        return ThreadContext(errstate=errstate)
+        return ThreadContext(errstate=errstate, errcall=errcall)
     return ThreadContext(
         grad=torch.is_grad_enabled(),
         inference=torch.is_inference_mode_enabled(),
@@ -49,6 +51,7 @@ def read() -> ThreadContext:
             for device in _AUTOCAST_DEVICES
         ),
         errstate=errstate,
+        errcall=errcall,
     )
 
 
@@ -57,6 +60,7 @@ def adopt(context: ThreadContext) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and context.errstate is not None:
         numpy.seterr(**context.errstate)
+        numpy.seterrcall(context.errcall)
     torch: Any = sys.modules.get("torch")
     if torch is None or context.num_threads is None:
         return
