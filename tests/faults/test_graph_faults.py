@@ -258,6 +258,41 @@ def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[A
     eventually(lambda: left_nothing(workers))
 
 
+FORKING = """
+    import os, sys
+    import ray
+    ray.init(address={address!r}, namespace={namespace!r}, log_to_driver=False, logging_level="error")
+    import numpy as np, raylane
+    one = ray.get_actor("one")
+    with raylane.InputNode() as x:
+        node = raylane.bind(one.ones, x)
+    g = raylane.compile(node)
+    kept = [g.execute(100_000).get() for _ in range(3)]
+    child = os.fork()
+    if child == 0:
+        try:
+            g.execute(1)
+        except raylane.errors.GraphClosedError as error:
+            print(error, flush=True)
+        kept.clear()  # the parent's lease must not end here
+        g.teardown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    more = [g.execute(100_000).get() * 0 for _ in range(3)]  # would reuse memory that the child had given back
+    assert [float(array.sum()) for array in kept] == [100_000.0] * 3
+    print("still", len(g.stats()["calls"]), flush=True)
+"""
+
+
+def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
+    namespace, _ = detached
+    code = textwrap.dedent(FORKING).format(address=ray.get_runtime_context().gcs_address, namespace=namespace)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "this process was forked" in done.stdout
+    assert "still 1" in done.stdout
+
+
 DRIVER = """
     import os, sys, time
     import ray

@@ -97,6 +97,13 @@ class Awaiting:
             with contextlib.suppress(OSError):
                 os.eventfd_write(fd, 1)
 
+    def disown(self) -> None:
+        """In a forked child: forget the loop, which is the parent's, and the copy of the eventfd."""
+        fd, self._fd = self._fd, None
+        self._loop, self.active = None, False
+        if fd is not None:
+            os.close(fd)
+
     def close(self) -> None:
         """Let go of the loop and the eventfd."""
         loop, self._loop = self._loop, None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import os
 import pickle
 import threading
 import time
@@ -115,6 +116,7 @@ class CompiledGraph:
             if graph is not None:
                 graph._fail(error)
 
+        _living.add(self)
         wiring.watch(ended)
         self._awaiting.start(wiring.tell_to_wake)
         weakref.finalize(self, self._awaiting.close)
@@ -436,6 +438,16 @@ class CompiledGraph:
         post(self._bell)
         self._awaiting.ring()
 
+    def disown(self) -> None:
+        """In a forked child: the graph is its parent's. Nothing that is shared is touched."""
+        self._end = GraphClosedError("this process was forked, and the graph is its parent's; compile one here")
+        self._pumping, self._submitting, self._turn = threading.Lock(), threading.Lock(), threading.Condition()
+        self._awaiting.disown()
+        self._wiring.disown()
+        pending, self._pending = self._pending, collections.deque()
+        for result in pending:
+            result.complete(None, self._end)
+
     def _fail_pending(self, error: BaseException) -> None:
         while self._pending:
             result = self._pending.popleft()
@@ -487,3 +499,15 @@ class CompiledGraph:
     def __repr__(self) -> str:
         state = "ended" if self._end is not None else f"{self._submitted - self._completed} under way"
         return f"CompiledGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} actors, {state})"
+
+
+_living: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked child has copies of the graphs, and no part in them: what it did would pass for its parent's doing."""
+    for graph in list(_living):
+        graph.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)

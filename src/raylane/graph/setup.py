@@ -216,6 +216,11 @@ class Wiring:
 
     # The end
 
+    def disown(self) -> None:
+        """In a forked child: it tells the actors nothing, now or at its end."""
+        self._closed = True
+        self._asking = threading.Lock()
+
     def close(self, timeout_s: float) -> None:
         """Tell the actors to leave; wait until they have, or have died, or the time is over (0: without
         waiting). Once."""

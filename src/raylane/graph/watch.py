@@ -127,3 +127,6 @@ def _nothing() -> None:
 
 
 watcher = Watcher()
+
+# A forked child has no such thread, and its copies of the pidfds are of no use to it.
+os.register_at_fork(after_in_child=watcher.__init__)  # type: ignore[misc]
