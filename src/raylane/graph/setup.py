@@ -42,6 +42,8 @@ from raylane.graph.watch import Watch, watcher
 
 log = logging.getLogger("raylane.graph")
 
+REASON_S = 5.0
+"""How long to wait for the reason of an actor that has left, when another one has noticed it."""
 KEPT_FREE = 1
 """Slots of a control line that only the order to close may take: it must get through to an actor that is busy."""
 
@@ -293,18 +295,33 @@ def _call(
     """Run a function in these members, all at once; errors are translated here."""
     refs = {member: actors[member - 1].__ray_call__.remote(*call) for member, call in calls.items()}
     answers = {}
+    noticed: GraphClosedError | None = None
     for member, ref in refs.items():
         try:
-            answers[member] = ray.get(ref, timeout=deadline.left_s())
-        except ray.exceptions.GetTimeoutError as error:
-            raise GraphTimeoutError(
-                f"{plan.members[member]} did not answer within {deadline.timeout_s} s: it has not started, or runs a "
-                "method that does not end; compile when it is free, or with a larger timeout_s"
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise GraphActorDiedError(f"{plan.members[member]} is dead: {error}") from error
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, GraphError):
-                raise error.cause from None
-            raise GraphPlanError(f"{plan.members[member]} cannot take part: {error}") from error
+            answers[member] = _answer_of(plan.members[member], ref, deadline)
+        except GraphClosedError as error:  # another one has left before: for a reason of its own, which is worth more
+            noticed = noticed or error
+            left = deadline.left_s()
+            deadline = Deadline(REASON_S if left is None else min(left, REASON_S))
+        except GraphTimeoutError:
+            if noticed is None:
+                raise
+    if noticed is not None:
+        raise noticed
     return answers
+
+
+def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
+    try:
+        return ray.get(ref, timeout=deadline.left_s())
+    except ray.exceptions.GetTimeoutError as error:
+        raise GraphTimeoutError(
+            f"{name} did not answer within {deadline.timeout_s} s: it has not started, or runs a "
+            "method that does not end; compile when it is free, or with a larger timeout_s"
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        raise GraphActorDiedError(f"{name} is dead: {error}") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, GraphError):
+            raise error.cause from None
+        raise GraphPlanError(f"{name} cannot take part: {error}") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
-from raylane.errors import GraphActorDiedError, GraphPlanError, GraphTimeoutError, TransportError
+from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph import message as m
 from raylane.graph.channels import ring
 from raylane.graph.channels.arrivals import JOIN_S, Arrival, Inbound
@@ -96,7 +96,7 @@ class Station:
         return LeasePool(self.directions.max_lent_bytes, self.directions.timeout_s)
 
     def connect(self, hops: Sequence[HopTo], deadline: Deadline) -> None:
-        """Open every hop that leaves here. GraphActorDiedError, GraphTimeoutError, GraphPlanError; both ends named."""
+        """Open every hop that leaves here. GraphClosedError, GraphTimeoutError, GraphPlanError; both ends named."""
         endpoint = endpoints.endpoint()
         directions = self.directions
         for to in hops:
@@ -114,7 +114,9 @@ class Station:
             try:
                 hop.open(deadline)
             except Refused as error:
-                raise GraphActorDiedError(f"{target.who} ended while the graph was compiled: {error}") from error
+                raise GraphClosedError(
+                    f"{target.who} ended, or gave up, while {target.own_who} compiled a graph with it: {error}"
+                ) from error
             except TransportError as error:
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
