@@ -19,13 +19,18 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert raylane.__all__ == [
         "BatchDict",
+        "InputNode",
+        "MultiOutputNode",
         "NamedSharding",
         "WorkerGroup",
         "WorkerOptions",
         "__version__",
+        "bind",
+        "compile",
         "errors",
         "get",
         "get_async",
+        "graph",
         "method",
         "put",
         "stats",
