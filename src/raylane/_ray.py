@@ -278,8 +278,10 @@ def dumps(value: Any) -> bytes:
 
 
 def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseException:
-    """What `ray.get` raises for a call that raised `cause`: an instance of its class too, with the remote text."""
-    error = ray.exceptions.RayTaskError(where, traceback_text, cause)
+    """What `ray.get` raises for a call that raised `cause`: an instance of its class too, with the remote text. Where
+    that was is said here: left out, it would be filled in by whoever unpickles the error."""
+    here = {"proctitle": where, "pid": os.getpid(), "ip": node_ip()}
+    error = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
     found: BaseException = error
     return found
 

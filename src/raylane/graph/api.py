@@ -47,7 +47,8 @@ def compile(
     timeout_s = default_timeout_s() if timeout_s is None else timeout_s
     output = translate.from_ray(node)
     inline = backend == "inline"
-    plan, actors = planning.plan(output, identify=id if inline else _identify, name=_ray.class_name_of, order=order)
+    identify = _identify_object if inline else _identify
+    plan, actors = planning.plan(output, identify=identify, name=_ray.class_name_of, order=order)
     schedule.check(plan, max_inflight)
     if inline:
         from raylane.graph.inline import InlineGraph
@@ -65,6 +66,14 @@ def compile(
         exclusive=exclusive,
     )
     return CompiledGraph(plan, wiring, max_inflight=max_inflight, timeout_s=timeout_s)
+
+
+def _identify_object(found: Any) -> int:
+    if _ray.is_handle(found):
+        raise GraphPlanError(
+            f"{_ray.class_name_of(found)} is an actor: with backend='inline' bind methods of plain objects"
+        )
+    return id(found)
 
 
 def _identify(actor: Any) -> str:

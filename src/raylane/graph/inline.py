@@ -1,64 +1,87 @@
 """The same graph in one process, without Ray: for users' own tests (`compile(..., backend="inline")`).
 
-Methods are those of plain objects. Every value that would travel is pickled and unpickled on the way, so what cannot
-travel fails here too, and nobody sees another's objects; every execution is done when `execute` returns.
+Methods are those of plain objects. Every value that would travel is pickled once by its sender and unpickled by each of
+its readers, and each object gets its own copy of its constants: what cannot travel fails here too, and nobody sees
+another's objects. Every execution is done when `execute` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
+import collections
+import json
+import pickle
 import threading
-from collections.abc import Callable, Sequence
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import CoroutineType
 from typing import Any
 
+from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.errors import GraphClosedError, GraphError
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
+from raylane.graph import drawing, ops, view
 from raylane.graph import message as m
-from raylane.graph import ops
 from raylane.graph.arguments import Arguments
+from raylane.graph.channels.ring import LEND_FROM_BYTES
 from raylane.graph.outcome import Failed, conclude
-from raylane.graph.plan import INPUT, Plan, Task
+from raylane.graph.plan import DRIVER, INPUT, Edge, Plan, Step, Task
+from raylane.graph.program import only
 from raylane.graph.resident import method_of
 from raylane.graph.result import GraphResult
+from raylane.graph.show import describe
+from raylane.graph.tracing import chrome_trace
 
-log = logging.getLogger("raylane.graph")
+KEPT_RECORDS = 8192
 
 
 class InlineGraph:
-    """Offers what `CompiledGraph` offers; see there."""
+    """Offers what `CompiledGraph` offers; see there. Thread-safe: one execution runs at a time."""
 
     def __init__(self, plan: Plan, objects: Sequence[Any], *, max_inflight: int, timeout_s: float | None) -> None:
         self.plan = plan
         self.max_inflight = max_inflight
         self.timeout_s = timeout_s
-        self._calls = [method_of(objects[task.member - 1], task.method) for task in plan.tasks]
+        self._methods = [method_of(objects[task.member - 1], task.method) for task in plan.tasks]
+        self._order = _with_own_constants(plan, _one_after_the_other(plan))
         self._arguments = Arguments(plan)
         self._encoder = m.Encoder()
-        self._lock = threading.Lock()  # held while an execution runs: methods never run at the same time
-        self._order = _one_after_the_other(plan)
+        self._lock = threading.Lock()  # held while an execution runs; guards everything below
         self._count = 0
-        self._open = True
+        self._end: GraphError | None = None
+        """Why there are no more executions."""
+        self._loop: _Loop | None = None
+        """Where coroutine methods run; made for the first of them."""
+        self._bytes = [0] * len(plan.edges)
+        self._spent_s = [[0.0, 0.0] for _ in plan.tasks]
+        """Each call's seconds computing and sending."""
+        self._records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(
+            maxlen=KEPT_RECORDS
+        )
+        self._executions: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
 
     def execute(self, *args: Any, **kwargs: Any) -> GraphResult:
         """Run everything now. Errors of methods come with the result's `get`, as from actors."""
         with self._lock:
-            if not self._open:
-                raise GraphClosedError("the graph was torn down; compile it again")
+            if self._end is not None:
+                raise type(self._end)(self._end.message, **self._end.fields)
             inputs = self._arguments.values(args, kwargs)
+            sent = [(edge, self._encoder.encode(inputs[edge.value])) for edge in self.plan.edges_from(DRIVER)]
             result = GraphResult(self, self._count, 0, [], False)
             self._count += 1
-            values: list[Any] = [
-                self._traveled(value) if found.source == INPUT else None
-                for found, value in zip(self.plan.values, inputs, strict=True)
-            ]
-            for task in self._order:
-                self._run(task, values)
+            places: list[list[Any]] = [[None] * len(inputs) for _ in self.plan.members]
+            for edge, message in sent:
+                self._deliver(edge, message, places)
             for value in self.plan.collects:
                 if self.plan.values[value].source == INPUT:
-                    values[value] = inputs[value]
-            conclude(self.plan, result, values)
+                    places[DRIVER][value] = inputs[value]
+            for task in self._order:
+                self._run(task, result.number, places)
+            conclude(self.plan, result, places[DRIVER])
+            self._executions.append((result.number, result.submitted_s, time.perf_counter()))
             return result
 
     execute_nowait = execute
@@ -66,35 +89,116 @@ class InlineGraph:
     async def execute_async(self, *args: Any, **kwargs: Any) -> GraphResult:
         return await asyncio.to_thread(self.execute, *args, **kwargs)
 
-    def _traveled(self, value: Any) -> Any:
-        """What arrives at the other end of an edge."""
-        message = self._encoder.encode(value)
-        return m.decode(message.kind, message.body, [bytearray(buffer) for buffer in message.buffers])
-
-    def _run(self, task: Task, values: list[Any]) -> None:
-        result: Any = next((values[value] for value in task.reads if type(values[value]) is Failed), None)
+    def _run(self, task: Task, number: int, places: list[list[Any]]) -> None:
+        mine = places[task.member]
+        started = time.perf_counter()
+        result: Any = next((mine[value] for value in task.reads if type(mine[value]) is Failed), None)
         if result is None:
-            try:
-                args = [ops.evaluate(expression, values) for expression in task.args]
-                kwargs = {key: ops.evaluate(expression, values) for key, expression in task.kwargs}
-                result = self._calls[task.index](*args, **kwargs)
-                if inspect.iscoroutine(result):
-                    result = _finished(result)
-            except Exception as error:
-                result = Failed.of(error, self.plan.labels[task.index])
-        for found in self.plan.values:
-            if found.source == task.index:
-                values[found.index] = self._selected(result, found.index, task)
+            result = self._call(task, mine)
+        returned = time.perf_counter()
+        for value in self.plan.values:
+            if value.source == task.index:
+                self._hand_on(value.index, self._selected(result, value.steps, task), task, places)
+        sent = time.perf_counter()
+        self._spent_s[task.index][0] += returned - started
+        self._spent_s[task.index][1] += sent - returned
+        self._records.append((task.index, number, started, started, returned, sent))
 
-    def _selected(self, result: Any, index: int, task: Task) -> Any:
-        if type(result) is Failed:
+    def _call(self, task: Task, mine: list[Any]) -> Any:
+        label = self.plan.labels[task.index]
+        try:
+            args = [ops.evaluate(expression, mine) for expression in task.args]
+            kwargs = {key: ops.evaluate(expression, mine) for key, expression in task.kwargs}
+            result = self._methods[task.index](*args, **kwargs)
+            return self._finished(result) if type(result) is CoroutineType else result
+        except SystemExit:  # what ends an actor
+            who = self.plan.members[task.member]
+            self._end = GraphActorDiedError(f"{who} exited, and with it the graph; compile it again")
+            return _failed(GraphError(f"{label} exited its actor"), label)
+        except (Exception, asyncio.CancelledError) as error:
+            return _failed(error, label)
+
+    def _finished(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            self._loop = _Loop()
+            weakref.finalize(self, self._loop.stop)
+        return self._loop.run(coroutine)
+
+    def _selected(self, result: Any, steps: tuple[Step, ...], task: Task) -> Any:
+        if type(result) is Failed or not steps:
             return result
         try:
-            value = ops.select(result, self.plan.values[index].steps) if self.plan.values[index].steps else result
-            travels = any(edge.value == index for edge in self.plan.edges)
-            return self._traveled(value) if travels else value
+            return ops.select(result, steps)
         except Exception as error:
-            return Failed.of(error, self.plan.labels[task.index])
+            return _failed(error, self.plan.labels[task.index])
+
+    def _hand_on(self, value: int, found: Any, task: Task, places: list[list[Any]]) -> None:
+        """To the task's own object as it is, to all others by a message."""
+        places[task.member][value] = found
+        for edge in self.plan.edges:
+            if edge.value != value:
+                continue
+            try:
+                if type(found) is not Failed:
+                    self._deliver(edge, self._encoder.encode(found), places)
+                    continue
+                arrived = found
+            except GraphError as error:
+                arrived = _failed(error, self.plan.labels[task.index])
+            for reader in edge.readers:
+                places[reader][value] = arrived
+
+    def _deliver(self, edge: Edge, message: m.Message, places: list[list[Any]]) -> None:
+        self._bytes[edge.index] += message.nbytes
+        shared = len(edge.readers) > 1 and message.nbytes - len(message.body) >= LEND_FROM_BYTES
+        for reader in edge.readers:
+            buffers: list[Any] = [bytearray(buffer) for buffer in message.buffers]
+            if shared:
+                buffers = [memoryview(buffer).toreadonly() for buffer in buffers]
+            try:
+                arrived = m.decode(message.kind, message.body, buffers, shared=shared)
+            except Exception as error:
+                what, who = self.plan.source_label(edge.value), self.plan.members[reader]
+                arrived = _failed(GraphValueError(f"{what} could not be unpickled by {who}: {error!r}"), who)
+            places[reader][edge.value] = arrived
+
+    # Seeing
+
+    def show(self) -> str:
+        """The graph as text: objects with their calls in order, and who sends what to whom."""
+        return describe(self.plan, max_inflight=self.max_inflight)
+
+    def draw(self, path: str | Path) -> None:
+        """Write the graph as an SVG picture."""
+        Path(path).write_text(drawing.draw(self.plan, max_inflight=self.max_inflight))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters as `CompiledGraph.stats` has them; nobody waits here, and nothing is lent."""
+        count = self._count
+        calls = {
+            self.plan.labels[task.index]: {
+                "actor": self.plan.members[task.member],
+                "count": count,
+                "wait_s": 0.0,
+                "compute_s": self._spent_s[task.index][0],
+                "send_s": self._spent_s[task.index][1],
+            }
+            for task in self.plan.tasks
+        }
+        edges = {
+            view.edge_label(self.plan, edge): {"count": count, "bytes": nbytes}
+            for edge, nbytes in enumerate(self._bytes)
+        }
+        executions = {"submitted": count, "completed": count}
+        return {"executions": executions, "calls": calls, "edges": edges, "lent_bytes": {}, "unanswered": []}
+
+    def trace(self, path: str | Path) -> list[str]:
+        """Write the last executions as a trace for Perfetto or chrome://tracing."""
+        trace = chrome_trace(self.plan, list(self._records), list(self._executions))
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(trace))
+        return []
 
     # What a result asks of its graph; every result is done.
 
@@ -110,9 +214,15 @@ class InlineGraph:
     def waiting_for(self, number: int) -> str:
         return "nothing"
 
-    def teardown(self, timeout: float = 0.0) -> None:
-        """No further executions."""
-        self._open = False
+    # Ending
+
+    def teardown(self, timeout: float = 5.0) -> None:
+        """No further executions. A second call does nothing."""
+        with self._lock:
+            self._end = self._end or GraphClosedError("the graph was torn down; compile it again")
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.stop()
 
     def __enter__(self) -> InlineGraph:
         return self
@@ -120,24 +230,65 @@ class InlineGraph:
     def __exit__(self, *_: object) -> None:
         self.teardown()
 
+    def __repr__(self) -> str:
+        state = "ready" if self._end is None else "ended"
+        return f"InlineGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} objects, {state})"
 
-def _finished(coroutine: Any) -> Any:
-    """Run a coroutine to its end, also when this thread has a running loop."""
-    box: list[Any] = []
 
-    def work() -> None:
+class _Loop:
+    """An asyncio loop on a thread of its own, which lasts from one call of a coroutine method to the next, as an
+    actor's does: what a method leaves running there goes on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="raylane-inline", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def stop(self) -> None:
+        """End it, and all that still runs there. A second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_cancel_the_others())
+    finally:
+        loop.close()
+
+
+async def _cancel_the_others() -> None:
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def _failed(error: BaseException, where: str) -> Failed:
+    """An error as those receive it who are told of it; one of ours says where by itself."""
+    if not isinstance(error, GraphError):
+        error = _ray.task_error(where, "".join(traceback.format_exception(error)), error)
+    return Failed(m.decode(m.ERROR, m.encode_error(error).body, ()))
+
+
+def _with_own_constants(plan: Plan, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, those of each member with constants that nobody else sees."""
+    own: dict[int, Plan] = {}
+    for member in range(1, len(plan.members)):
         try:
-            box.append((asyncio.run(coroutine), None))
-        except BaseException as error:
-            box.append((None, error))
-
-    thread = threading.Thread(target=work, name="raylane-inline")
-    thread.start()
-    thread.join()
-    value, error = box[0]
-    if error is not None:
-        raise error
-    return value
+            own[member] = pickle.loads(_ray.dumps(only(plan, member)))
+        except Exception as error:
+            raise GraphPlanError(
+                f"the constants among the arguments of {plan.members[member]}'s calls cannot be pickled: {error}"
+            ) from error
+    return [own[task.member].tasks[task.index] for task in tasks]
 
 
 def _one_after_the_other(plan: Plan) -> list[Task]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from typing import Any
 
-from raylane import _ray
 from raylane.graph import ops
 from raylane.graph.plan import Plan, values_in
 from raylane.graph.result import GraphResult
@@ -21,11 +19,6 @@ class Failed:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> Failed:
-        """An error that a call at `where` has just raised."""
-        return cls(_ray.task_error(where, "".join(traceback.format_exception(error)), error))
 
 
 def conclude(plan: Plan, result: GraphResult, values: list[Any]) -> None:
