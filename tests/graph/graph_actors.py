@@ -106,7 +106,7 @@ class Worker:
         ray.actor.exit_actor()
 
     def left(self) -> list[str]:
-        """What graphs have left in this process, besides its doorbell (its descriptor, and its mapping with another)."""
+        """What graphs have left in this process, besides its doorbell (a descriptor, and a mapping with another)."""
         threads = [t.name for t in threading.enumerate() if t.name.startswith("raylane")]
         return descriptors()[3:] + threads
 
