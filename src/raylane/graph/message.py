@@ -39,6 +39,7 @@ class Message(NamedTuple):
         return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
+_modules = sys.modules
 _message: Callable[..., Message] = tuple.__new__
 """What Message(...) does, in half the time."""
 SIGNAL = Message(NOTHING, b"")
@@ -69,51 +70,56 @@ class Encoder:
     time."""
 
     def __init__(self) -> None:
-        self._file = io.BytesIO()
+        self._renew()
+
+    def _renew(self) -> None:
+        """A pickler that has seen nothing. Its steps are bound once: an attribute costs a tenth of a small value."""
+        file = io.BytesIO()
         self._buffers: list[pickle.PickleBuffer] = []
-        self._pickler = pickle.Pickler(self._file, 5, buffer_callback=self._buffers.append)
-        self._guarded = False
-        self._pickler.dispatch_table = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
+        pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
+        self._guarded = "torch" in sys.modules
+        pickler.dispatch_table = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
+        if self._guarded:
+            import torch
+
+            pickler.dispatch_table |= {torch.Tensor: _stop, torch.nn.Parameter: _stop}
+        forget, rewind, cut, dump, content = pickler.clear_memo, file.seek, file.truncate, pickler.dump, file.getvalue
+
+        def pickled(value: Any) -> bytes:
+            forget()
+            rewind(0)
+            dump(value)
+            cut()
+            return content()
+
+        self._pickled = pickled
 
     def encode(self, value: Any) -> Message:
         """GraphValueError if the value cannot be pickled, with the pickler's error as its cause."""
         if value is None:
             return SIGNAL
-        if not self._guarded and "torch" in sys.modules:
-            self._guard()
-        file, pickler, buffers = self._file, self._pickler, self._buffers
-        pickler.clear_memo()
-        file.seek(0)
-        file.truncate()
+        if not self._guarded and "torch" in _modules:
+            self._renew()
+        buffers = self._buffers
         try:
-            pickler.dump(value)
-            body = file.getvalue()
+            body = self._pickled(value)
             if b"__main__" not in body:
                 if not buffers and len(body) < _KEPT_BYTES:
                     return _message(Message, (VALUE, body, (), None))
                 raw = [buffer.raw() for buffer in buffers]
-                self.__init__()  # type: ignore[misc]  # let go of the value and of a large pickle
+                self._renew()  # let go of the value and of a large pickle
                 return Message(VALUE, body, raw, value)
+            if buffers:
+                self._renew()
         except _TensorInside:
             buffers.clear()
             return _with_tensors(value)
         except GraphValueError:
-            self.__init__()  # type: ignore[misc]
+            self._renew()
             raise
         except Exception:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
-            self.__init__()  # type: ignore[misc]  # half a pickle has unknown state
+            self._renew()  # half a pickle has unknown state
         return _by_cloudpickle(value)
-
-    def _guard(self) -> None:
-        import torch
-
-        self._pickler.dispatch_table = {
-            **copyreg.dispatch_table,
-            ray.ObjectRef: _refuse,
-            torch.Tensor: _stop,
-            torch.nn.Parameter: _stop,
-        }
-        self._guarded = True
 
 
 def _by_cloudpickle(value: Any) -> Message:
