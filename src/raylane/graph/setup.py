@@ -94,21 +94,22 @@ class Wiring:
     def ask(self, member: int, word: str, *rest: Any, timeout_s: float | None = 5.0) -> Any:
         """Give an order to an actor's lane and wait for the answer. GraphTimeoutError if it is busy,
         GraphActorDiedError if it has ended."""
+        deadline = Deadline(timeout_s)
         with self._asking:
-            self._order(member, word, *rest)
-            return self._answer(member, Deadline(timeout_s))
+            line = self._lines[member - 1]
+            while line.asked - line.answered >= CONTROL_SLOTS - KEPT_FREE:  # questions that were given up
+                self._next_answer(member, deadline)
+            self._order(line, word, *rest)
+            while True:
+                answer = self._next_answer(member, deadline)
+                if line.answered == line.asked:  # else it answers one that was given up
+                    return answer
 
-    def _order(self, member: int, word: str, *rest: Any) -> None:
-        line = self._lines[member - 1]
-        while line.answered < line.asked and not try_wait(line.reader.full):  # answers that came too late
-            line.reader.take()
-            line.answered += 1
-        if line.asked - line.answered >= CONTROL_SLOTS - (0 if word == "close" else KEPT_FREE):
-            raise GraphTimeoutError(f"{self.hellos[member - 1].who} has not answered earlier questions: it is busy")
+    def _order(self, line: _Line, word: str, *rest: Any) -> None:
         line.writer.write(line.asked, m.Message(m.VALUE, pickle.dumps((word, *rest), 5)))
         line.asked += 1
 
-    def _answer(self, member: int, deadline: Deadline) -> Any:
+    def _next_answer(self, member: int, deadline: Deadline) -> Any:
         line = self._lines[member - 1]
         while True:
             left = deadline.left_s()
@@ -118,9 +119,7 @@ class Wiring:
                 if word == TROUBLE:
                     raise GraphClosedError(answer)
                 line.answered += 1
-                if line.answered == line.asked:  # else the answer to a question that was given up
-                    return answer
-                continue
+                return answer
             if member in self._dead:
                 raise self._died(member)
             if left is not None and left <= 0:
@@ -237,15 +236,17 @@ class Wiring:
         living = [member for member in range(1, len(self._lines) + 1) if member not in self._dead]
         with self._asking:
             for member in living:
-                with contextlib.suppress(GraphTimeoutError):
-                    self._order(member, "close")
+                with contextlib.suppress(GraphError):  # out of reach: it finds out by itself
+                    self._order(self._lines[member - 1], "close")
             for member in living if timeout_s else ():
+                line = self._lines[member - 1]
                 try:
-                    self._answer(member, deadline)
-                except GraphActorDiedError:
-                    continue
+                    while line.answered < line.asked:
+                        self._next_answer(member, deadline)
                 except GraphTimeoutError:
                     log.warning("%s is busy; it leaves the graph when it is done", self.hellos[member - 1].who)
+                except GraphError:  # dead, or has left by itself
+                    continue
         for watch in self._watched:
             watch.forget()
         if self.station is not None:
@@ -280,7 +281,7 @@ def wire(
         programs = enumerate(builder.programs(), 1)
         _call(plan, actors, {member: (residence.enter, program) for member, program in programs}, deadline)
     except BaseException:
-        wiring.close(1.0)
+        wiring.close(0.0)
         for member in postings:
             actors[member - 1].__ray_call__.remote(residence.abandon, builder.graph)
         raise
