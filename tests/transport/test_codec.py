@@ -229,3 +229,14 @@ def test_nothing_unpickles_a_skeleton_but_decode() -> None:
     skeleton, _ = codec.encode([torch.ones(2)])
     with pytest.raises(pickle.UnpicklingError, match="by raylane only"):
         pickle.loads(skeleton)
+
+
+def test_values_arrive_where_they_were_whatever_the_default_device_is() -> None:
+    value = [torch.arange(3.0), torch.empty(0, 2), Parameter(torch.ones(2))]
+    skeleton, leaves = codec.encode(value)
+    layout = codec.plan(leaves)
+    blocks = [ctypes.create_string_buffer(ctypes.string_at(span.start, span.nbytes)) for span in layout.blocks]
+    with torch.device("meta"):
+        back = codec.decode(skeleton, codec.build(layout.specs, blocks))
+    assert [tensor.device.type for tensor in back] == ["cpu"] * 3
+    assert [tensor.tolist() for tensor in back] == [[0, 1, 2], [], [1, 1]]

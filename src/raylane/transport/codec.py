@@ -218,14 +218,15 @@ def _build_array(spec: LeafSpec, blocks: Sequence[Any]) -> np.ndarray[Any, Any]:
 def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     if spec.block < 0:
-        tensor = torch.empty_strided(spec.shape, [stride // dtype.itemsize for stride in spec.strides], dtype=dtype)
+        strides = [stride // dtype.itemsize for stride in spec.strides]
+        tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="cpu")  # whatever the default device is
     else:
         storage = storages.get(spec.block)
         if storage is None:
             storage = torch.frombuffer(blocks[spec.block], dtype=torch.uint8).untyped_storage()
             storages[spec.block] = storage
         size = dtype.itemsize
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         if spec.offset % size:  # shares memory with an array that starts off this dtype's grid: it cannot share here
             part = torch.frombuffer(bytearray(blocks[spec.block])[spec.offset :], dtype=torch.uint8)
             storage, offset = part.untyped_storage(), 0
