@@ -310,3 +310,47 @@ def test_decorated_methods_return_their_value_itself(ray_session: None) -> None:
     with raylane.compile(node) as g:
         assert type(g.execute(200_000).get()) is np.ndarray
     ray.kill(actor)
+
+
+def test_what_another_thread_has_read_is_there_at_once(workers: list[Any], graph: Compile) -> None:
+    """A thread that finds its result done by the time it may read must not wait for the next message."""
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=2)
+    result = g.execute(1)
+    assert g.execute(2).get() == 2  # reads both
+    assert result._done
+    result._done = False  # as it was when this thread looked
+    begun: list[float] = []
+    wait = g._waiter.wait
+    g._waiter = type("Spy", (), {"wait": lambda _, *args: begun.append(1.0) or wait(*args)})()
+
+    class Late:
+        """A lock that lets the other thread finish first."""
+
+        def acquire(self, blocking: bool = True) -> bool:
+            result._done = True
+            return True
+
+        def release(self) -> None: ...
+
+        def locked(self) -> bool:
+            return False
+
+    lock, g._pumping = g._pumping, Late()
+    assert result.get() == 1
+    g._pumping = lock
+    assert not begun
+
+
+def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers: list[Any], graph: Compile) -> None:
+    from raylane.errors import GraphClosedError
+
+    for name in ("_pumping", "_submitting"):
+        g = graph(lambda x: raylane.bind(workers[0].echo, x))
+        assert g.execute(1).get() == 1
+        result = g.execute(2)
+        getattr(g, name).acquire()  # and Ctrl-C before the next instruction
+        if name == "_pumping":
+            assert result.get() == 2  # its answer had come
+        with pytest.raises(GraphClosedError, match="interrupted"):
+            g.execute(3)
+        g.teardown()

@@ -77,12 +77,16 @@ class CompiledGraph:
         self._encoder = Encoder()  # guarded by _submitting
         self._submitting = threading.Lock()
         self._handing = False
-        """Set while _submitting is held, right after taking and right before letting go."""
+        """Set while _submitting is held, from right after taking it to right before letting go."""
+        self._handovers = 0
+        """How often it was set."""
         self._submitted = 0  # guarded by _submitting
         self._pumping = threading.Lock()
         """Held by the one who reads messages; guards everything down to _turn."""
         self._reading = False
-        """Set while _pumping is held, right after taking and right before letting go."""
+        """Set while _pumping is held, from right after taking it to right before letting go."""
+        self._readings = 0
+        """How often it was set."""
         self._collected = [_Collected(reader, plan.edges[edge].value) for edge, reader in wiring.readers.items()]
         self._pending: collections.deque[GraphResult] = collections.deque()
         """Executions under way, oldest first. Appended to under _submitting, before anything is sent."""
@@ -161,6 +165,7 @@ class CompiledGraph:
         if not self._submitting.acquire(False):
             self._queue(timeout_s)
         try:
+            self._handovers += 1
             self._handing = True
             if self._one_input is not None and len(args) == 1 and not kwargs:
                 kept = self._empty.copy()
@@ -192,13 +197,16 @@ class CompiledGraph:
         deadline = Deadline(timeout_s)
         while True:
             left = deadline.left_s()
-            submitting = self._submitting
+            submitting, handovers = self._submitting, self._handovers
             if submitting.acquire(timeout=LOOK_UP_S if left is None else min(left, LOOK_UP_S)):
                 return
             if left is not None and left <= 0:
                 raise self._no_place()
-            if not self._handing and submitting is self._submitting and submitting.locked():
-                # Ctrl-C came between taking the lock and the next instruction.
+            if left is not None and left < LOOK_UP_S:
+                continue
+            if handovers == self._handovers and not self._handing and submitting is self._submitting:
+                # For a second nobody has begun and nobody could: Ctrl-C came between taking the lock and the next
+                # instruction.
                 self._submitting = threading.Lock()
                 self._fail(GraphClosedError("execute was interrupted"))
 
@@ -237,10 +245,13 @@ class CompiledGraph:
         start = time.monotonic()
         if self._pumping.acquire(False):
             try:
+                self._readings += 1
                 self._reading = True
-                if self._waiter.wait(self._bell, LOOK_UP_S):
-                    self._rung += 1
-                self._drain()
+                # Asked again: another reader may have been here since, and then nothing need come for a long time.
+                if not result._done:
+                    if self._waiter.wait(self._bell, LOOK_UP_S):
+                        self._rung += 1
+                    self._drain()
             finally:
                 self._let_go()
             if result._done:
@@ -257,6 +268,7 @@ class CompiledGraph:
         while not ready():
             if self._pumping.acquire(False):
                 try:
+                    self._readings += 1
                     self._reading = True
                     self._lead(ready, deadline)
                 finally:
@@ -299,17 +311,17 @@ class CompiledGraph:
                 if not self._pumping.locked() or ready():
                     return
                 left = deadline.left_s()
-                pumping = self._pumping
-                self._turn.wait(LOOK_UP_S if left is None else min(left, LOOK_UP_S))
-                if pumping.locked() and not self._reading and pumping is self._pumping and (left is None or left > 1):
-                    self._replace_lock(pumping)
+                pumping, readings = self._pumping, self._readings
+                told = self._turn.wait(LOOK_UP_S if left is None else min(left, LOOK_UP_S))
+                if told or (left is not None and left < LOOK_UP_S) or readings != self._readings:
+                    return
+                if pumping.locked() and not self._reading and pumping is self._pumping:
+                    # For a second nobody has begun to read, nobody reads, and nobody could: Ctrl-C came between taking
+                    # the lock and the next instruction.
+                    self._pumping = threading.Lock()
+                    self._fail(GraphClosedError("reading results was interrupted"))
             finally:
                 self._followers -= 1
-
-    def _replace_lock(self, pumping: threading.Lock) -> None:
-        """Nobody reads, yet for a second nobody could: Ctrl-C came between taking the lock and the next instruction."""
-        self._pumping = threading.Lock()
-        self._fail(GraphClosedError("reading results was interrupted"))
 
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting; True if there were any: look again then."""
@@ -383,6 +395,7 @@ class CompiledGraph:
             if not self._pumping.acquire(False):
                 return
         try:
+            self._readings += 1
             self._reading = True
             if not self._drain():
                 self._look()
