@@ -31,6 +31,7 @@ import functools
 import inspect
 import os
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -315,7 +316,7 @@ def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
     Ray keeps one executor a method, a closure over the function: the function is replaced in there, because Ray has
     its own copies of everything around it.
     """
-    undo = []
+    found = []
     for info in list(_worker.global_worker.function_actor_manager._function_execution_info.values()):
         executor = info.function
         method = getattr(executor, "method", None)
@@ -323,18 +324,20 @@ def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
         if method is None or name.startswith("__") or getattr(type(instance), name, None) is None:
             continue
         cell = executor.__closure__[executor.__code__.co_freevars.index("method")]
-        original = cell.cell_contents
-        cell.cell_contents = _holding(original, lock)
-        undo.append((cell, original))
+        found.append((cell, cell.cell_contents, _holding(cell.cell_contents, lock)))
+    for cell, _, guarded in found:
+        cell.cell_contents = guarded
 
     def restore() -> None:
-        for cell, original in undo:
+        for cell, original, _ in found:
             cell.cell_contents = original
 
     return restore
 
 
 def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
+    if isinstance(method, types.MethodType):  # a class method: Ray sees that it is bound, and passes no instance
+        return types.MethodType(_holding(method.__func__, lock), method.__self__)
     if inspect.isgeneratorfunction(method):
 
         @functools.wraps(method)

@@ -19,9 +19,9 @@ def enter(instance: Any, exclusive: threading.RLock) -> None:
     """One more exclusive graph."""
     global _entered, _undo
     with _lock:
-        _entered += 1
-        if _entered == 1:
+        if not _entered:
             _undo = _ray.guard_actor_calls(instance, exclusive)
+        _entered += 1
 
 
 def leave(instance: Any) -> None:
