@@ -23,7 +23,18 @@ import torch
 from core.processes import start_code
 from raylane import _ray
 from raylane.errors import GraphActorDiedError, GraphValueError, TensorFreedError
-from raylane.graph.message import ERROR, NOTHING, SIGNAL, TENSORS, VALUE, Encoder, Message, decode, encode_error
+from raylane.graph.message import (
+    ERROR,
+    MAX_BUFFERS,
+    NOTHING,
+    SIGNAL,
+    TENSORS,
+    VALUE,
+    Encoder,
+    Message,
+    decode,
+    encode_error,
+)
 
 
 @pytest.fixture
@@ -410,6 +421,70 @@ def test_the_encoder_lets_go_of_large_values(encoder: Encoder, make: Callable[[]
     del value, message
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Holder(torch.ones(1000)),
+        lambda: Holder(lambda: 1, np.ones(100_000)),
+        lambda: Holder(np.ones(2000)[::2]),
+        lambda: Holder("small"),
+    ],
+)
+def test_the_encoder_remembers_nothing_of_what_it_has_seen(encoder: Encoder, make: Callable[[], Any]) -> None:
+    value = make()
+    gone = weakref.ref(value)
+    message = encoder.encode(value)
+    del value, message
+    gc.collect()
+    assert gone() is None
+
+
+class Interrupted:
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_pickling_does_not_spoil_the_next_message(encoder: Encoder) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        encoder.encode([np.ones(5), Interrupted()])
+    assert arrive(encoder.encode({"n": np.arange(5)}))["n"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("extra", [None, lambda: 1])
+def test_very_many_arrays_make_few_buffers(encoder: Encoder, extra: Any) -> None:
+    sent = [np.full(3, i) for i in range(1000)]
+    message = encoder.encode([sent, extra])
+    assert 0 < len(message.buffers) <= MAX_BUFFERS
+    got = arrive(message)[0]
+    assert [array.tolist() for array in got] == [[i] * 3 for i in range(1000)]
+    got[0][:] = got[-1][:] = 7  # all are the receiver's own
+
+
+def test_very_many_tensors_make_one_buffer_and_stay_tied(encoder: Encoder) -> None:
+    sent = [torch.full((3,), float(i)) for i in range(1000)]
+    message = encoder.encode([sent, sent[5][1:], torch.ones(0)])
+    assert len(message.buffers) == 1
+    got, view, empty = arrive(message)
+    assert all(torch.equal(one, other) for one, other in zip(sent, got, strict=True))
+    view[0] = -1
+    assert got[5].tolist() == [5, -1, 5]
+    assert empty.shape == (0,)
+
+
+class Mute(Exception):
+    def __init__(self) -> None:
+        super().__init__(threading.Lock())
+
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def test_an_error_that_can_neither_travel_nor_be_printed_is_named() -> None:
+    got = arrive(encode_error(Mute()))
+    assert isinstance(got, GraphValueError)
+    assert str(got) == "Mute"
 
 
 # Decoding

@@ -13,7 +13,7 @@ import ray
 import torch
 
 import raylane
-from raylane.errors import GraphTimeoutError, GraphValueError
+from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
 
 pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]
@@ -170,6 +170,21 @@ def test_long_plain_values_travel_whatever_their_size(workers: list[Any], graph:
     g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(worker.echo, x) for worker in workers[:2]]))
     for value in ("é" * size, list(range(size // 8)), b"x" * size):
         assert g.execute(value).get() == [value, value]
+
+
+def test_values_of_very_many_arrays(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(worker.echo, x) for worker in workers[:2]]))
+    for make in (lambda i: np.full(40, i), lambda i: torch.full((40,), i)):
+        sent = [make(i) for i in range(20_000)]
+        for got in g.execute(sent).get():
+            assert [int(one[39]) for one in got] == list(range(20_000))
+
+
+def test_a_constant_that_cannot_be_pickled_is_named(workers: list[Any], graph: Compile) -> None:
+    import threading
+
+    with pytest.raises(GraphPlanError, match=r"a constant in the calls of Worker cannot be pickled.*lock"):
+        graph(lambda x: raylane.bind(workers[0].add, x, threading.Lock()))
 
 
 def test_broadcast_is_serialised_once(workers: list[Any], graph: Compile) -> None:

@@ -16,6 +16,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
+from raylane.errors import GraphPlanError
 from raylane.graph import routing
 from raylane.graph.channels import ring
 from raylane.graph.channels.hop import Writer
@@ -207,7 +208,16 @@ class Builder:
     def programs(self) -> list[bytes]:
         """For members 1, 2, ..."""
         spanning = {member for hop in self.routes.hops for member in hop[:2]}
-        return [_ray.dumps(self._program(member, member in spanning)) for member in range(1, len(self.plan.members))]
+        return [self._packed(member, member in spanning) for member in range(1, len(self.plan.members))]
+
+    def _packed(self, member: int, spans: bool) -> bytes:
+        try:
+            return _ray.dumps(self._program(member, spans))
+        except Exception as error:
+            raise GraphPlanError(
+                f"a constant in the calls of {self.plan.members[member]} cannot be pickled: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _program(self, member: int, spans: bool) -> Program:
         lines = self.routes.lines[member - 1]

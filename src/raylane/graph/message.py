@@ -45,6 +45,9 @@ _message: Callable[..., Message] = tuple.__new__
 SIGNAL = Message(NOTHING, b"")
 
 
+MAX_BUFFERS = 256
+"""Out-of-band buffers of one message: their sizes stand in a slot."""
+_ALIGNMENT = 64
 _KEPT_BYTES = 1 << 20
 """A pickle from this size on is not kept as the encoder's working memory."""
 
@@ -78,18 +81,14 @@ class Encoder:
         self._buffers: list[pickle.PickleBuffer] = []
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
         self._guarded = "torch" in sys.modules
-        pickler.dispatch_table = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
-        if self._guarded:
-            import torch
-
-            pickler.dispatch_table |= {torch.Tensor: _stop, torch.nn.Parameter: _stop}
-        forget, rewind, cut, dump, content = pickler.clear_memo, file.seek, file.truncate, pickler.dump, file.getvalue
+        pickler.dispatch_table = _table()
+        rewind, dump, cut, content, forget = file.seek, pickler.dump, file.truncate, file.getvalue, pickler.clear_memo
 
         def pickled(value: Any) -> bytes:
-            forget()
             rewind(0)
             dump(value)
             cut()
+            forget()  # now, not next time: the memo keeps what it has seen
             return content()
 
         self._pickled = pickled
@@ -106,20 +105,54 @@ class Encoder:
             if b"__main__" not in body:
                 if not buffers and len(body) < _KEPT_BYTES:
                     return _message(Message, (VALUE, body, (), None))
-                raw = [buffer.raw() for buffer in buffers]
                 self._renew()  # let go of the value and of a large pickle
-                return Message(VALUE, body, raw, value)
-            if buffers:
-                self._renew()
+                if len(buffers) > MAX_BUFFERS:
+                    return _with_few_buffers(value)
+                return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
+            self._renew()
         except _TensorInside:
-            buffers.clear()
+            self._renew()  # half a pickle has unknown state
             return _with_tensors(value)
-        except GraphValueError:
+        except Exception as error:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
+            self._renew()
+            if isinstance(error, GraphValueError):
+                raise
+        except BaseException:
             self._renew()
             raise
-        except Exception:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
-            self._renew()  # half a pickle has unknown state
         return _by_cloudpickle(value)
+
+
+def _table() -> dict[type, Callable[[Any], Any]]:
+    """What is pickled in a way of its own: torch only where it is imported."""
+    table: dict[type, Any] = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
+    if "torch" in sys.modules:
+        import torch
+
+        table |= {torch.Tensor: _stop, torch.nn.Parameter: _stop}
+    return table
+
+
+def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffer], bool]:
+    """A buffer callback that takes out so many buffers; the others stay in the body."""
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        if len(buffers) == MAX_BUFFERS:
+            return True
+        buffers.append(buffer)
+        return False
+
+    return take
+
+
+def _with_few_buffers(value: Any) -> Message:
+    """For a value of very many arrays, which are small or will be copied once more."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
+    pickler.dispatch_table = _table()
+    pickler.dump(value)
+    return Message(VALUE, file.getvalue(), [buffer.raw() for buffer in buffers], value)
 
 
 def _by_cloudpickle(value: Any) -> Message:
@@ -128,11 +161,12 @@ def _by_cloudpickle(value: Any) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        _ray.CloudPickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+        _ray.CloudPickler(file, protocol=5, buffer_callback=_limited(buffers)).dump(value)
+        raw = [buffer.raw() for buffer in buffers]
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(file.getvalue())
-    return Message(VALUE, file.getvalue(), [buffer.raw() for buffer in buffers], value)
+    return Message(VALUE, file.getvalue(), raw, value)
 
 
 def _with_tensors(value: Any) -> Message:
@@ -145,8 +179,27 @@ def _with_tensors(value: Any) -> Message:
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(skeleton)
-    body = pickle.dumps((skeleton, msgspec.msgpack.encode(layout.specs)), 5)
-    return Message(TENSORS, body, [bytes_at(block.start, block.nbytes) for block in layout.blocks], layout)
+    specs, held = layout.specs, layout
+    buffers: list[Any] = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
+    if len(buffers) > MAX_BUFFERS:
+        specs, buffers = _in_one(specs, buffers)
+    return Message(TENSORS, pickle.dumps((skeleton, msgspec.msgpack.encode(specs)), 5), buffers, held)
+
+
+def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[Any], list[Any]]:
+    """Very many blocks, copied into one; the specs say where."""
+    starts, end = [], 0
+    for block in blocks:
+        starts.append(end)
+        end += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
+    joined = bytearray(end)
+    for start, block in zip(starts, blocks, strict=True):
+        joined[start : start + block.nbytes] = block
+    moved = [
+        spec if spec.block < 0 else msgspec.structs.replace(spec, block=0, offset=spec.offset + starts[spec.block])
+        for spec in specs
+    ]
+    return moved, [joined]
 
 
 def _check_for_refs(data: bytes) -> None:
@@ -185,7 +238,11 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
 
 def encode_error(error: BaseException) -> Message:
     """An exception as a message. What cannot be pickled is replaced by a GraphValueError that shows it."""
-    for attempt in (error, GraphValueError(f"{type(error).__name__}: {error}")):
+    try:
+        shown = f"{type(error).__name__}: {error}"
+    except Exception:  # its __str__ fails
+        shown = type(error).__name__
+    for attempt in (error, GraphValueError(shown)):
         file = io.BytesIO()
         try:
             _ray.CloudPickler(file, protocol=5).dump(attempt)

@@ -218,12 +218,14 @@ def enter(instance: Any, packed: bytes) -> None:
     if program.directions is not None and program.graph not in _stations:
         raise GraphPlanError(f"{_ray.describe_self()} came too late: the compilation was given up")
     station = _stations.get(program.graph)
+    if program.exclusive:
+        guard.enter(instance, lane.lane().exclusive)
     try:
         residence = Residence(program, instance, loop)
     except BaseException:
+        if program.exclusive:
+            guard.leave(instance)
         if station is not None:
             station.close()
         raise
-    if program.exclusive:
-        guard.enter(instance, lane.lane().exclusive)
     lane.lane().adopt(residence, context.read())

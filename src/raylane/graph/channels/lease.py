@@ -5,7 +5,7 @@ segment is lent until every reader has dropped the last array made from it, whic
 
     0      semaphore of reader 0: posted when it has let go
     64     semaphore of reader 1 ...
-    4096   the message: its buffers, each at a multiple of 64 bytes, then its body
+    16384  the message: its buffers, each at a multiple of 64 bytes, then its body
 
 Making and populating 10 MB costs 8 ms, copying into warm memory 0.9: so segments and their mappings are kept. Used by
 `ring`.
@@ -29,7 +29,7 @@ from raylane.core.segment import size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
 
-DATA_AT = 4096
+DATA_AT = 4 * 4096
 MAX_READERS = DATA_AT // SEMAPHORE_BYTES
 ALIGNMENT = 64
 MAX_IDLE = 8

@@ -2,7 +2,7 @@
 
     0       semaphore `full` of reader 0: how many messages wait for it
     64      semaphore `full` of reader 1 ...
-    4096    slot 0:  sequence u64 | body bytes u32 | kind u8 | flags u8 | buffers u16 | sizes u64 each | buffers | body
+    16384   slot 0:  sequence u64 | body bytes u32 | kind u8 | flags u8 | buffers u16 | sizes u64 each | buffers | body
             slot 1:  ...
 
 The writer fills slot `sequence mod slots`, then posts each reader's `full`, then the doorbell of each reader's process,
@@ -24,10 +24,11 @@ from typing import Any, NamedTuple
 
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import Descriptor, LeasePool, LeaseReader, Reserved
 from raylane.graph.message import Message
 
-HEADER_BYTES = 4096
+HEADER_BYTES = 4 * 4096
 MAX_READERS = HEADER_BYTES // SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 16
 LEND_FROM_BYTES = 1 << 15
@@ -71,7 +72,10 @@ class Taken(NamedTuple):
 def make(readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
     """A new ring. The segment's descriptor stays open for others; `Segment.close_fd` when all have opened it."""
     if len(readers) > MAX_READERS:
-        raise AssertionError(f"a ring has room for {MAX_READERS} readers, not {len(readers)}")
+        raise GraphPlanError(
+            f"{len(readers)} processes of one host read the same value, and {MAX_READERS} can: "
+            "give the others a value of their own, such as a second call's"
+        )
     segment = Segment.make(HEADER_BYTES + slots * SLOT_BYTES)
     for index in range(len(readers)):
         semaphore.init(segment.address + index * SEMAPHORE_BYTES)
