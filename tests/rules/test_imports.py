@@ -147,6 +147,19 @@ print(spent)
     assert min(spent) < 0.150
 
 
+def test_graphs_do_not_load_torch_into_actors_that_have_no_use_for_it() -> None:
+    """Importing torch costs an actor two seconds and 200 MB."""
+    program = """
+import sys, ray
+import raylane.graph.compiled, raylane.graph.residence, raylane.graph.inline
+from raylane.graph.message import Encoder
+Encoder().encode({"a": [1]})
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
     """A clear message when a new Ray has dropped something: the name, and that `_ray.py` is where to mend it."""
     import ray

@@ -8,7 +8,7 @@ from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.registry import backends, check_name
 from raylane.transport.choose import choose
 from raylane.transport.options import publish_options
-from raylane.transport.ticket import Source
+from raylane.transport.source import Source
 
 HERE = Place("boot", 1, 1, 1000, 10, 5, "here")
 

@@ -21,8 +21,8 @@ from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport import codec, listener, wire
 from raylane.transport.link import Address, Link, LinkPool
 from raylane.transport.listener import Listener
+from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
-from raylane.transport.ticket import Source
 
 SECRET = b"s" * 32
 

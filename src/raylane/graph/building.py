@@ -39,7 +39,7 @@ from raylane.graph.program import (
 )
 from raylane.graph.routing import Route
 from raylane.transport import endpoint as endpoints
-from raylane.transport.ticket import Source
+from raylane.transport.source import Source
 
 if TYPE_CHECKING:
     from raylane.graph.setup import Wiring

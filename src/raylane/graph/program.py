@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from raylane.core.place import Place
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.plan import Plan
-from raylane.transport.ticket import Source
+from raylane.transport.source import Source
 
 HOST_VARIABLE = "RAYLANE_HOST"
 """Processes with different values of this environment variable are treated as if on different hosts: for containers

@@ -9,7 +9,7 @@ from raylane.core.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import Backend
 from raylane.transport.backends.registry import AUTO, AUTO_ORDER
-from raylane.transport.ticket import Source
+from raylane.transport.source import Source
 
 
 @dataclass(frozen=True)

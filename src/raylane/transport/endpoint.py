@@ -25,8 +25,8 @@ from raylane.transport.fetching import FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
 from raylane.transport.link import Address, LinkPool
 from raylane.transport.listener import Listener, TakeStream
+from raylane.transport.source import Source
 from raylane.transport.store import Store
-from raylane.transport.ticket import Source
 
 MAX_IDLE_POOL_BYTES = 2 << 30
 

@@ -18,7 +18,7 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport import wire
-from raylane.transport.ticket import Source
+from raylane.transport.source import Source
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_PER_SOURCE = 4

@@ -11,14 +11,16 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.segment import HeaderSlots
 from raylane.core.spans import Span
-from raylane.transport.codec import Layout
+
+if TYPE_CHECKING:  # graphs use the listener, and need not import torch for it
+    import torch
+
+    from raylane.transport.codec import Layout
 
 
 @dataclass(slots=True, eq=False)

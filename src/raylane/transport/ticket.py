@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from raylane.core.place import Place
 from raylane.core.segment import HeaderSlots
 from raylane.core.spans import Span
 from raylane.transport.codec import LeafSpec
+from raylane.transport.source import Source
 
 VERSION = 1
-
-
-class Source(msgspec.Struct, frozen=True, array_like=True):
-    """The process that holds a value, and where it listens."""
-
-    place: Place
-    label: str
-    """How messages name it: `Actor(Trainer, 1f...)`."""
-    unix: str
-    """Abstract Unix socket (without the leading NUL), for its host and network namespace."""
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"{self.label}, {self.place}"
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

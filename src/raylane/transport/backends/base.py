@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.errors import TensorFreedError, TransportError
-from raylane.transport.ticket import Source, Ticket
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint

@@ -18,7 +18,8 @@ from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment
 from raylane.errors import SourceLostError, TransportUnavailableError
 from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, cannot_receive, freed
-from raylane.transport.ticket import HEADER_BYTES, Source, Ticket
+from raylane.transport.source import Source
+from raylane.transport.ticket import HEADER_BYTES, Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint

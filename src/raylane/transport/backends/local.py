@@ -12,7 +12,8 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import map_segment
 from raylane.transport.backends.base import Arrival, Backend, Capability, freed
-from raylane.transport.ticket import Source, Ticket
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint

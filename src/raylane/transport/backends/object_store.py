@@ -17,7 +17,8 @@ from raylane.errors import SourceLostError, TransferTimeoutError
 from raylane.transport import wire
 from raylane.transport.backends.base import Arrival, Backend, Capability, copied
 from raylane.transport.backends.tcp import freed_or_odd
-from raylane.transport.ticket import Source, Ticket
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint

@@ -10,7 +10,8 @@ from raylane.core.place import Place
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport import wire
 from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed
-from raylane.transport.ticket import Source, Ticket
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
