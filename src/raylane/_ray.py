@@ -282,6 +282,12 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
     """What `ray.get` raises for a call that raised `cause`: an instance of its class too, with the remote text. Where
     that was is said here: left out, it would be filled in by whoever unpickles the error."""
     here = {"proctitle": where, "pid": os.getpid(), "ip": node_ip()}
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(cause))
+    except BaseException as obstacle:  # its own __reduce__ may raise anything; Ray expects two classes
+        kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
+        text = f"a {kind}, which cannot be pickled and unpickled ({obstacle!r}), was raised:\n{traceback_text}"
+        cause = ray.exceptions.RayError(text)
     error = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
     found: BaseException = error
     return found

@@ -78,21 +78,37 @@ def test_errors_of_methods_arrive_with_their_traceback_and_the_graph_goes_on(
     eventually(lambda: left_nothing(workers))
 
 
+def test_whatever_a_method_raises_is_the_error_of_its_call_alone(workers: list[Any]) -> None:
+    with chain(workers, "fail_strangely", "echo", timeout_s=20) as g:
+        for how in ("two arguments", "no pickle", "another graph"):
+            with pytest.raises(ray.exceptions.RayTaskError, match="in fail_strangely") as caught:
+                g.execute(how).get()
+            assert isinstance(caught.value, GraphClosedError) == (how == "another graph")
+        with pytest.raises(ray.exceptions.RayTaskError, match="no pickle"):
+            g.execute("result").get()
+        assert g.execute("well").get() == "well"
+
+
 class Poison:
     """Pickles well, and cannot be unpickled."""
 
+    def __init__(self, error: type[BaseException] = RuntimeError) -> None:
+        self.error = error
+
     def __reduce__(self) -> Any:
-        return _explode, ()
+        return _explode, (self.error,)
 
 
-def _explode() -> None:
-    raise RuntimeError("no")
+def _explode(error: type[BaseException]) -> None:
+    raise error("no")
 
 
 def test_what_cannot_be_unpickled_is_an_error_of_its_execution(workers: list[Any]) -> None:
     with chain(workers, "echo") as g:
         with pytest.raises(GraphValueError, match="input could not be unpickled by Worker"):
             g.execute(Poison()).get()
+        with pytest.raises(GraphValueError, match="input could not be unpickled by Worker"):
+            g.execute(Poison(SystemExit)).get()
         assert g.execute(1).get() == 1
 
 

@@ -9,7 +9,27 @@ from typing import Any
 
 import ray
 
+from raylane.errors import GraphClosedError
 from raylane.testing.leaks import descriptors
+
+
+class TwoArguments(Exception):
+    """Pickles, and cannot be unpickled: as many exceptions of libraries."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+class NoPickle(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no pickle")
+
+
+class Explosive:
+    """Raises what is no Exception, wherever it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise SystemExit("no pickle")
 
 
 class Worker:
@@ -61,6 +81,15 @@ class Worker:
 
     def fail(self, x: Any) -> Any:
         raise ValueError(f"cannot do {x}")
+
+    def fail_strangely(self, how: str) -> Any:
+        if how == "two arguments":
+            raise TwoArguments("first", "second")
+        if how == "no pickle":
+            raise NoPickle("whatever")
+        if how == "another graph":
+            raise GraphClosedError("another graph was torn down")
+        return Explosive() if how == "result" else how
 
     def unpicklable(self, x: Any) -> Any:
         return threading.Lock()

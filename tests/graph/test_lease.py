@@ -16,7 +16,7 @@ import pytest
 from core.processes import start_code
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.channels import lease
-from raylane.graph.channels.lease import ALIGNMENT, MAX_IDLE, MAX_MAPPED, Descriptor, LeasePool, LeaseReader
+from raylane.graph.channels.lease import ALIGNMENT, KEPT_OPEN, MAX_IDLE, MAX_MAPPED, Descriptor, LeasePool, LeaseReader
 from raylane.testing.leaks import descriptors
 
 KB = 1 << 10
@@ -43,6 +43,47 @@ def in_use(pool: LeasePool) -> tuple[int, int]:
     """(lent, idle) after asking all."""
     pool._settle(len(pool._lent))
     return len(pool._lent), len(pool._idle)
+
+
+def test_thousands_that_are_kept_take_no_descriptors() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    pool, reader = LeasePool(LIMIT, timeout_s=10, read_within=3), LeaseReader()
+    before = count()
+    kept = [borrow(reader, pool.lend([content(number, 5 * KB)], ONE))[0] for number in range(3000)]
+    assert count() - before < 2 * KEPT_OPEN
+    assert all(array[0] == number % 251 for number, array in enumerate(kept))
+    kept.clear()
+    pool._settle(3000)
+    assert (pool.lent_bytes(), pool._lent_count()) == (0, 0)
+    assert count() - before == MAX_IDLE
+    assert borrow(reader, pool.lend([content(7)], ONE))[0][0] == 7
+
+
+def test_a_path_that_somebody_may_still_need_stays() -> None:
+    for read_within in (None, 1000):
+        pool, reader = LeasePool(LIMIT, timeout_s=10, read_within=read_within), LeaseReader()
+        lent = [pool.lend([content(number, 5 * KB)], ONE) for number in range(900)]
+        assert all(borrow(reader, one)[0][0] == number % 251 for number, one in enumerate(lent))
+
+
+def test_when_the_machine_refuses_it_says_what_is_lent(pool: LeasePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = LeaseReader()
+    kept = borrow(reader, pool.lend([content(1)], ("Worker#3",)))
+    tries: list[int] = []
+
+    def make(nbytes: int) -> Any:
+        tries.append(nbytes)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(lease.Segment, "make", make)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        pool.lend([content(2)], ONE)
+    assert len(tries) == 2
+    assert caught.value.__notes__ == ["1 segments are lent: Worker#3 holds 40960 bytes"]
+    kept.clear()
+    assert borrow(reader, pool.lend([content(2)], ONE))[0][0] == 2  # what has come back needs no new one
 
 
 # What arrives

@@ -79,7 +79,8 @@ class Builder:
         """Of the rings that the driver has made."""
         self._bells: dict[int, Segment] = {DRIVER: wiring.bell}
         self._sources: dict[int, Source] = {}
-        wiring.pool = LeasePool(max_lent_bytes, timeout_s)
+        inputs = [edge for edge in self.plan.edges if edge.writer == DRIVER]
+        wiring.pool = LeasePool(max_lent_bytes, timeout_s, max_inflight * len(inputs))
 
     # What is where
 

@@ -253,7 +253,9 @@ class CompiledGraph:
                         self._rung += 1
                     self._drain()
             finally:
-                self._let_go()
+                self._reading = False
+                self._pumping.release()  # before any call: Ctrl-C comes at calls
+                self._has_read()
             if result._done:
                 return True
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
@@ -272,7 +274,9 @@ class CompiledGraph:
                     self._reading = True
                     self._lead(ready, deadline)
                 finally:
-                    self._let_go()
+                    self._reading = False
+                    self._pumping.release()  # before any call: Ctrl-C comes at calls
+                    self._has_read()
             else:
                 self._follow(ready, deadline)
             left = deadline.left_s()
@@ -401,12 +405,12 @@ class CompiledGraph:
                 self._look()
             self._settle()
         finally:
-            self._let_go()
+            self._reading = False
+            self._pumping.release()  # before any call: Ctrl-C comes at calls
+            self._has_read()
 
-    def _let_go(self) -> None:
-        """Stop reading messages; whoever else waits may."""
-        self._reading = False
-        self._pumping.release()
+    def _has_read(self) -> None:
+        """_pumping was let go: whoever else waits may read now."""
         if self._followers:
             self._tell_followers()
         if self._missed:

@@ -116,7 +116,7 @@ class InlineGraph:
             self._end = GraphActorDiedError(f"{who} exited, and with it the graph; compile it again")
             return _failed(GraphError(f"{label} exited its actor"), label)
         except (Exception, asyncio.CancelledError) as error:
-            return _failed(error, label)
+            return _raised(error, label)
 
     def _finished(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
@@ -274,7 +274,13 @@ async def _cancel_the_others() -> None:
 def _failed(error: BaseException, where: str) -> Failed:
     """An error as those receive it who are told of it; one of ours says where by itself."""
     if not isinstance(error, GraphError):
-        error = _ray.task_error(where, "".join(traceback.format_exception(error)), error)
+        return _raised(error, where)
+    return Failed(m.decode(m.ERROR, m.encode_error(error).body, ()))
+
+
+def _raised(error: BaseException, where: str) -> Failed:
+    """What a method has raised. An error of ours is that of another graph, and must not pass for this one's."""
+    error = _ray.task_error(where, "".join(traceback.format_exception(error)), error)
     return Failed(m.decode(m.ERROR, m.encode_error(error).body, ()))
 
 

@@ -29,6 +29,10 @@ LOOK_UP_S = 1.0
 """How often a sleeping lane looks whether the owners of its graphs still live."""
 
 
+LOOK_UP_EVERY = 64
+"""How often, in rounds, one that never sleeps asks whether it is time to look."""
+
+
 class Residence(Protocol):
     """One graph's stay here, as the lane sees it (`residence`)."""
 
@@ -43,7 +47,7 @@ class Residence(Protocol):
 
     def advance(self) -> bool: ...
 
-    def give_up(self, error: Exception) -> None: ...
+    def give_up(self, error: BaseException) -> None: ...
 
     def orphaned(self) -> bool: ...
 
@@ -64,6 +68,8 @@ class Lane:
         self._residences: tuple[Residence, ...] = ()
         self._waiter = Waiter()
         self._look_up_at = 0.0
+        self._busy = 0
+        """Rounds in which there was something to do."""
         self._rung = 0
         """Times the bell was heard, less the messages taken of graphs that have left."""
 
@@ -97,13 +103,16 @@ class Lane:
             for residence in self._residences:
                 try:
                     moved |= residence.advance()
-                except Exception as error:  # a defect of ours costs this graph its life, not the other graphs theirs
+                except BaseException as error:  # whatever it is, it costs this graph its life, not others theirs
                     log.exception("graph %s in %s", residence.name, residence.who)
                     residence.give_up(error)
                 if residence.over:
                     self._dismiss(residence)
                     moved = True
             if moved:
+                self._busy += 1
+                if self._busy % LOOK_UP_EVERY == 0 and time.monotonic() >= self._look_up_at:
+                    self._look_up()
                 continue
             if self._settle():
                 continue

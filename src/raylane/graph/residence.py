@@ -52,15 +52,20 @@ class Residence:
         """This actor's connections to other hosts, if it has any."""
         if self._station is not None:
             self._station.connect(program.hops, Deadline(program.timeout_s))
-        self._pool = LeasePool(program.max_lent_bytes, program.timeout_s)
+        # The owner admits an execution when the one `max_inflight` before it was read by everybody.
+        read_within = program.max_inflight * len(program.outbound)
+        self._pool = LeasePool(program.max_lent_bytes, program.timeout_s, read_within)
         self._leases = LeaseReader()
         self._wake_fd: int | None = None
         self._encoder = m.Encoder()
         self._reports = 0
         self._control = self._reader(*program.control)
-        self._report = self._writer(program.report, program.report_channel, CONTROL_SLOTS)
+        answers = LeasePool(program.max_lent_bytes, program.timeout_s)  # these are no part of an execution
+        self._report = self._writer(program.report, program.report_channel, CONTROL_SLOTS, answers)
         readers = {edge: self._reader(spec, index) for edge, (spec, index) in program.inbound.items()}
-        writers = {edge: self._writer(out, edge, program.max_inflight) for edge, out in program.outbound.items()}
+        writers = {
+            edge: self._writer(out, edge, program.max_inflight, self._pool) for edge, out in program.outbound.items()
+        }
         self._to_driver = [
             w for edge, w in writers.items() if DRIVER in program.plan.edges[edge].readers and isinstance(w, RingWriter)
         ]
@@ -80,12 +85,12 @@ class Residence:
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
         return RingReader(open_shared(spec.path, self.owner_who), spec, index, self._leases)
 
-    def _writer(self, out: Outbound, channel: int, slots: int) -> Writer:
+    def _writer(self, out: Outbound, channel: int, slots: int, pool: LeasePool) -> Writer:
         """A ring's own writer where no message leaves this host: then nothing stands between."""
         own = None
         if out.ring is not None:
             bells = [open_shared(path, who) for path, who in zip(out.bells, out.ring.readers, strict=True)]
-            own = RingWriter(open_shared(out.ring.path, self.owner_who), out.ring, bells, self._pool)
+            own = RingWriter(open_shared(out.ring.path, self.owner_who), out.ring, bells, pool)
         if self._station is not None and out.hops:
             return self._station.writer(own, channel, out.hops, slots)
         assert own is not None
@@ -135,7 +140,7 @@ class Residence:
             writer.wake_fd = self._wake_fd
         return None
 
-    def give_up(self, error: Exception) -> None:
+    def give_up(self, error: BaseException) -> None:
         """A defect of ours, or of this machine: tell the owner, and leave."""
         self.over = True
         text = f"{self.who} could not go on with the graph: {type(error).__name__}: {error}"

@@ -193,7 +193,7 @@ class Resident:
             try:
                 self._values[inbound.value] = pickle.loads(body)
                 return
-            except Exception as error:
+            except BaseException as error:  # unpickling runs code of the value's class
                 self._values[inbound.value] = self._unreadable(error, inbound.label)
         elif kind != NOTHING:
             inbound.bytes += taken.nbytes
@@ -204,10 +204,10 @@ class Resident:
     def _decoded(self, taken: Taken, label: str) -> Any:
         try:
             return m.decode(taken.kind, taken.body, taken.buffers, shared=taken.shared)
-        except Exception as error:
+        except BaseException as error:
             return self._unreadable(error, label)
 
-    def _unreadable(self, error: Exception, label: str) -> Failure:
+    def _unreadable(self, error: BaseException, label: str) -> Failure:
         me = self.plan.members[self.member]
         return Failure(failed(GraphValueError(f"{label} could not be unpickled by {me}: {error!r}"), me, error))
 
@@ -250,7 +250,7 @@ class Resident:
             self._exiting = True
             return Failure(failed(GraphError(f"{work.label} exited its actor"), work.label, error))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
-            return Failure(failed(error, work.label, error))
+            return Failure(raised(error, work.label))
 
     def _finish(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does; this graph waits, the actor does not."""
@@ -272,7 +272,7 @@ class Resident:
         try:
             message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
-        except (GraphError, OSError, MemoryError) as error:
+        except BaseException as error:
             # It cannot be pickled, is too large, or there is no memory: the execution is answered with that.
             send.write(self.sequence, failed(error, work.label, error), self._flags)
 
@@ -309,7 +309,11 @@ def method_of(instance: Any, name: str) -> Callable[..., Any]:
 def failed(error: BaseException, where: str, shown: BaseException) -> Message:
     """The message that carries an error of a call at `where` on, with the traceback of `shown` as text; an error of
     ours says where by itself."""
-    if isinstance(error, GraphError):
-        return m.encode_error(error)
-    text = "".join(traceback.format_exception(shown))
+    return m.encode_error(error) if isinstance(error, GraphError) else raised(error, where, shown)
+
+
+def raised(error: BaseException, where: str, shown: BaseException | None = None) -> Message:
+    """The message for what a method has raised. Also for an error of ours: it is that of another graph, which the
+    method has used, and must not pass for this one's."""
+    text = "".join(traceback.format_exception(shown or error))
     return m.encode_error(_ray.task_error(where, text, error))

@@ -320,6 +320,10 @@ def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
             f"{name} did not answer within {deadline.timeout_s} s: it has not started, or runs a "
             "method that does not end; compile when it is free, or with a larger timeout_s"
         ) from error
+    except ray.exceptions.ActorUnavailableError as error:
+        raise GraphActorDiedError(
+            f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later: {error}"
+        ) from error
     except ray.exceptions.RayActorError as error:
         raise GraphActorDiedError(f"{name} is dead: {error}") from error
     except ray.exceptions.RayTaskError as error:

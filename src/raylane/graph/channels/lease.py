@@ -36,6 +36,9 @@ MAX_IDLE = 8
 """Idle segments that a pool keeps; those idle for longest go first."""
 MAX_MAPPED = 64
 """Mappings that a reader keeps for segments it may meet again. Those of retired segments hold no memory."""
+KEPT_OPEN = 64
+"""When more segments are lent, those that all readers have mapped go without a descriptor: arrays may be kept for ever,
+and `ulimit -n` is 1024 in many places. Their segments are not lent again."""
 _LOOK_EVERY_S = 0.01
 _ASKED = 16
 """Segments that each `lend` asks whether they have come back, in turn: readers may keep thousands. So at most one
@@ -58,12 +61,14 @@ class Reserved(NamedTuple):
 
 
 class _Lent:
-    __slots__ = ("capacity", "number", "owed", "readers", "segment")
+    __slots__ = ("at", "capacity", "number", "owed", "readers", "segment")
 
     def __init__(self, segment: Segment, capacity: int, number: int) -> None:
         self.segment = segment
         self.capacity = capacity
         self.number = number
+        self.at = 0
+        """How many had been lent before."""
         self.readers: tuple[str, ...] = ()
         self.owed: list[int] = []
         """Indices of readers that have not let go."""
@@ -76,14 +81,19 @@ class _Lent:
 class LeasePool:
     """What one process lends along the edges of one graph. One thread at a time, except `lent_bytes` and `close`."""
 
-    def __init__(self, limit_bytes: int, timeout_s: float | None = None) -> None:
+    def __init__(self, limit_bytes: int, timeout_s: float | None = None, read_within: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.timeout_s = timeout_s
         """How long `lend` waits for readers to let go."""
+        self.read_within = read_within
+        """When that many more were lent, every reader has mapped a segment; None where nobody knows."""
+        self._count = 0
         self.closed = False
         """Set (by any thread) to end a wait at once; what is lent then is not limited any more."""
         self._numbers = itertools.count()
         self._lent: collections.deque[_Lent] = collections.deque()
+        self._kept: collections.deque[_Lent] = collections.deque()
+        """Lent too, without a descriptor."""
         self._lent_bytes = 0
         self._idle: collections.deque[_Lent] = collections.deque()
 
@@ -108,7 +118,8 @@ class LeasePool:
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         lent = self._take(size_class(max(end - DATA_AT, 1)))
         memory = lent.segment.view
-        lent.readers, lent.owed = readers, list(range(len(readers)))
+        lent.readers, lent.owed, lent.at = readers, list(range(len(readers))), self._count
+        self._count += 1
         self._lent.append(lent)
         self._lent_bytes += lent.capacity
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
@@ -123,6 +134,9 @@ class LeasePool:
     def lent_bytes(self) -> int:
         """What has not come back, as far as it was noticed."""
         return self._lent_bytes
+
+    def _lent_count(self) -> int:
+        return len(self._lent) + len(self._kept)
 
     def _take(self, capacity: int) -> _Lent:
         if capacity > self.limit_bytes:
@@ -139,7 +153,7 @@ class LeasePool:
                 return found
             if self._lent_bytes + capacity <= self.limit_bytes or self.closed:
                 return self._make(capacity)
-            if not self._settle(len(self._lent)):
+            if not self._settle(self._lent_count()):
                 deadline = deadline or Deadline(self.timeout_s)
                 self._wait(capacity, deadline)
 
@@ -153,26 +167,51 @@ class LeasePool:
         used = self._lent_bytes + sum(idle.capacity for idle in self._idle)
         while self._idle and used + capacity > self.limit_bytes:
             used -= self._retire()
-        segment = Segment.make(DATA_AT + capacity)
+        try:
+            segment = Segment.make(DATA_AT + capacity)
+        except OSError:  # no descriptor, mapping or memory: give back what can be, and try once more
+            self._settle(self._lent_count())
+            while self._idle:
+                self._retire()
+            try:
+                segment = Segment.make(DATA_AT + capacity)
+            except OSError as error:
+                error.add_note(f"{self._lent_count()} segments are lent: {self._holders() or 'to nobody'}")
+                raise
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lent(segment, capacity, next(self._numbers))
 
     def _settle(self, most: int) -> bool:
-        """Ask that many segments whether they have come back, those first that were not asked for longest."""
+        """Ask that many segments whether they have come back, those first that were not asked for longest; and as many
+        of those without a descriptor."""
         found = False
         for _ in range(min(most, len(self._lent))):
-            lent = self._lent[0]
+            lent = self._lent.popleft()
             if lent.returned():
-                self._lent.popleft()
                 self._lent_bytes -= lent.capacity
                 self._idle.append(lent)
                 found = True
+            elif self._has_been_read(lent) and len(self._lent) >= KEPT_OPEN:
+                lent.segment.close_fd()
+                self._kept.append(lent)
             else:
-                self._lent.rotate(-1)
+                self._lent.append(lent)
+        for _ in range(min(most, len(self._kept))):
+            lent = self._kept.popleft()
+            if lent.returned():
+                self._lent_bytes -= lent.capacity
+                lent.segment.discard()
+                found = True
+            else:
+                self._kept.append(lent)
         while len(self._idle) > MAX_IDLE:
             self._retire()
         return found
+
+    def _has_been_read(self, lent: _Lent) -> bool:
+        """Whether nobody can need its path any more."""
+        return self.read_within is not None and self._count - lent.at > self.read_within
 
     def _retire(self) -> int:
         """Forget the segment that was idle for longest; how large it was. Readers may have it mapped still, but nobody
@@ -181,16 +220,18 @@ class LeasePool:
         lent.segment.discard()
         return lent.capacity
 
-    def _complaint(self, capacity: int) -> str:
+    def _holders(self) -> str:
         held: collections.Counter[str] = collections.Counter()
-        for lent in self._lent:
+        for lent in (*self._lent, *self._kept):
             for index in lent.owed:
                 held[lent.readers[index]] += lent.capacity
-        holders = ", ".join(f"{name} holds {count} bytes" for name, count in held.most_common())
+        return ", ".join(f"{name} holds {count} bytes" for name, count in held.most_common())
+
+    def _complaint(self, capacity: int) -> str:
         return (
             f"no memory for a message of {capacity} bytes within {self.timeout_s} s: of at most {self.limit_bytes} "
-            f"bytes, {holders}, in arrays that they received and still keep. Drop or copy those arrays, or compile "
-            "with a larger max_lent_bytes"
+            f"bytes, {self._holders()}, in arrays that they received and still keep. Drop or copy those arrays, or "
+            "compile with a larger max_lent_bytes"
         )
 
 
