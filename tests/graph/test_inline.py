@@ -287,7 +287,7 @@ def test_an_error_of_a_method(graph: Compile) -> None:
 
 
 def test_an_error_that_cannot_travel(graph: Compile) -> None:
-    with pytest.raises(ray.exceptions.RayTaskError, match="in fail_oddly(.|\n)*Odd: odd"):
+    with pytest.raises(ray.exceptions.RayTaskError, match=r"in fail_oddly(.|\n)*Odd: odd"):
         graph(lambda x, a, b, c: bind(a.fail_oddly, x)).execute(1).get()
 
 
