@@ -176,6 +176,8 @@ def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
         "add_object_out_of_scope_callback",
         "serialize_object_ref",
         "deserialize_and_register_object_ref",
+        "current_actor_is_asyncio",
+        "get_event_loop",
     ):
         if not hasattr(core, name):
             missing.append(f"CoreWorker.{name}")
@@ -186,6 +188,28 @@ def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
     if not hasattr(ray.ObjectRef, "task_id"):
         missing.append("ObjectRef.task_id")
     source = Path(ray.actor.__file__).read_text()
-    if _ray.INVOCATION_HOOK not in source:
-        missing.append(_ray.INVOCATION_HOOK)
+    for name in (
+        _ray.INVOCATION_HOOK,
+        "self._method_name = ",
+        "self._num_returns = ",
+        "self._signature = ",
+        "_ray_actor_creation_function_descriptor",
+        "def __ray_call__",
+        "def __ray_terminate__",
+    ):
+        if name not in source:
+            missing.append(name)
+    from ray import dag
+    from ray._private import function_manager
+
+    if "_function_execution_info" not in Path(function_manager.__file__).read_text():
+        missing.append("FunctionActorManager._function_execution_info")
+    for node, name in (
+        (dag.InputAttributeNode, "_accessor_method"),
+        (dag.InputAttributeNode, "_dag_input_node"),
+        (dag.ClassMethodNode, "_get_actor_handle"),
+        (dag.ClassMethodNode, "is_class_method_output"),
+    ):
+        if name not in Path(sys.modules[node.__module__].__file__ or "").read_text():
+            missing.append(f"{node.__name__}.{name}")
     assert not missing, f"Ray {ray.__version__} has no {', '.join(missing)}; checked on {_ray.CHECKED_ON}: see _ray.py"
