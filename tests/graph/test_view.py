@@ -64,3 +64,18 @@ def test_a_busy_actor_does_not_answer_and_can_still_be_left(workers: list[Any], 
     ray.get(a.release.remote())
     assert result.get() == 1
     assert g.stats()["calls"]["Worker.wait"]["count"] == 1  # the right answer, not one of those given up
+
+
+def test_a_graph_that_was_torn_down_still_has_its_counters(workers: list[Any], tmp_path: Path) -> None:
+    with raylane.InputNode() as x:
+        node = raylane.bind(workers[1].echo, raylane.bind(workers[0].echo, x))
+    g = raylane.compile(node)
+    g.execute(1).get()
+    g.teardown()
+    asked: list[Any] = []
+    g._wiring._order = lambda *order: asked.append(order)  # its actors would not answer, for five seconds each
+    stats = g.stats()
+    assert stats["executions"] == {"submitted": 1, "completed": 1}
+    assert len(stats["unanswered"]) == 2
+    assert len(g.trace(tmp_path / "run.json")) == 2
+    assert not asked

@@ -93,9 +93,11 @@ class Wiring:
 
     def ask(self, member: int, word: str, *rest: Any, timeout_s: float | None = 5.0) -> Any:
         """Give an order to an actor's lane and wait for the answer. GraphTimeoutError if it is busy,
-        GraphActorDiedError if it has ended."""
+        GraphActorDiedError if it has ended, GraphClosedError if it was told to leave."""
         deadline = Deadline(timeout_s)
         with self._asking:
+            if self._closed:
+                raise GraphClosedError("the graph was torn down, and its actors have left it")
             line = self._lines[member - 1]
             while line.asked - line.answered >= CONTROL_SLOTS - KEPT_FREE:  # questions that were given up
                 self._next_answer(member, deadline)
