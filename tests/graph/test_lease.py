@@ -57,7 +57,7 @@ def test_thousands_that_are_kept_take_no_descriptors() -> None:
     kept.clear()
     pool._settle(3000)
     assert (pool.lent_bytes(), pool._lent_count()) == (0, 0)
-    assert count() - before == MAX_IDLE
+    assert count() - before <= MAX_IDLE  # others' garbage may have gone meanwhile
     assert borrow(reader, pool.lend([content(7)], ONE))[0][0] == 7
 
 
