@@ -19,14 +19,17 @@ GATE_S = 8 * BUDGET_S
 """Yield only while waits last less than this on average."""
 SLOW_YIELD_S = 150e-6
 """A yield that takes longer means that somebody else needed this CPU."""
-PENALTY = 50
-"""No yielding for this many times what was lost, doubled with every further loss: at most 1% of the time."""
+PENALTY = 10
+"""No yielding for this many times what was lost, doubled with every further loss: a single one, by a daemon that has
+woken, costs tens of milliseconds of it; beside a process that computes it soon comes to less than 1% of the time."""
 MAX_LOSS_S = 20e-3
 """One slow yield counts as no more: a process that was stopped, or whose machine was paused, lost much more, and not to
 a neighbour; without this limit it would not yield for minutes."""
-MAX_LEVEL = 6
+MAX_LEVEL = 8
 FORGIVE_S = 1.0
-"""One level is forgiven for each such time without a slow yield after a penalty has ended."""
+"""One level is forgiven for each such time without a slow yield after a penalty has ended,"""
+FORGIVE_WAITS = 500
+"""and for each so many waits in a row that yielding has ended. Beside a process that computes, few in a row do."""
 _MEAN_OF = 8
 
 
@@ -36,12 +39,14 @@ class Patience:
     Pure: every time (seconds, on one monotonic clock) is an argument.
     """
 
-    __slots__ = ("level", "mean_s", "slow_until")
+    __slots__ = ("level", "mean_s", "quick", "slow_until")
 
     def __init__(self) -> None:
         self.mean_s = 0.0
         self.level = 0
         """How often a yield was slow lately, at most MAX_LEVEL."""
+        self.quick = 0
+        """Waits that yielding has ended since the last slow yield, or since a level was forgiven for them."""
         self.slow_until = 0.0
         """End of the present penalty."""
 
@@ -52,13 +57,21 @@ class Patience:
         """A wait has ended after that long, however it was spent."""
         self.mean_s += (min(length_s, 2 * GATE_S) - self.mean_s) / _MEAN_OF
 
+    def yielded(self) -> None:
+        """A wait has ended while yielding, and no yield of it was slow."""
+        self.quick += 1
+        if self.quick >= FORGIVE_WAITS:
+            self.quick = 0
+            self.level = max(0, self.level - 1)
+
     def slow_yield(self, now: float, lost_s: float) -> None:
         """A yield that ended at `now` took `lost_s`, more than SLOW_YIELD_S."""
         quiet_s = now - self.slow_until
         if self.level and quiet_s > 0:
             self.level = max(0, self.level - int(quiet_s / FORGIVE_S))
-        self.level = min(self.level + 1, MAX_LEVEL)
+        self.quick = 0
         self.slow_until = now + min(lost_s, MAX_LOSS_S) * PENALTY * (1 << self.level)
+        self.level = min(self.level + 1, MAX_LEVEL)
 
     def __repr__(self) -> str:
         return f"Patience(mean wait {self.mean_s * 1e6:.0f} us, level {self.level})"
@@ -92,6 +105,8 @@ class Waiter:
                     patience.slow_yield(now, now - last)
                     if not got:
                         break
+                elif got:
+                    patience.yielded()
                 if got:
                     patience.waited(now - start)
                     return True
