@@ -513,3 +513,20 @@ def test_the_driver_and_no_one_else_is_member_0() -> None:
     assert found.source_member(found.collects[0]) == 1
     assert [edge.writer for edge in found.edges_from(DRIVER)] == [DRIVER]
     assert [edge.value for edge in found.edges_to(DRIVER)] == list(found.collects)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"max_inflight": 0}, ValueError, "max_inflight=0: it is a number of executions, 1 or more"),
+        ({"max_inflight": 1.5}, TypeError, "max_inflight=1.5: it is a number of executions"),
+        ({"max_inflight": "2"}, TypeError, "max_inflight='2'"),
+        ({"max_lent_bytes": -1}, ValueError, "max_lent_bytes=-1: it is a number of bytes"),
+        ({"timeout_s": "x"}, TypeError, "timeout_s='x': it is a number of seconds, or None"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s=nan"),
+        ({"backend": "mpi"}, ValueError, "backend='mpi': there are ray and inline"),
+    ],
+)
+def test_options_that_are_none_are_told(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        raylane.compile(raylane.InputNode(), **options)

@@ -38,12 +38,12 @@ def compile(
     GraphPlanError if the nodes make no graph; GraphDeadlockError names the cycle if it would wait for itself;
     GraphTimeoutError, GraphActorDiedError if an actor does not answer.
     """
-    if max_inflight < 1:
-        raise ValueError(f"max_inflight={max_inflight!r}: it is a number of executions, 1 or more")
+    _check_number("max_inflight", max_inflight, int, "a number of executions, 1 or more", least=1)
+    _check_number("max_lent_bytes", max_lent_bytes, int, "a number of bytes, 1 or more", least=1)
+    if timeout_s is not None:
+        _check_number("timeout_s", timeout_s, int | float, "a number of seconds, or None", least=0)
     if backend not in ("ray", "inline"):
         raise ValueError(f"backend={backend!r}: there are ray and inline")
-    if max_lent_bytes < 1:
-        raise ValueError(f"max_lent_bytes={max_lent_bytes!r}: it is a number of bytes, 1 or more")
     timeout_s = default_timeout_s() if timeout_s is None else timeout_s
     output = translate.from_ray(node)
     inline = backend == "inline"
@@ -74,6 +74,13 @@ def _identify_object(found: Any) -> int:
             f"{_ray.class_name_of(found)} is an actor: with backend='inline' bind methods of plain objects"
         )
     return id(found)
+
+
+def _check_number(name: str, value: Any, kind: Any, wanted: str, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: it is {wanted}")
+    if not value >= least:
+        raise ValueError(f"{name}={value!r}: it is {wanted}")
 
 
 def _identify(actor: Any) -> str:
