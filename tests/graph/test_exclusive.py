@@ -91,22 +91,6 @@ def actor(ray_session: None) -> Iterator[Any]:
     ray.kill(made)
 
 
-@pytest.fixture
-def graph() -> Iterator[Compile]:
-    made: list[Any] = []
-
-    def compile(write: Callable[[Any], Any], **options: Any) -> Any:
-        with raylane.InputNode() as x:
-            node = write(x)
-        made.append(raylane.compile(node, **options))
-        return made[-1]
-
-    yield compile
-    for one in made:
-        one.teardown()
-    made.clear()
-
-
 def test_calls_and_graphs_take_turns(actor: Any, graph: Compile) -> None:
     g = graph(lambda x: bind(actor.work, x), exclusive=True, max_inflight=4)
     both = [(g.execute(0.003), actor.work.remote(0.003)) for _ in range(20)]

@@ -97,7 +97,22 @@ class Contender:
         return {"driver_rss_bytes": _rss("self"), "actor_rss_bytes": sum(_rss(str(pid)) for pid in self.pids)}
 
 
-class Raylane(Contender):
+class Graph(Contender):
+    """What both compiled graphs offer alike; `open` makes `graph`."""
+
+    def submit(self) -> Any:
+        return self.graph.execute(self.value)
+
+    async def call_async(self) -> Any:
+        return await (await self.graph.execute_async(self.value))
+
+    def close(self) -> None:
+        if self.graph is not None:
+            self.graph.teardown()
+        super().close()
+
+
+class Raylane(Graph):
     wait = "adaptive"
 
     def open(self) -> None:
@@ -120,26 +135,15 @@ class Raylane(Contender):
             else:
                 os.environ[WAIT_VARIABLE] = before
 
-    def submit(self) -> Any:
-        return self.graph.execute(self.value)
-
     def finish(self, token: Any) -> Any:
         return token.get()
-
-    async def call_async(self) -> Any:
-        return await (await self.graph.execute_async(self.value))
-
-    def close(self) -> None:
-        if self.graph is not None:
-            self.graph.teardown()
-        super().close()
 
 
 class RaylaneBlocking(Raylane):
     wait = "block"
 
 
-class RayCompiled(Contender):
+class RayCompiled(Graph):
     """Ray's own compiled graph with its own defaults."""
 
     def open(self) -> None:
@@ -152,19 +156,8 @@ class RayCompiled(Contender):
                     node = getattr(actor, self.case.method).bind(node)
         self.graph = node.experimental_compile(enable_asyncio=self.case.drive == "asyncio")
 
-    def submit(self) -> Any:
-        return self.graph.execute(self.value)
-
     def finish(self, token: Any) -> Any:
         return ray.get(token, timeout=TIMEOUT_S)
-
-    async def call_async(self) -> Any:
-        return await (await self.graph.execute_async(self.value))
-
-    def close(self) -> None:
-        if self.graph is not None:
-            self.graph.teardown()
-        super().close()
 
 
 class RayCalls(Contender):

@@ -95,7 +95,7 @@ class Waiter:
         clock = time.perf_counter
         start = clock()
         patience = self.patience
-        if self.yields and patience.mean_s < GATE_S and patience.may_yield(start):
+        if self.yields and patience.may_yield(start):
             last = start
             while last - start < BUDGET_S:
                 os.sched_yield()

@@ -31,7 +31,7 @@ from raylane.graph.channels.ring import WAKE, RingReader
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.outcome import Failed, conclude
 from raylane.graph.plan import INPUT, Plan, Ref
-from raylane.graph.resident import failed
+from raylane.graph.resident import KEPT_RECORDS, failed
 from raylane.graph.result import GraphResult
 from raylane.graph.setup import Wiring
 from raylane.graph.show import describe
@@ -111,7 +111,7 @@ class CompiledGraph:
         whole = len(wiring.inputs) == 1 and not self._from_input and plan.values[wiring.inputs[0][1]].steps == ()
         self._one_input = wiring.inputs[0][0] if whole else None
         """Where the whole input goes, if that is all that `execute` sends: the usual case."""
-        self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=8192)
+        self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
         """(execution, submitted, completed), seconds on the monotonic clock."""
         weak = weakref.ref(self)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import json
 import pickle
 import threading
 import time
@@ -30,12 +29,10 @@ from raylane.graph.channels.ring import LEND_FROM_BYTES
 from raylane.graph.outcome import Failed, conclude
 from raylane.graph.plan import DRIVER, INPUT, Edge, Plan, Step, Task
 from raylane.graph.program import only
-from raylane.graph.resident import method_of
+from raylane.graph.resident import KEPT_RECORDS, method_of
 from raylane.graph.result import GraphResult
 from raylane.graph.show import describe
 from raylane.graph.tracing import chrome_trace
-
-KEPT_RECORDS = 8192
 
 
 class InlineGraph:
@@ -194,10 +191,7 @@ class InlineGraph:
 
     def trace(self, path: str | Path) -> list[str]:
         """Write the last executions as a trace for Perfetto or chrome://tracing."""
-        trace = chrome_trace(self.plan, list(self._records), list(self._executions))
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps(trace))
+        view.save_trace(path, chrome_trace(self.plan, list(self._records), list(self._executions)))
         return []
 
     # What a result asks of its graph; every result is done.

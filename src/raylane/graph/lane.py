@@ -86,9 +86,6 @@ class Lane:
         """Wake the lane without a message."""
         post(self.bell.address)
 
-    def graphs(self) -> list[str]:
-        return [residence.name for residence in self._residences]
-
     def _admit(self, residence: Residence, settings: ThreadContext) -> None:
         self._rung -= 1  # the ring of `adopt`, which comes with no message
         context.adopt(settings)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from raylane.graph import ops
-from raylane.graph.plan import Plan, values_in
+from raylane.graph.plan import Plan
 from raylane.graph.result import GraphResult
 
 log = logging.getLogger("raylane.graph")
@@ -23,7 +23,7 @@ class Failed:
 
 def conclude(plan: Plan, result: GraphResult, values: list[Any]) -> None:
     """Complete a result from its values. Errors of leaves are logged and kept with the result."""
-    for value in values_in(plan.output):
+    for value in plan.output_values:
         if type(values[value]) is Failed:
             output, error = None, values[value].error
             break

@@ -10,6 +10,7 @@ value from the member that makes it to all members that read it. An *expression*
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -115,6 +116,11 @@ class Plan:
     """Whether the output is a MultiOutputNode."""
     labels: tuple[str, ...] = field(default=())
     """For each task, how people call it: Class.method, numbered where one actor has it several times."""
+
+    @functools.cached_property
+    def output_values(self) -> tuple[int, ...]:
+        """The values that the output is put together from, each once: asked for in every execution."""
+        return tuple(dict.fromkeys(values_in(self.output)))
 
     def edges_from(self, member: int) -> list[Edge]:
         return [edge for edge in self.edges if edge.writer == member]

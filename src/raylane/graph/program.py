@@ -28,11 +28,8 @@ class Hello:
     who: str
     bell: str
     """Path of its doorbell."""
-    node_ip: str
     host: str
     """RAYLANE_HOST of its environment: processes with different values are on different hosts."""
-    asynchronous: bool
-    """Whether it is an asyncio actor."""
     gpus: bool
     """Whether torch there sees a GPU."""
 

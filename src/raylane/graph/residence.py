@@ -177,9 +177,7 @@ def hello(instance: Any) -> Hello:
         place=here(),
         who=_ray.describe_self(),
         bell=lane.lane().bell.path,
-        node_ip=_ray.node_ip(),
         host=os.environ.get(HOST_VARIABLE, ""),
-        asynchronous=_ray.actor_loop() is not None,
         gpus=torch is not None and torch.cuda.is_available(),
     )
 

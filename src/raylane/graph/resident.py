@@ -62,10 +62,9 @@ class _Inbound:
 class _Send:
     """One edge out of a task: what to select from its result, and the writer."""
 
-    __slots__ = ("edge", "steps", "write")
+    __slots__ = ("steps", "write")
 
-    def __init__(self, edge: int, steps: tuple[Step, ...], write: Callable[..., None]) -> None:
-        self.edge = edge
+    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None]) -> None:
         self.steps = steps
         self.write = write
 
@@ -151,7 +150,7 @@ class Resident:
             for edge, write in writers.items():
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
-                    work.sends.append(_Send(edge, value.steps, write))
+                    work.sends.append(_Send(value.steps, write))
             prepared.append(work)
         return prepared
 

@@ -67,7 +67,11 @@ def write_trace(path: str | Path, wiring: Wiring, executions: list[tuple[int, fl
     ]
     pids = {member: hello.place.pid for member, hello in enumerate(wiring.hellos, 1)}
     trace = chrome_trace(wiring.plan, calls, executions, pids=pids)
+    save_trace(path, trace)
+    return silent
+
+
+def save_trace(path: str | Path, trace: dict[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(trace))
-    return silent

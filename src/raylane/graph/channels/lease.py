@@ -29,8 +29,9 @@ from raylane.core.segment import size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
 
-DATA_AT = 4 * 4096
-MAX_READERS = DATA_AT // SEMAPHORE_BYTES
+MAX_READERS = 256
+"""Of one message within a host: so many semaphores stand before it, in a ring too."""
+DATA_AT = MAX_READERS * SEMAPHORE_BYTES
 ALIGNMENT = 64
 MAX_IDLE = 8
 """Idle segments that a pool keeps; those idle for longest go first."""

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.lease import Descriptor, LeasePool, LeaseReader, Reserved
+from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
 from raylane.graph.message import Message
 
-HEADER_BYTES = 4 * 4096
-MAX_READERS = HEADER_BYTES // SEMAPHORE_BYTES
+HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 16
 LEND_FROM_BYTES = 1 << 15
 """Buffers of this much together are lent, not copied out: below it two copies are quicker than a lease."""

@@ -124,13 +124,10 @@ class Station:
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
         for arrival, channel, onward, slots in self._onward:
-            arrival.onward = self._fan(None, channel, onward, slots)
+            arrival.onward = self.writer(None, channel, onward, slots)
 
     def writer(self, own: RingWriter | None, channel: int, onward: Iterable[tuple[int, int]], keep: int) -> FanWriter:
         """What writes a channel that has readers beyond this host."""
-        return self._fan(own, channel, tuple(onward), keep)
-
-    def _fan(self, own: RingWriter | None, channel: int, onward: tuple[tuple[int, int], ...], keep: int) -> FanWriter:
         return FanWriter(own, [self.hops[to] for to in onward], channel, keep)
 
     # Connections and what they tell
