@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ray
+from tests.faults.drivers import start_driver
 from tests.graph.graph_actors import Worker
 
 import raylane
@@ -296,6 +297,7 @@ def test_ctrl_c_right_after_reading_leaves_the_lock_free(workers: list[Any]) -> 
     g.teardown()
 
 
+CHECK = "assert result.get() == 1"
 FORKING = """
     import os, sys
     import ray
@@ -331,37 +333,6 @@ def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
     assert "still 1" in done.stdout
 
 
-DRIVER = """
-    import os, sys, time
-    import ray
-    ray.init(address={address!r}, namespace={namespace!r}, log_to_driver=False, logging_level="error")
-    import raylane
-    import numpy as np
-    one, two = ray.get_actor("one"), ray.get_actor("two")
-    with raylane.InputNode() as x:
-        node = raylane.bind(two.{method}, raylane.bind(one.keep, x))
-    g = raylane.compile(node)
-    result = g.execute(np.ones(100_000))
-    if {method!r} != "wait":
-        assert result.get() == 1
-    print("running", flush=True)
-    {end}
-"""
-
-
-def start_driver(namespace: str, method: str, end: str) -> subprocess.Popen[str]:
-    code = textwrap.dedent(DRIVER).format(
-        address=ray.get_runtime_context().gcs_address, namespace=namespace, method=method, end=end
-    )
-    driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert driver.stdout is not None
-    said = driver.stdout.readline()
-    while said and "running" not in said:
-        said = driver.stdout.readline()
-    assert said, driver.communicate()
-    return driver
-
-
 @pytest.fixture
 def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     """Two detached actors, which outlive any driver, and their namespace."""
@@ -377,7 +348,7 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
 
 def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
-    driver = start_driver(namespace, "echo", "time.sleep(600)")
+    driver = start_driver(namespace, "keep", "echo", check=CHECK, end="time.sleep(600)")
     assert any(ray.get([worker.left.remote() for worker in workers]))
     driver.kill()
     driver.communicate()
@@ -389,14 +360,14 @@ def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually:
 
 def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
-    driver = start_driver(namespace, "echo", "pass")
+    driver = start_driver(namespace, "keep", "echo", check=CHECK)
     said, _ = driver.communicate(timeout=60)
     assert driver.returncode == 0, said
     assert not said.strip()
     ray.get(workers[0].drop.remote())
     eventually(lambda: left_nothing(workers))
 
-    driver = start_driver(namespace, "wait", "result.get()")
+    driver = start_driver(namespace, "keep", "wait", end="result.get()")
     driver.send_signal(signal.SIGINT)
     said, _ = driver.communicate(timeout=60)
     assert "KeyboardInterrupt" in said

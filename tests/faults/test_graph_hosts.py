@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from tests.faults.drivers import start_driver
 from tests.graph import hosts
 
 import raylane
@@ -85,43 +83,6 @@ def test_who_does_not_answer_until_the_deadline_is_named(workers: list[Any], eve
     eventually(lambda: not any(map(hosts.left, (a, b))))
 
 
-DRIVER = """
-    import time
-    import numpy as np
-    import ray
-    ray.init(address={address!r}, namespace={namespace!r}, log_to_driver=False, logging_level="error")
-    import raylane
-    one, two = ray.get_actor("one"), ray.get_actor("two")
-    with raylane.InputNode() as x:
-        node = raylane.bind(two.{method}, raylane.bind(one.echo, x))
-    g = raylane.compile(node)
-    result = g.execute(np.ones(100_000))
-    if {method!r} != "wait":
-        result.get()
-    print("running", flush=True)
-    {end}
-"""
-
-
-def start_driver(namespace: str, method: str, end: str) -> subprocess.Popen[str]:
-    code = textwrap.dedent(DRIVER).format(
-        address=ray.get_runtime_context().gcs_address, namespace=namespace, method=method, end=end
-    )
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "RAYLANE_HOST": "driver"},
-    )
-    assert driver.stdout is not None
-    said = driver.stdout.readline()
-    while said and "running" not in said:
-        said = driver.stdout.readline()
-    assert said, driver.communicate()
-    return driver
-
-
 @pytest.fixture
 def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     """Two detached actors on a host each, which outlive any driver, and their namespace."""
@@ -135,14 +96,14 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
 
 def test_actors_leave_a_graph_whose_driver_of_another_host_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
-    driver = start_driver(namespace, "echo", "time.sleep(600)")
+    driver = start_driver(namespace, "echo", "echo", check="result.get()", end="time.sleep(600)", RAYLANE_HOST="driver")
     assert all(map(hosts.left, workers))
     driver.kill()
     driver.communicate()
     eventually(lambda: not any(map(hosts.left, workers)), within_s=5)
     with chain(workers, "echo", "echo") as g:  # and serve the next one
         assert g.execute(1).get() == 1
-    driver = start_driver(namespace, "wait", "")
+    driver = start_driver(namespace, "echo", "wait", RAYLANE_HOST="driver")
     said, _ = driver.communicate(timeout=60)
     assert driver.returncode == 0, said
     assert not said.strip()

@@ -1,0 +1,25 @@
+"""Runs an example as its first line says, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def output_of(name: str) -> str:
+    """What `examples/NAME` prints; it must succeed."""
+    done = subprocess.run(
+        [sys.executable, f"examples/{name}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
