@@ -5,6 +5,7 @@ What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what 
 | name | used for |
 | --- | --- |
 | worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | which process and call this is |
+| worker.Worker.get_objects: its code object | to know that a value is unpickled within `ray.get` |
 | CoreWorker.get_current_task_id / get_current_task_function_name | to know that Ray, not Python, made this call |
 | CoreWorker.current_actor_is_asyncio / get_event_loop | coroutine methods in a graph run on their actor's loop |
 | ActorMethod._actor, _method_name, _num_returns, _signature | which method `bind` was given |
@@ -52,6 +53,7 @@ __all__ = [
     "current_actor_id",
     "describe_self",
     "empty_task_refs",
+    "get_objects_code",
     "hand_over_ref",
     "is_actor_call",
     "is_canceled",
@@ -107,6 +109,13 @@ def call_identity() -> tuple[str, bytes] | None:
     if not name:
         return None
     return name, core.get_current_task_id().binary()
+
+
+@functools.cache
+def get_objects_code() -> types.CodeType:
+    """Return the code of `Worker.get_objects`, by which its frames are known: every `ray.get` runs it."""
+    code: types.CodeType = inspect.unwrap(_worker.Worker.get_objects).__code__
+    return code
 
 
 def is_task_worker() -> bool:

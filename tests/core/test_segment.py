@@ -110,8 +110,8 @@ def test_header_slots_change_their_nonce_with_every_use() -> None:
 
 
 def test_a_segment_is_private_to_each_reader_and_sealed() -> None:
-    fd = write_segment(memoryview(bytearray(range(256)) * 100))
-    one, two = map_segment(fd, 25600), map_segment(fd, 25600)
+    fd = write_segment([memoryview(bytearray(range(256)) * 100)])
+    (one,), (two,) = map_segment(fd, [25600]), map_segment(fd, [25600])
     one[0] = b"\xff"
     assert two[0] == b"\x00"
     with pytest.raises(PermissionError):

@@ -19,6 +19,7 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport import codec, listener, wire
+from raylane.transport.guards import footprint
 from raylane.transport.link import Address, Link, LinkPool
 from raylane.transport.listener import Listener
 from raylane.transport.source import Source
@@ -30,7 +31,12 @@ SECRET = b"s" * 32
 def entry(tensor: torch.Tensor) -> Entry:
     layout = codec.plan([tensor])
     return Entry(
-        key=secrets.token_bytes(16), leaves=[tensor], layout=layout, spans=[codec.span(tensor)], for_callers=True
+        key=secrets.token_bytes(16),
+        leaves=[tensor],
+        layout=layout,
+        spans=[codec.span(tensor)],
+        footprints=[footprint(tensor)],
+        for_callers=True,
     )
 
 
@@ -44,7 +50,7 @@ class Server:
             SECRET,
             name=self.name,
             host="127.0.0.1",
-            put_blocks=lambda views: (b"id", b"owner", [bytes(view) for view in views]),
+            put_entry=lambda entry: (b"id", b"owner", [bytes(view) for view, _ in entry.views()]),
             session_over=lambda: False,
             streams=self.streams,
         )
@@ -75,9 +81,10 @@ def read(link: Link, key: bytes, nbytes: int) -> bytearray:
     link.send(wire.Read(key))
     answer = link.receive()
     assert isinstance(answer, wire.Data), answer
-    assert answer.sizes == [nbytes]
+    assert answer.nbytes == nbytes
     data = bytearray(nbytes)
     link.receive_into([data])
+    assert link.receive() == wire.Sent(True, False, False)
     return data
 
 
@@ -284,7 +291,7 @@ def test_nobody_listening_is_a_lost_source(server: Server) -> None:
 
 
 def test_a_pool_reuses_good_links_and_closes_bad_ones(server: Server) -> None:
-    pool = LinkPool(SECRET, "test")
+    pool = LinkPool(SECRET, "test", place.here())
     address = server.addresses[0]
 
     def ask() -> Any:

@@ -10,7 +10,8 @@ MESSAGES: list[wire.Message] = [
     wire.Welcome(b"p"),
     wire.Refusal("no"),
     wire.Read(b"k"),
-    wire.Data([1, 2, 3], True, False),
+    wire.Data(123),
+    wire.Sent(True, True, False),
     wire.Gone(b"k"),
     wire.Put(b"k"),
     wire.PutReply(b"i", b"o", False, True),
@@ -46,9 +47,10 @@ def test_random_bytes_are_refused_never_crash() -> None:
     assert refused >= 1999  # a valid frame may come up by chance
 
 
-def test_proofs_fit_one_role_and_one_nonce() -> None:
-    good = wire.proof(b"secret", "client", b"nonce")
-    assert wire.proves(b"secret", "client", b"nonce", good)
-    assert not wire.proves(b"secret", "listener", b"nonce", good)
-    assert not wire.proves(b"secret", "client", b"other", good)
-    assert not wire.proves(b"other", "client", b"nonce", good)
+def test_proof_fits_one_role_one_handshake_and_one_listener() -> None:
+    right = (b"secret", "client", b"theirs", b"mine", "name")
+    good = wire.proof(*right)
+    assert wire.proves(good, wire.proof(*right))
+    for i, other in enumerate((b"other", "listener", b"other", b"other", ("name", 1))):
+        wrong = (*right[:i], other, *right[i + 1 :])
+        assert not wire.proves(good, wire.proof(*wrong)), wrong

@@ -23,8 +23,8 @@ from raylane.errors import RaylaneError
 from raylane.transport.api import put
 from raylane.transport.backends.registry import NOT_YET, backends
 from raylane.transport.endpoint import endpoint
+from raylane.transport.guards import array_layout_known, counter_offsets, torch_layout
 from raylane.transport.reader import collect, redeem
-from raylane.transport.versions import counter_offsets
 
 PROBE_FLOATS = 250_000
 TIMEOUT_S = 10.0
@@ -136,6 +136,9 @@ def facts() -> dict[str, str]:
         "kernel": f"{platform.release()} {platform.machine()}",
         "yama ptrace_scope": yama.read_text().strip() if yama.exists() else "no Yama",
         "write counters": "readable by host" if counter_offsets() else "not found: host reads cannot notice writes",
+        "memory guards": "readable by host"
+        if torch_layout() and array_layout_known()
+        else "not found: host reads are refused, auto takes tcp",
         "cuda devices": str(torch.cuda.device_count()),
     }
     return shown

@@ -15,7 +15,10 @@ import secrets
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
+
+from raylane.core.semaphore import map_file
 
 HUGE_PAGE = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
@@ -175,15 +178,33 @@ class HeaderSlots:
         struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
 
 
-def write_segment(source: memoryview) -> int:
-    """A new memfd holding a copy of `source`, sealed against any further change. Returns its descriptor, which
-    is the caller's to close. Written with write(2): the writer never maps it, so its pages are faulted in only once."""
-    source = source.cast("B")
+_BLOCK_ALIGNMENT = 64
+
+
+def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where blocks of these sizes lie in one segment, and the segment's size; all in bytes."""
+    offsets, end = [], 0
+    for nbytes in sizes:
+        offsets.append(end)
+        end += -(-nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+    return offsets, end
+
+
+def write_segment(blocks: Sequence[memoryview]) -> int:
+    """Copy blocks into a new memfd at their `segment_offsets` and seal it against any further change.
+
+    Returns its descriptor, which is the caller's to close; on an OSError nothing is left open. Written with pwrite(2):
+    the writer never maps the file, so its pages are faulted in only once.
+    """
+    offsets, total = segment_offsets([block.nbytes for block in blocks])
     fd = os.memfd_create("raylane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        done = 0
-        while done < source.nbytes:
-            done += os.write(fd, source[done : done + (1 << 30)])
+        os.ftruncate(fd, total)
+        for start, block in zip(offsets, blocks, strict=True):
+            source = block.cast("B")
+            done = 0
+            while done < source.nbytes:
+                done += os.pwrite(fd, source[done : done + (1 << 30)], start + done)
         fcntl.fcntl(
             fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
@@ -193,8 +214,9 @@ def write_segment(source: memoryview) -> int:
     return fd
 
 
-def map_segment(fd: int, nbytes: int) -> Any:
-    """A private, writable, copy-on-write view of a segment as a ctypes array; unmapped when the array is garbage.
-    `fd` may be closed afterwards."""
-    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return (ctypes.c_char * nbytes).from_buffer(mapping)
+def map_segment(fd: int, sizes: Sequence[int]) -> list[Any]:
+    """Map a segment privately and return its blocks as ctypes arrays: writable, copy-on-write, in one mapping that ends
+    with the last of them. It keeps no descriptor: `fd` may be closed afterwards."""
+    offsets, total = segment_offsets(sizes)
+    mapping = map_file(fd, total, private=True)
+    return [(ctypes.c_char * nbytes).from_buffer(mapping, start) for start, nbytes in zip(offsets, sizes, strict=True)]

@@ -90,10 +90,12 @@ def block(address: int, timeout_s: float = _SLICE_S) -> bool:
     return _wait_until(address, time.monotonic() + min(timeout_s, _SLICE_S)) == 0
 
 
-def _map(fd: int, nbytes: int) -> Any:
-    """Shared memory of a file as a ctypes array, which unmaps it when it is garbage. Not Python's mmap: that keeps a
-    descriptor for each mapping, and arrays that are kept are mappings (`ulimit -n` is 1024 in many places)."""
-    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
+    """Map the first bytes of a file as a ctypes array, which unmaps them when it is garbage; shared with other
+    processes, or `private` and copied on write. Not Python's mmap: that keeps a descriptor for each mapping, and arrays
+    that are kept are mappings (`ulimit -n` is 1024 in many places)."""
+    flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
@@ -123,7 +125,7 @@ class Segment:
         """Maps `fd`, which stays the caller's if that fails."""
         self.fd: int | None = None
         self.nbytes = nbytes
-        self.memory = _map(fd, nbytes)
+        self.memory = map_file(fd, nbytes)
         self.address = ctypes.addressof(self.memory)
         self.view = memoryview(self.memory).cast("B")
         self.path = ""

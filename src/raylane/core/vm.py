@@ -11,9 +11,11 @@ import errno
 import os
 from collections.abc import Sequence
 
+from raylane.core.deadline import Deadline
+
 IOV_MAX = 1024
-MAX_BYTES_PER_CALL = 1 << 30
-"""The kernel moves at most 0x7ffff000 bytes a call; a round number below that keeps pieces aligned."""
+MAX_BYTES_PER_CALL = 64 << 20
+"""Far below the 0x7ffff000 bytes that the kernel moves a call, so that a deadline is noticed within some 40 ms."""
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -78,10 +80,13 @@ def _calls(ranges: Sequence[Range]) -> list[list[Range]]:
     return calls
 
 
-def read(pid: int, ranges: Sequence[Range]) -> None:
+def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) -> None:
     """Copy ranges of process `pid` into this one, in the order given. All or OSError: ESRCH (no such process), EPERM
-    (not allowed), EFAULT (that memory is not mapped there any more; part of it may have been copied)."""
+    (not allowed), EFAULT (that memory is not mapped there any more; part of it may have been copied); TimeoutError when
+    the deadline has passed, looked at every MAX_BYTES_PER_CALL bytes."""
     for call in _calls(ranges):
+        if deadline is not None and deadline.left_s() == 0:
+            raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)
 
 

@@ -76,6 +76,8 @@ def _leaf_with_state(index: int, state: dict[str, Any]) -> Any:
 def is_leaf(value: Any) -> bool:
     kind = type(value)
     if kind is torch.Tensor or kind is Parameter:
+        if value.is_nested:  # some are of strided layout, and have neither a shape nor one span
+            return False
         return value.layout is torch.strided and value.device.type in ("cpu", "cuda") and not value.is_quantized
     return kind is np.ndarray and not value.dtype.hasobject
 

@@ -19,14 +19,14 @@ from raylane import _ray
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
-from raylane.errors import SourceLostError, TransportUnavailableError
+from raylane.errors import ProtocolError, SourceLostError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.fetching import FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
-from raylane.transport.link import Address, LinkPool
+from raylane.transport.link import Address, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
 from raylane.transport.source import Source
-from raylane.transport.store import Store
+from raylane.transport.store import Entry, Store
 
 MAX_IDLE_POOL_BYTES = 2 << 30
 
@@ -90,7 +90,7 @@ class Endpoint:
                     self.secret(),
                     name=name,
                     host=host,
-                    put_blocks=_put_blocks,
+                    put_entry=self._put_entry,
                     session_over=self.over,
                     streams=self.streams,
                 )
@@ -119,7 +119,7 @@ class Endpoint:
         if self._links is None:
             with self._lock:
                 if self._links is None:
-                    self._links = LinkPool(self.secret(), _ray.describe_self())
+                    self._links = LinkPool(self.secret(), _ray.describe_self(), self.place)
         return self._links
 
     def fetchers(self) -> FetchPool:
@@ -131,12 +131,26 @@ class Endpoint:
         return self._fetchers
 
     def address_of(self, source: Source) -> Address:
-        """How a control link reaches a source from here."""
+        """Return how a control link reaches a source from here. Unix sockets serve their own user, and root, only."""
         near = source.place.same_host(self.place) and source.place.net_namespace == self.place.net_namespace
+        near = near and self.place.uid in (source.place.uid, 0)
         return source.unix if near else (source.host, source.port)
 
+    def _put_entry(self, entry: Entry) -> tuple[bytes, bytes, object] | None:
+        """Put the blocks of a value into Ray's object store. Copied once more before, by the kernel: their owner may
+        unmap them at any time, and Ray's own copy would crash."""
+        import numpy as np
+        import ray
+
+        blocks = [self.pool.take(block.nbytes) for block in entry.layout.blocks]
+        if not entry.copy_to(blocks):
+            return None
+        ref = ray.put([np.frombuffer(block, dtype=np.uint8) for block in blocks])
+        return (*_ray.hand_over_ref(ref), ref)
+
     def _holds_anything(self, actor: bytes, deadline: Deadline) -> bool:
-        """Whether an actor still holds published values. False if it never published, or is gone."""
+        """Return True if an actor still holds published values; False if it never published, or is gone for certain.
+        Any other failure to ask is raised: the actor's last handle may be dropped on this answer."""
         data = _ray.kv_get(_actor_key(actor))
         if data is None:
             return False
@@ -145,9 +159,14 @@ class Endpoint:
             with self.links().borrow(self.address_of(source), source, deadline) as link:
                 link.send(wire.Holding())
                 answer = link.receive()
-        except SourceLostError:
+        except SourceLostError as error:
+            if not is_gone(error):
+                raise
+            _ray.kv_delete(_actor_key(actor))
             return False
-        return isinstance(answer, wire.Held) and answer.count > 0
+        if not isinstance(answer, wire.Held):
+            raise ProtocolError(f"{source} answered {type(answer).__name__} to the question what it holds")
+        return answer.count > 0
 
     def stats(self) -> dict[str, Any]:
         self.pool.settle()
@@ -173,14 +192,6 @@ class Endpoint:
 
 def _actor_key(actor: bytes) -> str:
     return f"actor/{actor.hex()}"
-
-
-def _put_blocks(views: list[memoryview]) -> tuple[bytes, bytes, object]:
-    import numpy as np
-    import ray
-
-    ref = ray.put([np.frombuffer(view, dtype=np.uint8) for view in views])
-    return (*_ray.hand_over_ref(ref), ref)
 
 
 _current: Endpoint | None = None

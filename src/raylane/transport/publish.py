@@ -20,12 +20,13 @@ import torch
 from raylane import _ray
 from raylane.core.segment import bytes_at, write_segment
 from raylane.core.spans import Span
+from raylane.errors import TransportError
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.guards import footprint, guard_ranges, guards_digest, write_counters
 from raylane.transport.options import PublishOptions
 from raylane.transport.store import Entry
-from raylane.transport.ticket import VERSION, Ticket, encode
-from raylane.transport.versions import counters
+from raylane.transport.ticket import VERSION, Ticket, checksum, encode
 
 INLINE_BYTES = 1 << 16
 """Up to here the tensors travel inside the ticket: Ray carries results below 100 KB in the reply itself."""
@@ -115,21 +116,21 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
 def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     options = publication.options
     source = here.source()
-    entry = Entry(
-        key=secrets.token_bytes(16),
-        leaves=leaves,
-        layout=layout,
-        spans=[codec.span(leaf) for leaf in leaves],
-        for_callers=publication.anchored,
-        versions=[
-            (leaf, leaf._version) for leaf, held in zip(leaves, layout.held, strict=True) if _counts_writes(leaf, held)
-        ],
-    )
-    if options.snapshot:
-        for block in layout.blocks:
-            entry.segments.append(write_segment(bytes_at(block.start, block.nbytes)))
-        entry.leaves, entry.spans, entry.versions = [], [], []
+    blocks = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
+    entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, spans=[], for_callers=publication.anchored)
+    guards: list[tuple[int, int]] | None = []
+    if options.snapshot and blocks:
+        entry.segment = _write_segment(layout, blocks)
         layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
+    else:
+        entry.leaves = leaves
+        entry.spans = [codec.span(leaf) for leaf in leaves]
+        entry.copies = frozenset(i for i, leaf in enumerate(leaves) if not _shares(leaf, layout.held[i]))
+        shared = [leaf for i, leaf in enumerate(leaves) if i not in entry.copies]
+        entry.versions = [(t, t._version) for t in shared if isinstance(t, torch.Tensor) and not t.is_inference()]
+        entry.footprints = [footprint(leaf) for leaf in leaves]
+        guards = guard_ranges(shared)
+        entry.checksum = checksum(blocks) if options.on_mutation == "error" else None
     here.store.publish(entry)
     publication.keys.append(entry.key)
     return Ticket(
@@ -142,14 +143,28 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         source=source,
         header_address=entry.header_address,
         nonce=entry.nonce,
-        segments=list(entry.segments),
-        counters=counters(tensor for tensor, _ in entry.versions),
+        segment=entry.segment,
+        counters=write_counters(tensor for tensor, _ in entry.versions),
+        guards=guards,
+        guarded=guards_digest(guards) if guards else b"",
+        checksum=entry.checksum,
     )
 
 
-def _counts_writes(leaf: Any, held: Any) -> bool:
-    """Whether torch counts the writes to what is published for this leaf: not if that is a copy of it."""
-    return isinstance(leaf, torch.Tensor) and not leaf.is_inference() and leaf.data_ptr() == held.data_ptr()
+def _write_segment(layout: codec.Layout, blocks: list[memoryview]) -> int:
+    """A snapshot's memfd. TransportError if this process has no descriptor or memory for it."""
+    try:
+        return write_segment(blocks)
+    except OSError as error:
+        raise TransportError(
+            f"could not publish a snapshot of {sum(block.nbytes for block in layout.blocks)} bytes: {error.strerror}. "
+            "Free memory or descriptors (ulimit -n) in the publishing process, or publish without snapshot=True"
+        ) from error
+
+
+def _shares(leaf: Any, held: Any) -> bool:
+    """Return True if the producer's own memory is published for this leaf, False if a copy of it is."""
+    return leaf is held or bool(isinstance(leaf, torch.Tensor) and leaf.data_ptr() == held.data_ptr())
 
 
 def _view(block: Span) -> pickle.PickleBuffer:

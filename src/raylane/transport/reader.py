@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import FrameType
@@ -18,6 +19,7 @@ from typing import Any
 
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.segment import bytes_at
 from raylane.errors import (
     ProtocolError,
     TensorMutatedError,
@@ -26,12 +28,12 @@ from raylane.errors import (
     TransportUnavailableError,
 )
 from raylane.transport import codec
-from raylane.transport.backends.base import Arrival, copied, freed
+from raylane.transport.backends.base import Arrival, allocate, copied, freed, moved
 from raylane.transport.backends.registry import AUTO, backends
 from raylane.transport.choose import choose
 from raylane.transport.endpoint import Endpoint, endpoint
-from raylane.transport.listener import block_views
-from raylane.transport.ticket import Ticket, decode
+from raylane.transport.store import Entry
+from raylane.transport.ticket import Ticket, checksum, decode
 
 _FRAMES_TO_GET = 64
 """Five lie between `materialize` and `Worker.get_objects` in Ray 2.60; a user's unpickling may lie between as well."""
@@ -116,11 +118,12 @@ def _gets_around() -> int:
     """How many `ray.get`s this runs in, in whatever thread: each has `Worker.get_objects` in the stack. 0 means that
     a task's arguments are being unpickled, or an awaited ref."""
     found = 0
+    code = _ray.get_objects_code()
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_GET):
         if frame is None:
             break
-        found += frame.f_code.co_name == "get_objects"
+        found += frame.f_code is code
         frame = frame.f_back
     return found
 
@@ -135,22 +138,44 @@ def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadli
         entry = here.store.get(ticket.key)
         if entry is None or entry.nonce != ticket.nonce:
             raise freed(ticket)
-        if not entry.segments:
+        if entry.segment < 0:
             here.counts["local"] += 1
-            if _ray.is_task_worker():
-                # "The producer itself" means nothing among tasks, which share processes as it happens.
-                blocks = copied(ticket, here, [view for view, _ in block_views(entry)])
-                return codec.decode(skeleton, codec.build(ticket.specs, blocks))
-            _, by_remote = here.store.mark_read(entry, creator=True)
-            if by_remote:
-                _warn_shared(ticket)
-            return codec.decode(skeleton, entry.leaves, own=True)
+            return _redeem_own(here, entry, ticket, skeleton)
     arrival = _fetch(here, ticket, choice.names, deadline, last_resort=wish != AUTO)
-    if arrival.mutated:
-        _say_mutated(ticket)
+    _check_content(ticket, arrival.blocks)
+    if arrival.mutated and ticket.on_mutation == "warn":
+        warnings.warn(_mutated_text(ticket), UserWarning, stacklevel=2)
     if arrival.creator_read:
         _warn_shared(ticket)
     return codec.decode(skeleton, _leaves(ticket, arrival))
+
+
+def _redeem_own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Any:
+    """Return a value that this very process holds: the producer's own objects, or a copy for a plain task."""
+    if _ray.is_task_worker():
+        # Tasks share worker processes arbitrarily, so copy instead of aliasing.
+        blocks = allocate(ticket, here)
+        if not entry.copy_to(blocks):
+            raise moved(ticket)
+        _check_content(ticket, blocks)
+        return codec.decode(skeleton, codec.build(ticket.specs, blocks))
+    if not entry.in_place(leaves_too=True):
+        raise moved(ticket)
+    if ticket.checksum is not None:
+        now = codec.plan(entry.leaves)
+        if now.specs != ticket.specs:
+            raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
+        _check_content(ticket, [bytes_at(block.start, block.nbytes) for block in now.blocks])
+    _, by_remote = here.store.mark_read(entry, creator=True)
+    if by_remote:
+        _warn_shared(ticket)
+    return codec.decode(skeleton, entry.leaves, own=True)
+
+
+def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
+    """Raise TensorMutatedError if these are not the bytes that were published, where the ticket can tell."""
+    if ticket.checksum is not None and checksum(blocks) != ticket.checksum:
+        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
 
 
 def _fetch(here: Endpoint, ticket: Ticket, names: tuple[str, ...], deadline: Deadline, *, last_resort: bool) -> Arrival:
@@ -183,16 +208,12 @@ def _leaves(ticket: Ticket, arrival: Arrival) -> list[Any]:
         ) from error
 
 
-def _say_mutated(ticket: Ticket) -> None:
-    if ticket.on_mutation == "allow":
-        return
-    text = (
-        f"a tensor published by {ticket.origin()} was written to in place before this read, so the reader sees the "
-        "later content. Wait for readers with raylane.wait_tensor_freed(tensor), or publish with snapshot=True"
+def _mutated_text(ticket: Ticket) -> str:
+    return (
+        f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
+        "would see another content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "
+        "publish with snapshot=True"
     )
-    if ticket.on_mutation == "error":
-        raise TensorMutatedError(text, source=ticket.origin().label)
-    warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def _warn_shared(ticket: Ticket) -> None:

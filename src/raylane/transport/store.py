@@ -7,14 +7,16 @@ released and descriptors are closed after it.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from raylane.core import vm
 from raylane.core.deadline import Deadline
-from raylane.core.segment import HeaderSlots
+from raylane.core.segment import HeaderSlots, address_of, bytes_at, map_segment
 from raylane.core.spans import Span
 
 if TYPE_CHECKING:  # graphs use the listener, and need not import torch for it
@@ -35,20 +37,64 @@ class Entry:
     """Whether it is a call's result, which its caller may keep this actor alive for; not so a put of its own."""
     spans: list[Span]
     """Where the producer's own tensors lie (device addresses for CUDA), for `wait_freed`."""
-    segments: list[int] = field(default_factory=list)
-    """memfds, one per block, for a snapshot."""
+    footprints: list[tuple[int, ...]] = field(default_factory=list)
+    """Where the memory of each leaf lay at publication; empty for a snapshot."""
+    copies: frozenset[int] = frozenset()
+    """Numbers of the leaves of which a copy was published."""
+    segment: int = -1
+    """The memfd of a snapshot; -1 for a value in the producer's own memory."""
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    checksum: int | None = None
     slot: int = -1
     header_address: int = 0
     nonce: int = 0
+    _mapped: list[Any] | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(block.nbytes for block in self.layout.blocks)
 
     def mutated(self) -> bool:
-        """Whether torch saw an in-place write to a leaf since publication (NumPy arrays keep no count)."""
+        """Return True if torch counted an in-place write to a leaf since publication (NumPy arrays keep no count)."""
         return any(tensor._version != version for tensor, version in self.versions)
+
+    def in_place(self, *, leaves_too: bool = False) -> bool:
+        """Return True if the published memory is where it was: not freed, resized or re-pointed by its owner.
+
+        `leaves_too` asks the same of leaves of which a copy was published (CUDA tensors, sparse views).
+        """
+        from raylane.transport.guards import footprint
+
+        return all(
+            footprint(leaf) == then
+            for i, (leaf, then) in enumerate(zip(self.leaves, self.footprints, strict=True))
+            if leaves_too or i not in self.copies
+        )
+
+    def views(self) -> list[tuple[memoryview, Any]]:
+        """Return the bytes of the blocks, each with what keeps them alive. Only system calls may touch those of a
+        value in the producer's own memory: its owner can unmap them at any time."""
+        if self.segment < 0:
+            return [(bytes_at(block.start, block.nbytes), self) for block in self.layout.blocks]
+        if self._mapped is None:
+            self._mapped = map_segment(self.segment, [block.nbytes for block in self.layout.blocks])
+        return [(memoryview(array).cast("B"), array) for array in self._mapped]
+
+    def copy_to(self, buffers: Sequence[Any]) -> bool:
+        """Copy the blocks into these ctypes arrays of their sizes. Returns False if their owner has meanwhile freed,
+        resized or re-pointed the memory: the content of the buffers means nothing then."""
+        if self.segment >= 0:
+            for mine, (theirs, _) in zip(buffers, self.views(), strict=True):
+                memoryview(mine).cast("B")[:] = theirs
+            return True
+        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(self.layout.blocks, buffers, strict=True)]
+        try:
+            vm.read(os.getpid(), ranges)  # by the kernel: it fails where a copy by this process would crash
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            return False
+        return self.in_place()
 
 
 class Store:
@@ -136,5 +182,5 @@ class Store:
 
 def _release(entries: list[Entry]) -> None:
     for entry in entries:
-        for fd in entry.segments:
-            os.close(fd)
+        if entry.segment >= 0:
+            os.close(entry.segment)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
 import msgspec
 
 from raylane.core.segment import HeaderSlots
@@ -9,7 +13,7 @@ from raylane.core.spans import Span
 from raylane.transport.codec import LeafSpec
 from raylane.transport.source import Source
 
-VERSION = 1
+VERSION = 2
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -27,10 +31,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     source: Source | None = None
     header_address: int = 0
     nonce: int = 0
-    segments: list[int] = []
-    """Descriptors in the source, one per block, of a snapshot's sealed memfds."""
+    segment: int = -1
+    """Descriptor in the source of a snapshot's sealed memfd, which holds the blocks at their `segment_offsets`."""
     counters: list[tuple[int, int]] = []
     """Addresses in the source of torch's 32-bit write counters, and what they were at publication."""
+    guards: list[tuple[int, int]] | None = []
+    """Ranges in the source (address, bytes) that change when its memory is freed, resized or re-pointed; None where the
+    source could not find them, and then nobody may read its memory one-sidedly."""
+    guarded: bytes = b""
+    """Digest of the guards' content at publication."""
+    checksum: int | None = None
+    """CRC-32 over all blocks at publication, under `on_mutation="error"`; None otherwise."""
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +57,15 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 HEADER_BYTES = HeaderSlots.SIZE
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
+
+
+def checksum(blocks: Iterable[Any]) -> int:
+    """Return the CRC-32 of buffers, one after the other: about 3.5 GB/s, without the GIL. A change escapes it once in
+    four thousand million times."""
+    found = 0
+    for block in blocks:
+        found = zlib.crc32(block, found)
+    return found
 
 
 def encode(ticket: Ticket) -> bytes:

@@ -1,12 +1,17 @@
-"""What links say: typed frames, bounded in size, never pickle. Pure; `listener` and `link` do the I/O.
+"""Messages of a link: typed frames, bounded in size, never pickle. Pure; `listener` and `link` do the I/O.
 
     frame  =  length (4 bytes, little-endian)  +  msgpack of one of the messages below
-    Data is followed by its blocks' raw bytes, one after the other, outside any frame.
+    Data is followed by the raw bytes of the blocks, one after the other, outside any frame, and then by a Sent frame.
 
 A link opens with a mutual proof that both ends know the secret of this Ray cluster; nothing else is answered before:
 
-    listener -> Challenge(nonce)            client -> Hello(nonce, proof of the listener's nonce)
-    listener -> Welcome(proof of the client's nonce)   or Refusal, and the link is closed
+    listener -> Challenge(listener's nonce)
+    client   -> Hello(client's nonce, HMAC(secret, "client", both nonces, address))
+    listener -> Welcome(HMAC(secret, "listener", both nonces, address))   or Refusal, and the link is closed
+
+`address` is the one that the client connected to, and the listener's own: a proof made for one listener is worth
+nothing at another. Frames carry no integrity check of their own; `docs/reference/security.md` says which network is
+trusted. A client sends one request and reads its answer before the next one.
 
 A link may then become somebody else's: after Stream the listener hands the connection over to whoever has registered
 for that key in this process, who answers Streaming and speaks a protocol of his own (`graph.channels.frames`).
@@ -17,30 +22,35 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
+MAX_STRANGER_FRAME_BYTES = 1 << 12
+"""Limit before the proof, in either direction."""
 NONCE_BYTES = 16
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Key = Annotated[bytes, msgspec.Meta(max_length=64)]
+_Proof = Annotated[bytes, msgspec.Meta(max_length=64)]
 _LENGTH = struct.Struct("<I")
 
 
 class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
     version: int
-    nonce: bytes
+    nonce: _Nonce
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
     version: int
-    nonce: bytes
-    proof: bytes
+    nonce: _Nonce
+    proof: _Proof
     who: str
 
 
 class Welcome(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    proof: bytes
+    proof: _Proof
 
 
 class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
@@ -50,23 +60,35 @@ class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
 class Read(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Send me this value's blocks."""
 
-    key: bytes
+    key: _Key
 
 
 class Data(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    sizes: list[int]
+    """The next `nbytes` bytes of the link are the blocks, then comes Sent."""
+
+    nbytes: int
+
+
+class Sent(msgspec.Struct, tag=14, array_like=True, frozen=True):
+    """What the source found after the last byte had left its memory. With `in_place` False the bytes mean nothing: the
+    memory was freed, resized or re-pointed."""
+
+    in_place: bool
     mutated: bool
     creator_read: bool
 
 
 class Gone(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    key: bytes
+    """The value is not held any more; or, if `moved`, its memory was freed, resized or re-pointed by its owner."""
+
+    key: _Key
+    moved: bool = False
 
 
 class Put(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """Put this value's blocks into Ray's object store; the reply names the object, held until the link says Done."""
 
-    key: bytes
+    key: _Key
 
 
 class PutReply(msgspec.Struct, tag=8, array_like=True, frozen=True):
@@ -77,7 +99,7 @@ class PutReply(msgspec.Struct, tag=8, array_like=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
-    key: bytes
+    key: _Key
 
 
 class Holding(msgspec.Struct, tag=10, array_like=True, frozen=True):
@@ -92,7 +114,7 @@ class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
     """Hand this connection over to who has registered for `key`. I am `member` there; `level` tells my connections
     apart."""
 
-    key: bytes
+    key: _Key
     member: int
     level: int
 
@@ -112,6 +134,7 @@ Message: TypeAlias = (
     | Refusal
     | Read
     | Data
+    | Sent
     | Gone
     | Put
     | PutReply
@@ -136,35 +159,37 @@ def pack(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def frame_length(head: bytes) -> int:
-    """Bytes of the frame's body, from its first four bytes. WireError if that cannot be one of ours."""
+def frame_length(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
+    """Return the bytes of the frame's body, from its first four bytes. WireError if that cannot be one of ours."""
     length: int = _LENGTH.unpack(head)[0]
-    if not 0 < length <= MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {length} bytes was announced; 1 to {MAX_FRAME_BYTES} are allowed")
+    if not 0 < length <= limit:
+        raise WireError(f"a frame of {length} bytes was announced; 1 to {limit} are allowed")
     return length
 
 
 def unpack(body: bytes | bytearray | memoryview) -> Message:
+    """Return the message. WireError for anything else, of whatever kind msgspec's own complaint is."""
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of ours: {error}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise WireError(f"not a message of ours: {type(error).__name__}: {error}") from error
 
 
 class FrameBuffer:
-    """Collects bytes as they arrive and gives out whole messages."""
+    """Collects bytes as they arrive and gives out whole messages of at most `limit` bytes."""
 
-    __slots__ = ("_bytes",)
+    __slots__ = ("_bytes", "limit")
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME_BYTES) -> None:
         self._bytes = bytearray()
+        self.limit = limit
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages completed by `data`. WireError as soon as something cannot be ours."""
         self._bytes += data
         messages = []
         while len(self._bytes) >= _LENGTH.size:
-            end = _LENGTH.size + frame_length(bytes(self._bytes[: _LENGTH.size]))
+            end = _LENGTH.size + frame_length(bytes(self._bytes[: _LENGTH.size]), self.limit)
             if len(self._bytes) < end:
                 break
             messages.append(unpack(self._bytes[_LENGTH.size : end]))
@@ -172,10 +197,18 @@ class FrameBuffer:
         return messages
 
 
-def proof(secret: bytes, role: str, nonce: bytes) -> bytes:
-    """HMAC-SHA256 over the role and the other side's nonce: a proof by one side is none for the other."""
-    return hmac.digest(secret, f"raylane/{VERSION}/{role}".encode() + nonce, hashlib.sha256)
+Address: TypeAlias = str | tuple[str, int]
+"""An abstract Unix socket's name (without the leading NUL), or (host, port)."""
 
 
-def proves(secret: bytes, role: str, nonce: bytes, claimed: bytes) -> bool:
-    return hmac.compare_digest(proof(secret, role, nonce), claimed)
+def proof(secret: bytes, role: str, listeners_nonce: bytes, clients_nonce: bytes, address: Address) -> bytes:
+    """Return the HMAC-SHA256 over the role, both nonces and the listener's address: good for one role in one handshake
+    with one listener."""
+    where = f"unix:{address}" if isinstance(address, str) else f"tcp:{address[0]}:{address[1]}"
+    text = f"raylane/{VERSION}/{role}/".encode() + listeners_nonce + clients_nonce + where.encode()
+    return hmac.digest(secret, text, hashlib.sha256)
+
+
+def proves(claimed: bytes, expected: bytes) -> bool:
+    """Compare two proofs in constant time."""
+    return hmac.compare_digest(claimed, expected)

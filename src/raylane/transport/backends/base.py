@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import TensorFreedError, TransportError
+from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
@@ -74,6 +74,27 @@ def freed(ticket: Ticket) -> TensorFreedError:
         "Keep the ref (in a process that stays) until all readers are done",
         source=source.label,
         key=ticket.key.hex(),
+    )
+
+
+def moved(ticket: Ticket) -> TensorFreedError:
+    """The error for a value whose memory its owner has freed, resized or re-pointed although refs to it live."""
+    source = ticket.origin()
+    return TensorFreedError(
+        f"{source} has freed, resized or re-pointed the memory of a tensor of this value (untyped_storage().resize_, "
+        "resize_, set_, `.data =`, share_memory_, ndarray.resize) since it was published. Leave published tensors in "
+        "place until raylane.wait_tensor_freed(tensor), or publish with snapshot=True",
+        source=source.label,
+        key=ticket.key.hex(),
+    )
+
+
+def timed_out(ticket: Ticket, deadline: Deadline) -> TransferTimeoutError:
+    """The error for a transfer that its deadline ended; the value is unharmed."""
+    return TransferTimeoutError(
+        f"{ticket.nbytes} bytes from {ticket.origin()} did not arrive within {deadline.timeout_s} s; raise the timeout "
+        "(or RAYLANE_TIMEOUT_S) if the value is that large",
+        source=ticket.origin().label,
     )
 
 

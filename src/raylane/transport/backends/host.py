@@ -10,14 +10,25 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import address_of, map_segment
+from raylane.core.segment import address_of, map_segment, segment_offsets
 from raylane.errors import SourceLostError, TransportUnavailableError
-from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, cannot_receive, freed
+from raylane.transport.backends.base import (
+    Arrival,
+    Backend,
+    Capability,
+    allocate,
+    cannot_receive,
+    freed,
+    moved,
+    timed_out,
+)
+from raylane.transport.guards import digest
 from raylane.transport.source import Source
 from raylane.transport.ticket import HEADER_BYTES, Ticket
 
@@ -48,41 +59,63 @@ class HostBackend(Backend):
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
         source = ticket.origin()
+        if ticket.guards is None:
+            raise TransportUnavailableError(
+                f"the memory of {source} cannot be read one-sidedly: its torch or NumPy lays objects out in a way that "
+                "this raylane does not know, so a reader could not tell whether memory was freed; tcp works",
+                source=source.label,
+            )
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
         counts = (ctypes.c_uint32 * len(ticket.counters))()
-        blocks = [] if ticket.segments else allocate(ticket, endpoint)
+        guarded = ctypes.create_string_buffer(sum(nbytes for _, nbytes in ticket.guards))
+        blocks = [] if ticket.segment >= 0 else allocate(ticket, endpoint)
         try:
-            if ticket.segments:
+            if ticket.segment >= 0:
                 blocks = _map(ticket, source)
                 vm.read(source.place.pid, [header_range])
             else:
                 ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
                 words = [(there, address_of(counts) + 4 * i, 4) for i, (there, _) in enumerate(ticket.counters)]
-                vm.read(source.place.pid, [*ranges, *words, header_range])
+                # The data first: what the words say then holds for everything that was read before them.
+                vm.read(
+                    source.place.pid, [*ranges, *words, *_guard_ranges(ticket.guards, guarded), header_range], deadline
+                )
+        except TimeoutError as error:
+            raise timed_out(ticket, deadline) from error
         except OSError as error:
             raise _translate(error, ticket) from error
         nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
         if nonce != ticket.nonce:
             # Another process by the same pid would hold another nonce, or none.
             raise freed(ticket) if place.alive(source.place) else _lost(source)
+        if ticket.guards and digest(guarded) != ticket.guarded:
+            raise moved(ticket)
         if not remote_read:
             _mark(ticket)
         mutated = any(now != then for now, (_, then) in zip(counts, ticket.counters, strict=True))
         return Arrival(blocks=blocks, mutated=mutated, creator_read=bool(creator_read))
 
 
+def _guard_ranges(guards: Sequence[tuple[int, int]], into: Any) -> list[vm.Range]:
+    """Return the ranges that bring the guards into one buffer, one after the other."""
+    ranges, at = [], address_of(into)
+    for there, nbytes in guards:
+        ranges.append((there, at, nbytes))
+        at += nbytes
+    return ranges
+
+
 def _map(ticket: Ticket, source: Source) -> list[Any]:
-    blocks = []
-    for fd, block in zip(ticket.segments, ticket.blocks, strict=True):
-        mine = os.open(f"/proc/{source.place.pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.fstat(mine).st_size != block.nbytes:
-                raise OSError(errno.EFAULT, "that descriptor is something else by now")
-            blocks.append(map_segment(mine, block.nbytes))
-        finally:
-            os.close(mine)
-    return blocks
+    sizes = [block.nbytes for block in ticket.blocks]
+    # Not blocking: the descriptor may be something else by now, such as a pipe.
+    fd = os.open(f"/proc/{source.place.pid}/fd/{ticket.segment}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if os.fstat(fd).st_size != segment_offsets(sizes)[1]:
+            raise OSError(errno.EFAULT, "that descriptor is something else by now")
+        return map_segment(fd, sizes)
+    finally:
+        os.close(fd)
 
 
 def _mark(ticket: Ticket) -> None:
@@ -124,4 +157,5 @@ def _translate(error: OSError, ticket: Ticket) -> Exception:
         vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
     except OSError:
         return _lost(source)
-    return freed(ticket)
+    nonce: int = struct.unpack("<QII", header.raw)[0]
+    return moved(ticket) if nonce == ticket.nonce else freed(ticket)

@@ -30,7 +30,7 @@ class LocalBackend(Backend):
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
         entry = endpoint.store.get(ticket.key)
-        if entry is None or not entry.segments:
+        if entry is None or entry.segment < 0:
             raise freed(ticket)
-        blocks = [map_segment(fd, block.nbytes) for fd, block in zip(entry.segments, ticket.blocks, strict=True)]
+        blocks = map_segment(entry.segment, [block.nbytes for block in ticket.blocks])
         return Arrival(blocks=blocks, mutated=False, creator_read=False)

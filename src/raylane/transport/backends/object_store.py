@@ -16,7 +16,7 @@ from raylane.core.place import Place
 from raylane.errors import SourceLostError, TransferTimeoutError
 from raylane.transport import wire
 from raylane.transport.backends.base import Arrival, Backend, Capability, copied
-from raylane.transport.backends.tcp import freed_or_odd
+from raylane.transport.backends.tcp import gone_or_odd
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
@@ -54,4 +54,4 @@ class ObjectStoreBackend(Backend):
                 del arrays, ref
                 link.send(wire.Done(ticket.key))
                 return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
-        raise freed_or_odd(answer, source, ticket)
+        raise gone_or_odd(answer, source, ticket)

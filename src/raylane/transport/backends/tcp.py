@@ -9,7 +9,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport import wire
-from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed
+from raylane.transport.backends.base import Arrival, Backend, Capability, allocate, freed, moved
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
@@ -30,17 +30,21 @@ class TcpBackend(Backend):
             link.send(wire.Read(ticket.key))
             answer = link.receive()
             if isinstance(answer, wire.Data):
-                sizes = [block.nbytes for block in ticket.blocks]
-                if answer.sizes != sizes:
-                    raise ProtocolError(f"{source} sends blocks of {answer.sizes} bytes, the ticket says {sizes}")
+                if answer.nbytes != ticket.nbytes:
+                    raise ProtocolError(f"{source} sends {answer.nbytes} bytes, the ticket says {ticket.nbytes}")
                 blocks = allocate(ticket, endpoint)
                 link.receive_into(blocks)
-                return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
-        raise freed_or_odd(answer, source, ticket)
+                sent = link.receive()
+                if not isinstance(sent, wire.Sent):
+                    raise ProtocolError(f"{source} ended a value with {type(sent).__name__}")
+                if sent.in_place:
+                    return Arrival(blocks=blocks, mutated=sent.mutated, creator_read=sent.creator_read)
+                answer = wire.Gone(ticket.key, moved=True)
+        raise gone_or_odd(answer, source, ticket)
 
 
-def freed_or_odd(answer: wire.Message, source: Source, ticket: Ticket) -> TensorFreedError | ProtocolError:
-    """The error for an answer that does not bring the value."""
+def gone_or_odd(answer: wire.Message, source: Source, ticket: Ticket) -> TensorFreedError | ProtocolError:
+    """Return the error for an answer that does not bring the value."""
     if isinstance(answer, wire.Gone):
-        return freed(ticket)
+        return moved(ticket) if answer.moved else freed(ticket)
     return ProtocolError(f"{source} answered a read with {type(answer).__name__}")

@@ -4,13 +4,13 @@ import ctypes
 
 import torch
 
-from raylane.transport.versions import counter_offsets, counters
+from raylane.transport.guards import counter_offsets, write_counters
 
 
 def test_the_counter_is_found_on_the_pinned_torch_and_follows_writes() -> None:
     assert counter_offsets() is not None
     tensors = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(3)[1:]]
-    found = counters(tensors)
+    found = write_counters(tensors)
     assert len(found) == 3
     for (address, before), tensor in zip(found, tensors, strict=True):
         assert before == tensor._version
@@ -21,4 +21,4 @@ def test_the_counter_is_found_on_the_pinned_torch_and_follows_writes() -> None:
 
 def test_views_of_one_storage_share_a_counter() -> None:
     base = torch.zeros(10)
-    assert len(counters([base, base[2:], base.view(2, 5)])) == 1
+    assert len(write_counters([base, base[2:], base.view(2, 5)])) == 1

@@ -1,0 +1,229 @@
+"""Tell whether published memory is still there and unwritten: by objects in this process, by addresses from outside.
+
+*Footprints* answer inside the producing process, through public calls only: where a leaf's memory lies now, compared
+with where it lay at publication. They change when the owner frees, resizes or re-points the memory.
+
+*Guards* let a one-sided reader ask the same question without the producer's help: ranges of the producer's memory that
+hold the pointers and sizes behind a leaf. The reader takes them in the same system call, after the data, and compares
+their digest with the ticket's. c10::StorageImpl changes its pointer before it releases the memory, so unchanged guards
+mean that nothing read before was released. (`ndarray.resize(refcheck=False)` releases first and changes the pointer
+some hundred nanoseconds later; only a checksum closes that window.)
+
+*Write counters* tell of in-place writes: `tensor._version` reads a 32-bit counter behind the tensor's TensorImpl.
+
+    TensorImpl   ... storage pointer ──> StorageImpl  refcount, [data pointer, deleter, context, device, size]
+                     counter pointer ──> [32-bit write counter]
+    ndarray      header, [data pointer, ndim, dims pointer ──> [dims]]                [...] = what a reader compares
+
+None of these offsets is part of an interface. They are found once per process by experiment: of all words in the
+object, those that follow the public value through a series of changes (c10/core/TensorImpl.h, c10/core/StorageImpl.h,
+numpy/ndarraytypes.h). Where the experiment gives no single answer there are no guards, and `host` refuses such values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from raylane.core import vm
+from raylane.core.segment import address_of
+
+_IMPL_BYTES = 256
+_STORAGE_BYTES = 128
+_COUNTER_BYTES = 32
+_ARRAY_HEADER = object.__basicsize__
+_ARRAY_BYTES = 24
+"""Data pointer, number of dimensions (4 bytes and padding), pointer to the dimensions."""
+DIGEST_BYTES = 16
+
+GuardRange = tuple[int, int]
+"""(address in the producing process, bytes)"""
+
+
+class _TorchLayout(NamedTuple):
+    """Offsets in bytes: the storage pointer in a TensorImpl; the data pointer and the size in a StorageImpl."""
+
+    storage_at: int
+    data_at: int
+    size_at: int
+
+
+def _peek(address: int, nbytes: int) -> bytes | None:
+    """Return bytes of this very process; None, and no crash, if nothing is mapped there."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    try:
+        vm.read(os.getpid(), [(address, address_of(buffer), nbytes)])
+    except OSError:
+        return None
+    return buffer.raw
+
+
+def _words_equal(address: int, nbytes: int, value: int) -> set[int]:
+    """Return the offsets of all 8-byte words in a range that equal `value`."""
+    found = _peek(address, nbytes)
+    if found is None:
+        return set()
+    return {8 * i for i, (word,) in enumerate(struct.iter_unpack("<Q", found)) if word == value}
+
+
+# Write counters
+
+
+def _counter_candidates(tensor: torch.Tensor) -> set[tuple[int, int]]:
+    """Return (offset of a pointer in the TensorImpl, offset behind it) of everything that equals the version now."""
+    found = set()
+    impl = _peek(tensor._cdata, _IMPL_BYTES)
+    if impl is None:
+        return set()
+    for offset, (pointer,) in zip(range(0, _IMPL_BYTES, 8), struct.iter_unpack("<Q", impl), strict=True):
+        counter = _peek(pointer, _COUNTER_BYTES) if pointer > 1 << 16 else None
+        if counter is not None:
+            words = struct.unpack(f"<{_COUNTER_BYTES // 4}I", counter)
+            found |= {(offset, 4 * i) for i, word in enumerate(words) if word == tensor._version}
+    return found
+
+
+@functools.cache
+def counter_offsets() -> tuple[int, int] | None:
+    """Return the two offsets of the write counter, or None if they cannot be told."""
+    found: set[tuple[int, int]] | None = None
+    for writes in (3, 1, 17):
+        tensor = torch.zeros(2, device="cpu")
+        for _ in range(writes):
+            tensor.add_(1)
+            seen = _counter_candidates(tensor)
+            found = seen if found is None else found & seen
+    return found.pop() if found is not None and len(found) == 1 else None
+
+
+def write_counters(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return (address of the counter, its value) of each tensor, views of one storage once; empty if addresses are
+    unknown. The counters live as long as their tensors, which the caller keeps."""
+    offsets = counter_offsets()
+    if offsets is None:
+        return []
+    pointer_at, counter_at = offsets
+    found = {}
+    for tensor in tensors:
+        pointer = ctypes.c_uint64.from_address(tensor._cdata + pointer_at).value
+        found[pointer + counter_at] = tensor._version
+    return list(found.items())
+
+
+# Footprints
+
+
+def _owners(leaf: Any) -> Iterator[Any]:
+    """Yield the leaf and the arrays or tensors whose memory it borrows (`ndarray.base`), to the last one known."""
+    yield leaf
+    while isinstance(leaf, np.ndarray) and isinstance(leaf.base, np.ndarray | torch.Tensor):
+        leaf = leaf.base
+        yield leaf
+
+
+def footprint(leaf: Any) -> tuple[int, ...]:
+    """Return where the memory of a leaf lies now: addresses, and the sizes of what owns it."""
+    found: list[int] = []
+    for owner in _owners(leaf):
+        if isinstance(owner, torch.Tensor):
+            storage = owner.untyped_storage()
+            found += (owner.data_ptr(), storage.data_ptr(), storage.nbytes())
+        else:
+            found.append(owner.__array_interface__["data"][0])
+            if owner.flags.owndata:
+                found.append(owner.nbytes)
+    return tuple(found)
+
+
+# Guards
+
+
+@functools.cache
+def torch_layout() -> _TorchLayout | None:
+    """Return the offsets behind a tensor's memory, or None if they cannot be told."""
+    tensor = torch.zeros(2, device="cpu")
+    storage = tensor.untyped_storage()
+    pointers = datas = sizes = None
+    for nbytes in (40, 4096, 72, 1 << 20):
+        storage.resize_(nbytes)
+        seen = (
+            _words_equal(tensor._cdata, _IMPL_BYTES, storage._cdata),
+            _words_equal(storage._cdata, _STORAGE_BYTES, storage.data_ptr()),
+            _words_equal(storage._cdata, _STORAGE_BYTES, nbytes),
+        )
+        pointers = seen[0] if pointers is None else pointers & seen[0]
+        datas = seen[1] if datas is None else datas & seen[1]
+        sizes = seen[2] if sizes is None else sizes & seen[2]
+    if not (pointers and datas and sizes) or len(pointers) > 1 or len(sizes) > 1 or min(datas) >= min(sizes):
+        return None
+    return _TorchLayout(pointers.pop(), min(datas), sizes.pop())
+
+
+@functools.cache
+def array_layout_known() -> bool:
+    """Return True if arrays of this NumPy lie in memory as `_ARRAY_BYTES` says."""
+    return all(_array_header(np.zeros(shape)) is not None for shape in ((3,), (2, 5), (4, 1, 7)))
+
+
+def _array_header(array: np.ndarray[Any, Any]) -> int | None:
+    """Return the address of the dimensions of an array; None if its header is not as expected."""
+    header = _peek(id(array) + _ARRAY_HEADER, _ARRAY_BYTES)
+    if header is None:
+        return None
+    data, ndim, dims = struct.unpack("<QixxxxQ", header)
+    if (data, ndim) != (array.__array_interface__["data"][0], array.ndim):
+        return None
+    shape = _peek(dims, 8 * ndim) if ndim else b""
+    return dims if shape == struct.pack(f"<{ndim}q", *array.shape) else None
+
+
+def guard_ranges(leaves: Iterable[Any]) -> list[GuardRange] | None:
+    """Return the ranges of this process's memory that change when the memory of any of these leaves is freed, resized
+    or re-pointed; None where they cannot be told. They are readable as long as the leaves and their storages live."""
+    found: dict[GuardRange, None] = {}
+    for leaf in leaves:
+        for owner in _owners(leaf):
+            ranges = _tensor_guards(owner) if isinstance(owner, torch.Tensor) else _array_guards(owner)
+            if ranges is None:
+                return None
+            found.update(dict.fromkeys(ranges))
+    return list(found)
+
+
+def _tensor_guards(tensor: torch.Tensor) -> list[GuardRange] | None:
+    layout = torch_layout()
+    if layout is None:
+        return None
+    storage: int = tensor.untyped_storage()._cdata
+    return [
+        (tensor._cdata + layout.storage_at, 8),
+        (storage + layout.data_at, layout.size_at + 8 - layout.data_at),
+    ]
+
+
+def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
+    if not array_layout_known():
+        return None
+    header = id(array) + _ARRAY_HEADER
+    if not array.flags.owndata or not array.ndim:
+        return [(header, 8)]
+    dims = _array_header(array)
+    return None if dims is None else [(header, _ARRAY_BYTES), (dims, 8 * array.ndim)]
+
+
+def digest(content: Any) -> bytes:
+    """Return the digest of a buffer that holds the content of guard ranges, one after the other."""
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+
+
+def guards_digest(ranges: Sequence[GuardRange]) -> bytes:
+    """Return the digest of ranges of this process as they are now."""
+    return digest(b"".join(ctypes.string_at(address, nbytes) for address, nbytes in ranges))
