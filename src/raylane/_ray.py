@@ -60,6 +60,7 @@ __all__ = [
     "is_task_worker",
     "kv_delete",
     "kv_get",
+    "kv_keys",
     "kv_put_if_absent",
     "kv_set",
     "living_actors",
@@ -243,6 +244,11 @@ def kv_set(key: str, value: bytes) -> None:
 
 def kv_delete(key: str) -> None:
     internal_kv._internal_kv_del(key.encode(), namespace=_KV_NAMESPACE)
+
+
+def kv_keys(prefix: str) -> list[str]:
+    found: list[bytes] = internal_kv._internal_kv_list(prefix.encode(), namespace=_KV_NAMESPACE)
+    return [key.decode() for key in found]
 
 
 def kv_put_if_absent(key: str, value: bytes) -> bytes:

@@ -9,7 +9,7 @@ from raylane.transport.fetching import FetchPool
 
 
 def test_results_and_errors_come_back() -> None:
-    pool = FetchPool()
+    pool = FetchPool(64, "raylane-fetch")
     assert pool.submit(lambda: 5).result(10) == 5
     with pytest.raises(KeyError):
         pool.submit(lambda: {}["x"]).result(10)
@@ -17,7 +17,7 @@ def test_results_and_errors_come_back() -> None:
 
 
 def test_fetches_that_hang_hold_up_no_other() -> None:
-    pool, gate = FetchPool(), threading.Event()
+    pool, gate = FetchPool(64, "raylane-fetch"), threading.Event()
     stuck = [pool.submit(lambda: gate.wait(60)) for _ in range(20)]
     assert [pool.submit(lambda i=i: i).result(10) for i in range(50)] == list(range(50))  # type: ignore[misc]
     gate.set()
@@ -31,9 +31,8 @@ def test_threads_are_reused_bounded_and_end(monkeypatch: pytest.MonkeyPatch, eve
     def alive() -> int:
         return sum(thread.name == "raylane-fetch" for thread in set(threading.enumerate()) - others)
 
-    monkeypatch.setattr(fetching, "MAX_THREADS", 3)
     monkeypatch.setattr(fetching, "IDLE_S", 0.05)
-    pool, gate = FetchPool(), threading.Event()
+    pool, gate = FetchPool(3, "raylane-fetch"), threading.Event()
     futures = [pool.submit(lambda: gate.wait(60)) for _ in range(10)]
     assert alive() <= 3
     gate.set()

@@ -4,111 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.transport.servers import SECRET, Server, entry_of, read_value
 
 from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
-from raylane.transport import codec, listener, wire
-from raylane.transport.guards import footprint
-from raylane.transport.link import Address, Link, LinkPool
-from raylane.transport.listener import Listener
+from raylane.transport import listener, wire
+from raylane.transport.link import Link, LinkPool
 from raylane.transport.source import Source
-from raylane.transport.store import Entry, Store
-
-SECRET = b"s" * 32
-
-
-def entry(tensor: torch.Tensor) -> Entry:
-    layout = codec.plan([tensor])
-    return Entry(
-        key=secrets.token_bytes(16),
-        leaves=[tensor],
-        layout=layout,
-        spans=[codec.span(tensor)],
-        footprints=[footprint(tensor)],
-        for_callers=True,
-    )
-
-
-class Server:
-    def __init__(self) -> None:
-        self.name = f"raylane-test-{secrets.token_hex(8)}"
-        self.store = Store()
-        self.streams: dict[bytes, listener.TakeStream] = {}
-        self.listener = Listener(
-            self.store,
-            SECRET,
-            name=self.name,
-            host="127.0.0.1",
-            put_entry=lambda entry: (b"id", b"owner", [bytes(view) for view, _ in entry.views()]),
-            session_over=lambda: False,
-            streams=self.streams,
-        )
-        self.addresses: list[Address] = [self.name, ("127.0.0.1", self.listener.port)]
-        self.source = Source(place.here(), "Actor(Test)", self.name, "127.0.0.1", self.listener.port)
-
-    def link(self, address: Address | None = None, secret: bytes = SECRET, timeout_s: float = 10) -> Link:
-        return Link(address or self.addresses[1], secret, Deadline(timeout_s), who="test", peer=str(self.source))
-
-    def serves(self) -> bool:
-        """Whether a newcomer is still answered."""
-        link = self.link()
-        link.send(wire.Holding())
-        answer = link.receive()
-        link.close()
-        return isinstance(answer, wire.Held)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.listener.close()
-    assert not [t for t in threading.enumerate() if t.name == "raylane-listener"]
-
-
-def read(link: Link, key: bytes, nbytes: int) -> bytearray:
-    link.send(wire.Read(key))
-    answer = link.receive()
-    assert isinstance(answer, wire.Data), answer
-    assert answer.nbytes == nbytes
-    data = bytearray(nbytes)
-    link.receive_into([data])
-    assert link.receive() == wire.Sent(True, False, False)
-    return data
 
 
 def test_reads_over_both_sockets(server: Server) -> None:
     tensor = torch.arange(1_000_000, dtype=torch.int32)
-    kept = entry(tensor)
+    kept = entry_of(tensor)
     server.store.publish(kept)
     for address in server.addresses:
         link = server.link(address)
         for _ in range(3):
-            assert read(link, kept.key, 4_000_000) == tensor.numpy().tobytes()
+            assert read_value(link, kept.key, 4_000_000) == tensor.numpy().tobytes()
         link.close()
 
 
 def test_many_readers_at_once(server: Server) -> None:
     tensor = torch.arange(500_000, dtype=torch.int64)
-    kept = entry(tensor)
+    kept = entry_of(tensor)
     server.store.publish(kept)
     expected, wrong = tensor.numpy().tobytes(), []
 
     def work() -> None:
         link = server.link()
         for _ in range(5):
-            if read(link, kept.key, 4_000_000) != expected:
+            if read_value(link, kept.key, 4_000_000) != expected:
                 wrong.append(1)
         link.close()
 
@@ -121,13 +55,13 @@ def test_many_readers_at_once(server: Server) -> None:
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
-    kept = entry(torch.zeros(20_000_000, dtype=torch.uint8))
+    kept = entry_of(torch.zeros(20_000_000, dtype=torch.uint8))
     server.store.publish(kept)
     lazy = server.link()
     lazy.send(wire.Read(kept.key))
     assert server.serves()
     eager = server.link()
-    assert read(eager, kept.key, 20_000_000) == bytes(20_000_000)
+    assert read_value(eager, kept.key, 20_000_000) == bytes(20_000_000)
     eager.close()
     server.store.free([kept.key])  # the bytes under way are still whole
     answer = lazy.receive()
@@ -147,7 +81,7 @@ def test_what_is_gone_is_said(server: Server) -> None:
 
 
 def test_put_and_done(server: Server) -> None:
-    kept = entry(torch.ones(10))
+    kept = entry_of(torch.ones(10))
     server.store.publish(kept)
     link = server.link()
     link.send(wire.Put(kept.key))

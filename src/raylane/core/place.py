@@ -57,6 +57,11 @@ def alive(place: Place) -> bool:
     return start_ticks(place.pid) == place.start_ticks
 
 
+def known_dead(there: Place, here: Place) -> bool:
+    """Return True if a process has ended, as far as that can be seen from `here`; False if it cannot be seen."""
+    return there.same_host(here) and there.pid_namespace == here.pid_namespace and not alive(there)
+
+
 def here() -> Place:
     """This process. Cheap after the first call, and right again in a forked child."""
     return _here(os.getpid())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -17,6 +18,9 @@ from raylane.transport.endpoint import endpoint
 from raylane.transport.options import publish_options
 from raylane.transport.publish import Publication, Returned
 from raylane.transport.reader import Pending, collect, redeem
+
+ABANDONED_AFTER_S = 2.0
+"""How often a thread that waits for a coroutine looks whether the coroutine was cancelled."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -112,30 +116,42 @@ def get(
     """The value of a ref, or the values of a list of refs, fetched at the same time. `ray.get` works as well; this one
     keeps its timeout during transfers and can be told which transport to take.
 
-    timeout: seconds for everything, the producing calls included. None: those may take as long as they take, as with
-        `ray.get`, and the transfers after them get RAYLANE_TIMEOUT_S (60 s).
+    timeout: seconds for everything, the producing calls included; 0 takes only what is there and needs no transfer.
+        None: the calls may take as long as they take, as with `ray.get`, and the transfers after them get
+        RAYLANE_TIMEOUT_S (60 s).
     tensor_transport: as in `raylane.method`; `object_store` sends the value through Ray's object store.
 
     The tensors belong to the caller and may be written to; in the producing process they are the producer's own.
     Raises what the producing call raised, TransferTimeoutError, SourceLostError, TensorFreedError,
     TransportUnavailableError (all TransportError), ValueError for an unknown transport.
     """
-    if tensor_transport is not None and _tensor_transport is not None and tensor_transport != _tensor_transport:
+    wanted = _wanted(tensor_transport, _tensor_transport)
+    return _get(refs, wanted, Deadline(timeout), collect)
+
+
+def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
+    """Return the checked name of the transport that `get` was asked for; None if it may choose."""
+    if tensor_transport is not None and alias is not None and tensor_transport != alias:
         raise ValueError(
             "raylane.get: tensor_transport and _tensor_transport are two spellings of one option, pass one"
         )
-    name = tensor_transport if tensor_transport is not None else _tensor_transport
-    wanted = None if name is None else check_name(name)
+    name = tensor_transport if tensor_transport is not None else alias
+    return None if name is None else check_name(name)
+
+
+def _get(
+    refs: Any, wanted: str | None, deadline: Deadline, collect_within: Callable[[list[Any], float | None], list[Any]]
+) -> Any:
     single = not isinstance(refs, list | tuple)
-    wait = Deadline(timeout)
     try:
-        values = collect([refs] if single else list(refs), wait.left_s())
+        values = collect_within([refs] if single else list(refs), deadline.left_s())
     except ray.exceptions.GetTimeoutError as error:
         raise TransferTimeoutError(
-            f"raylane.get: not all of the values were produced within {timeout} s; the calls that make them are still "
-            "running, or waiting for resources"
+            f"raylane.get: not all of the values were produced within {deadline.timeout_s} s; the calls that make them "
+            "are still running, or waiting for resources"
         ) from error
-    found = _redeem_all(values, wanted, wait if timeout is not None else Deadline(default_timeout_s()))
+    limited = deadline.timeout_s is not None
+    found = _redeem_all(values, wanted, deadline if limited else Deadline(default_timeout_s()))
     return found[0] if single else found
 
 
@@ -158,12 +174,29 @@ async def get_async(
     _tensor_transport: str | None = None,
 ) -> Any:
     """`get` for coroutines: the event loop goes on meanwhile. `await ref` works too, but fetches on the one thread that
-    Ray has for callbacks, where a large transfer holds up every other ref of the process."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
-        None,
-        lambda: get(refs, timeout=timeout, tensor_transport=tensor_transport, _tensor_transport=_tensor_transport),
-    )
+    Ray has for callbacks, where a large transfer holds up every other ref of the process.
+
+    Each call waits on a thread of its own, so that no call delays another; the timeout begins at once. A call that is
+    cancelled (`asyncio.wait_for`, for example) ends at once; its thread ends within ABANDONED_AFTER_S or with a
+    transfer that has begun.
+    """
+    wanted, deadline, abandoned = _wanted(tensor_transport, _tensor_transport), Deadline(timeout), threading.Event()
+
+    def collect_unless_abandoned(refs: list[Any], timeout_s: float | None) -> list[Any]:
+        while True:
+            left = deadline.left_s()
+            last = left is not None and left <= ABANDONED_AFTER_S
+            try:
+                return collect(refs, left if last else ABANDONED_AFTER_S)
+            except ray.exceptions.GetTimeoutError:
+                if last or abandoned.is_set():
+                    raise
+
+    future = endpoint().getters().submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned))
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        abandoned.set()
 
 
 def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:

@@ -21,7 +21,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, SourceLostError, TransportUnavailableError
 from raylane.transport import wire
-from raylane.transport.fetching import FetchPool
+from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
 from raylane.transport.link import Address, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
@@ -63,6 +63,7 @@ class Endpoint:
         self._anchors: Anchors | None = None
         self._links: LinkPool | None = None
         self._fetchers: FetchPool | None = None
+        self._getters: FetchPool | None = None
 
     def over(self) -> bool:
         """Whether the session this was made for has ended."""
@@ -97,9 +98,18 @@ class Endpoint:
                 source = Source(self.place, _ray.describe_self(), name, self._listener.host, self._listener.port)
                 actor = _ray.current_actor_id()
                 if actor is not None:
+                    self._forget_dead_actors()
                     _ray.kv_set(_actor_key(bytes.fromhex(actor)), msgspec.msgpack.encode(source))
                 self._source = source
         return self._source
+
+    def _forget_dead_actors(self) -> None:
+        """Delete the entries of this host's actors that have ended without deleting their own (killed ones, and those
+        that Ray ends with their last handle, which runs no exit handler). So their number does not grow."""
+        for key in _ray.kv_keys(_ACTOR_PREFIX):
+            data = _ray.kv_get(key)
+            if data is not None and place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
+                _ray.kv_delete(key)
 
     def keeper(self) -> Keeper:
         if self._keeper is None:
@@ -127,8 +137,16 @@ class Endpoint:
         if self._fetchers is None:
             with self._lock:
                 if self._fetchers is None:
-                    self._fetchers = FetchPool()
+                    self._fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
         return self._fetchers
+
+    def getters(self) -> FetchPool:
+        """Threads that wait for producing calls on behalf of coroutines: one for each call of `get_async`."""
+        if self._getters is None:
+            with self._lock:
+                if self._getters is None:
+                    self._getters = FetchPool(None, "raylane-get")
+        return self._getters
 
     def address_of(self, source: Source) -> Address:
         """Return how a control link reaches a source from here. Unix sockets serve their own user, and root, only."""
@@ -181,7 +199,7 @@ class Endpoint:
 
     def close(self) -> None:
         """End threads and links, let go of everything published and of all actors kept. Waits seconds at most."""
-        for part in (self._keeper, self._anchors, self._listener, self._links, self._fetchers):
+        for part in (self._keeper, self._anchors, self._listener, self._links, self._fetchers, self._getters):
             if part is not None:
                 part.close()
         actor = _ray.current_actor_id()
@@ -190,8 +208,11 @@ class Endpoint:
         self.store.clear()
 
 
+_ACTOR_PREFIX = "actor/"
+
+
 def _actor_key(actor: bytes) -> str:
-    return f"actor/{actor.hex()}"
+    return f"{_ACTOR_PREFIX}{actor.hex()}"
 
 
 _current: Endpoint | None = None

@@ -8,18 +8,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-MAX_THREADS = 64
+MAX_FETCHES = 64
+"""Transfers at a time in one process; more wait for their turn."""
 IDLE_S = 10.0
 """A thread without work ends after this long."""
 
 
 class FetchPool:
-    """As many threads as there are fetches at a time: one that hangs on a dead source must not hold up the others.
+    """As many threads as there are calls at a time: one that hangs on a dead source must not hold up the others.
 
     Daemon threads, unlike those of concurrent.futures: a process that ends does not wait for a transfer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_threads: int | None, name: str) -> None:
+        """`max_threads` is None where no call may wait for another."""
+        self._max_threads = max_threads
+        self._name = name
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the counts
         self._threads = 0
@@ -27,16 +31,28 @@ class FetchPool:
         """Threads without work, less the work that is queued for them."""
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run `call` soon; at once unless MAX_THREADS fetches are under way."""
+        """Run `call` soon; at once unless `max_threads` calls are under way. A call whose future is cancelled before
+        its turn is not run. RuntimeError if the system starts no more threads."""
         future: Future[Any] = Future()
         with self._lock:
-            start = self._waiting <= 0 and self._threads < MAX_THREADS
+            start = self._waiting <= 0 and (self._max_threads is None or self._threads < self._max_threads)
             self._threads += start
             self._waiting -= not start
-        self._work.put((future, call))
         if start:
-            threading.Thread(target=self._run, name="raylane-fetch", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            except BaseException:
+                with self._lock:
+                    self._threads -= 1
+                raise
+        self._work.put((future, call))
         return future
+
+    @property
+    def busy(self) -> int:
+        """Number of calls that are running or queued."""
+        with self._lock:
+            return self._threads - self._waiting
 
     def _run(self) -> None:
         while True:
@@ -54,10 +70,11 @@ class FetchPool:
                     self._threads -= 1
                 return
             future, call = task
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:
+                    future.set_exception(error)
             del task, future, call
             with self._lock:
                 self._waiting += 1

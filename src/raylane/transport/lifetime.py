@@ -113,7 +113,8 @@ class Keeper:
         self._holds_anything = holds_anything
         self._session_over = session_over
         self._changed = threading.Condition()  # guards everything below
-        self._kept: dict[bytes, list[object]] = {}
+        self._kept: dict[bytes, tuple[object, int]] = {}
+        """By actor: one of the objects that hold its handle, and how many calls have ended since it was first kept."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -128,7 +129,8 @@ class Keeper:
                 return
             if not self._kept:
                 self._changed.notify_all()  # once for many: the thread comes round by itself while it keeps anything
-            self._kept.setdefault(actor, []).append(keep)
+            kept, ended = self._kept.get(actor, (keep, 0))
+            self._kept[actor] = kept, ended + 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="raylane-keeper", daemon=True)
                 self._thread.start()
@@ -143,12 +145,12 @@ class Keeper:
                 if self._closing or self._session_over():
                     self._kept.clear()
                     return
-                due = {actor: len(keeps) for actor, keeps in self._kept.items()}
-            for actor, count in due.items():
-                self._settle(actor, count)
+                due = {actor: ended for actor, (_, ended) in self._kept.items()}
+            for actor, ended in due.items():
+                self._drop_if_unused(actor, ended)
 
-    def _settle(self, actor: bytes, count: int) -> None:
-        """Let go of the first `count` handles of an actor that holds nothing."""
+    def _drop_if_unused(self, actor: bytes, ended: int) -> None:
+        """Drop the handle of an actor that holds nothing, unless more calls have ended since it was asked."""
         try:
             if self._holds_anything(actor, Deadline(ASK_TIMEOUT_S)):
                 return
@@ -156,10 +158,9 @@ class Keeper:
             log.debug("could not ask actor %s what it holds: %s", actor.hex(), error)
             return
         with self._changed:
-            keeps = self._kept.pop(actor, [])
-            dropped, rest = keeps[:count], keeps[count:]
-            if rest:
-                self._kept[actor] = rest
+            dropped = self._kept.get(actor)
+            if dropped is not None and dropped[1] == ended:
+                del self._kept[actor]
         del dropped  # outside the lock: the last handle may go with it
 
     def __len__(self) -> int:

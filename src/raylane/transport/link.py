@@ -216,7 +216,7 @@ class LinkPool:
             except (SourceLostError, TransferTimeoutError, ProtocolError) as error:
                 if is_gone(error):
                     raise
-                if self._is_dead(source.place):
+                if place.known_dead(source.place, self._here):
                     raise SourceLostError(f"{source} died", source=source.label, dead=True) from error
                 left = deadline.left_s()
                 if isinstance(error, ProtocolError) or left == 0:
@@ -230,10 +230,6 @@ class LinkPool:
                 ) from obstacle
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _is_dead(self, there: Place) -> bool:
-        comparable = there.same_host(self._here) and there.pid_namespace == self._here.pid_namespace
-        return comparable and not place.alive(there)
 
     def _put_back(self, address: Address, link: Link) -> None:
         with self._lock:

@@ -1,0 +1,72 @@
+"""A listener of the test's own process, with a store and links to it; no Ray."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from raylane.core import place
+from raylane.core.deadline import Deadline
+from raylane.transport import codec, listener, wire
+from raylane.transport.guards import footprint
+from raylane.transport.link import Address, Link
+from raylane.transport.listener import Listener
+from raylane.transport.source import Source
+from raylane.transport.store import Entry, Store
+
+SECRET = b"s" * 32
+
+
+def entry_of(tensor: torch.Tensor) -> Entry:
+    layout = codec.plan([tensor])
+    return Entry(
+        key=secrets.token_bytes(16),
+        leaves=[tensor],
+        layout=layout,
+        spans=[codec.span(tensor)],
+        footprints=[footprint(tensor)],
+        for_callers=True,
+    )
+
+
+class Server:
+    """A listener on both sockets, with `store` behind it."""
+
+    def __init__(self) -> None:
+        self.name = f"raylane-test-{secrets.token_hex(8)}"
+        self.store = Store()
+        self.streams: dict[bytes, listener.TakeStream] = {}
+        self.listener = Listener(
+            self.store,
+            SECRET,
+            name=self.name,
+            host="127.0.0.1",
+            put_entry=lambda entry: (b"id", b"owner", [bytes(view) for view, _ in entry.views()]),
+            session_over=lambda: False,
+            streams=self.streams,
+        )
+        self.addresses: list[Address] = [self.name, ("127.0.0.1", self.listener.port)]
+        self.source = Source(place.here(), "Actor(Test)", self.name, "127.0.0.1", self.listener.port)
+
+    def link(self, address: Address | None = None, secret: bytes = SECRET, timeout_s: float = 10) -> Link:
+        return Link(address or self.addresses[1], secret, Deadline(timeout_s), who="test", peer=str(self.source))
+
+    def serves(self) -> bool:
+        """Whether a newcomer is still answered."""
+        link = self.link()
+        link.send(wire.Holding())
+        answer = link.receive()
+        link.close()
+        return isinstance(answer, wire.Held)
+
+
+def read_value(link: Link, key: bytes, nbytes: int) -> bytearray:
+    link.send(wire.Read(key))
+    answer = link.receive()
+    assert isinstance(answer, wire.Data), answer
+    assert answer.nbytes == nbytes
+    data = bytearray(nbytes)
+    link.receive_into([data])
+    assert link.receive() == wire.Sent(True, False, False)
+    return data
