@@ -40,6 +40,26 @@ def test_reads_ranges_of_another_process_in_order_and_notices_its_death() -> Non
         vm.read(child.pid, [(address, address_of(mine), 8)])
 
 
+def test_ptracer_setting_is_checked_and_can_be_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Libc:
+        @staticmethod
+        def prctl(*arguments: object) -> None:
+            asked.append(arguments)
+
+    monkeypatch.setattr(vm, "_libc", Libc)
+    monkeypatch.setenv("RAYLANE_PTRACER", "none")
+    vm.allow_readers()
+    assert not asked
+    monkeypatch.setenv("RAYLANE_PTRACER", "some")
+    with pytest.raises(ValueError, match="any or none"):
+        vm.allow_readers()
+    monkeypatch.delenv("RAYLANE_PTRACER")
+    vm.allow_readers()
+    assert len(asked) == 1
+
+
 def test_a_place_knows_itself_and_a_dead_process() -> None:
     here = place.here()
     assert here.pid == os.getpid()

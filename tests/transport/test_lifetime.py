@@ -52,7 +52,7 @@ class Sender:
 
     @raylane.method
     def numbered(self, i: int) -> torch.Tensor:
-        return torch.full((20_000,), float(i))
+        return torch.full((30_000,), float(i))
 
     def watch_warnings(self) -> None:
         self.caught: list[str] = []
@@ -208,7 +208,7 @@ def test_ten_thousand_values_leave_nothing_and_memory_flat(pair: list[Any], even
         assert now["threads"] <= was["threads"] + 1
         assert now["descriptors"] <= was["descriptors"] + 4  # Ray opens a few of its own
         assert now["segments"] == 0
-        assert now["resident"] <= was["resident"] + (64 << 20)  # the values moved amount to 800 MB
+        assert now["resident"] <= was["resident"] + (64 << 20)  # the values moved amount to 1.2 GB
 
 
 def test_freed_with_the_last_borrower(pair: list[Any], eventually: Any) -> None:

@@ -7,11 +7,19 @@ import torch
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
 from raylane.transport import codec
+from raylane.transport.guards import footprint
 from raylane.transport.store import Entry, Store
 
 
 def entry(key: bytes, tensor: torch.Tensor) -> Entry:
-    return Entry(key=key, leaves=[tensor], layout=codec.plan([tensor]), spans=[codec.span(tensor)], for_callers=True)
+    return Entry(
+        key=key,
+        leaves=[tensor],
+        layout=codec.plan([tensor]),
+        spans=[codec.span(tensor)],
+        footprints=[footprint(tensor)],
+        for_callers=True,
+    )
 
 
 def test_publish_get_free() -> None:
@@ -53,6 +61,16 @@ def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
     thread.join()
     assert woken == [True]
     assert store.wait_freed([Span(0, 1)], Deadline(0))
+
+
+def test_wait_freed_ignores_memory_that_its_owner_gave_up() -> None:
+    store = Store()
+    tensor = torch.zeros(100)
+    span = codec.span(tensor)
+    store.publish(entry(b"1", tensor))
+    assert not store.wait_freed([span], Deadline(0))
+    tensor.untyped_storage().resize_(0)  # whatever lies at its old address now is not what was published
+    assert store.wait_freed([span], Deadline(0))
 
 
 def test_a_write_after_publication_is_known() -> None:

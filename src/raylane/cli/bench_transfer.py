@@ -18,7 +18,7 @@ import torch
 from raylane.cli import measure
 from raylane.transport.api import method
 
-SIZES = {"4B": 4, "150KB": 150_000, "1MB": 1_000_000, "100MB": 100_000_000}
+SIZES = {"4B": 4, "80KB": 80 << 10, "96KB": 96 << 10, "150KB": 150_000, "1MB": 1_000_000, "100MB": 100_000_000}
 LARGE = {"1GB": 1_000_000_000}
 BASELINE = "ray:object_store"
 

@@ -43,7 +43,13 @@ Range = tuple[int, int, int]
 
 
 def allow_readers() -> None:
-    """Let any process of this user read this one, where Yama would forbid it. Harmless elsewhere."""
+    """Let any process of this user read this one, where Yama would forbid it. No effect elsewhere, nor with
+    `RAYLANE_PTRACER=none` in the environment: readers then take other ways. ValueError for another value of it."""
+    wanted = os.environ.get("RAYLANE_PTRACER", "any").strip().lower()
+    if wanted == "none":
+        return
+    if wanted != "any":
+        raise ValueError(f"RAYLANE_PTRACER={wanted!r}: must be any or none")
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 

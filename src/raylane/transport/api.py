@@ -52,7 +52,7 @@ def method(
     snapshot: copy the tensors once into sealed shared memory when published; later writes are never seen by readers.
     on_mutation: `warn`, `error` or `allow`, for a read that finds a tensor written to since it was published.
 
-    Small CPU values (64 KB of tensors in all, under `auto`) travel inside the reply and are copies from the start.
+    Small CPU values (96 KiB of tensors in all, under `auto`) travel inside the reply and are copies from the start.
     ValueError or TypeError for a bad option; TransportUnavailableError for a transport that is known but not here.
     """
     options = publish_options(tensor_transport, None, snapshot, on_mutation, where="raylane.method")

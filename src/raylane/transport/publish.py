@@ -28,10 +28,13 @@ from raylane.transport.options import PublishOptions
 from raylane.transport.store import Entry
 from raylane.transport.ticket import VERSION, Ticket, checksum, encode
 
-INLINE_BYTES = 1 << 16
-"""Up to here the tensors travel inside the ticket: Ray carries results below 100 KB in the reply itself."""
+INLINE_BYTES = 96 << 10
+"""Up to here the tensors travel inside the ticket."""
+REPLY_BYTES = 100_000
+"""A ticket and its skeleton together stay below this where tensors travel inside: Ray carries a result in the reply
+itself if it takes less than 102,400 bytes (`max_direct_call_object_size`), of which its own framing takes some."""
 OUT_OF_BAND_BYTES = 1 << 16
-"""A skeleton from this size on is handed to Ray as a buffer of its own, which it does not copy twice."""
+"""Data from this size on is handed to Ray as a buffer of its own, which it does not copy twice."""
 
 
 class Publication:
@@ -99,10 +102,12 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     here = endpoint()
     options = publication.options
     if size <= INLINE_BYTES and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
-        here.counts["inline"] += 1
         inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
-        return materialize, (encode(ticket), _buffer(skeleton))
+        payload = encode(ticket)
+        if len(payload) + len(skeleton) <= REPLY_BYTES:
+            here.counts["inline"] += 1
+            return materialize, (_buffer(payload), _buffer(skeleton))
     if publication.carried:
         here.counts["carried"] += 1
         publication.held.append(layout)
@@ -174,8 +179,8 @@ def _view(block: Span) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
-def _buffer(skeleton: bytes) -> bytes | pickle.PickleBuffer:
-    return pickle.PickleBuffer(skeleton) if len(skeleton) >= OUT_OF_BAND_BYTES else skeleton
+def _buffer(data: bytes) -> bytes | pickle.PickleBuffer:
+    return pickle.PickleBuffer(data) if len(data) >= OUT_OF_BAND_BYTES else data
 
 
 def _anchor(here: Endpoint, publication: Publication) -> Any:

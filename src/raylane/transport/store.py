@@ -159,16 +159,18 @@ class Store:
             return by_creator, by_remote
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
-        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first."""
+        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first.
+
+        An entry whose own memory was freed or re-pointed holds none: what lies at its address now is another's.
+        """
         with self._freed:
             return self._freed.wait_for(lambda: not self._held(spans), deadline.left_s())
 
     def _held(self, spans: Sequence[Span]) -> bool:
         return any(
-            ours.start < theirs.stop and theirs.start < ours.stop
+            entry.in_place()
             for entry in self._entries.values()
-            for ours in entry.spans
-            for theirs in spans
+            if any(ours.start < theirs.stop and theirs.start < ours.stop for ours in entry.spans for theirs in spans)
         )
 
     def stats(self) -> dict[str, int]:

@@ -72,7 +72,7 @@ def encode(ticket: Ticket) -> bytes:
     return _encoder.encode(ticket)
 
 
-def decode(data: bytes) -> Ticket:
+def decode(data: Any) -> Ticket:
     """ValueError if these bytes are no ticket of this version."""
     try:
         ticket = _decoder.decode(data)

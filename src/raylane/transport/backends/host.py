@@ -157,5 +157,12 @@ def _translate(error: OSError, ticket: Ticket) -> Exception:
         vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
     except OSError:
         return _lost(source)
-    nonce: int = struct.unpack("<QII", header.raw)[0]
-    return moved(ticket) if nonce == ticket.nonce else freed(ticket)
+    if struct.unpack("<QII", header.raw)[0] != ticket.nonce:
+        return freed(ticket)
+    if ticket.segment < 0:
+        return moved(ticket)
+    return TransportUnavailableError(
+        f"the snapshot of {source} cannot be opened through /proc/{source.place.pid}/fd ({error.strerror}): is /proc "
+        "mounted with hidepid? tcp works",
+        source=source.label,
+    )
