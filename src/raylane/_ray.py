@@ -21,7 +21,7 @@ What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what 
 | ObjectRef.task_id().actor_id() | which actor produced a ref |
 | _private.state.actors | leak checks ask which actors are alive |
 | ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
-| ray.experimental.internal_kv | the cluster's secret and where producers listen |
+| ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | the cluster's secret and where producers listen |
 
 Nothing here keeps state beyond what Ray keeps.
 """
@@ -31,6 +31,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import random
 import threading
 import types
 from collections.abc import Callable
@@ -60,8 +61,8 @@ __all__ = [
     "is_task_worker",
     "kv_delete",
     "kv_get",
-    "kv_keys",
     "kv_put_if_absent",
+    "kv_sample",
     "kv_set",
     "living_actors",
     "node_ip",
@@ -246,9 +247,12 @@ def kv_delete(key: str) -> None:
     internal_kv._internal_kv_del(key.encode(), namespace=_KV_NAMESPACE)
 
 
-def kv_keys(prefix: str) -> list[str]:
-    found: list[bytes] = internal_kv._internal_kv_list(prefix.encode(), namespace=_KV_NAMESPACE)
-    return [key.decode() for key in found]
+def kv_sample(prefix: str, most: int) -> dict[str, bytes]:
+    """Return the entries whose keys begin with `prefix`; if there are more than `most`, so many of them, at random."""
+    keys: list[bytes] = internal_kv._internal_kv_list(prefix.encode(), namespace=_KV_NAMESPACE)
+    chosen = random.sample(keys, most) if len(keys) > most else keys
+    found = _worker.global_worker.gcs_client.internal_kv_multi_get(chosen, _KV_NAMESPACE) if chosen else {}
+    return {key.decode(): value for key, value in found.items()}
 
 
 def kv_put_if_absent(key: str, value: bytes) -> bytes:

@@ -105,10 +105,10 @@ class Endpoint:
 
     def _forget_dead_actors(self) -> None:
         """Delete the entries of this host's actors that have ended without deleting their own (killed ones, and those
-        that Ray ends with their last handle, which runs no exit handler). So their number does not grow."""
-        for key in _ray.kv_keys(_ACTOR_PREFIX):
-            data = _ray.kv_get(key)
-            if data is not None and place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
+        that Ray ends with their last handle, which runs no exit handler). Each actor that begins to publish looks at
+        some, so the dead ones stay few."""
+        for key, data in _ray.kv_sample(_ACTOR_PREFIX, 256).items():
+            if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
                 _ray.kv_delete(key)
 
     def keeper(self) -> Keeper:
@@ -239,6 +239,16 @@ def endpoint() -> Endpoint:
 def existing() -> Endpoint | None:
     """The endpoint if there is one, without making it."""
     return _current
+
+
+def _forget() -> None:
+    """In a forked child: its parent's endpoint is not its own, and closing it would act on shared kernel objects (the
+    epoll and event descriptors) and on the parent's entries in Ray's key-value store."""
+    global _current, _making
+    _current, _making = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

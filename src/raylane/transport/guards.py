@@ -121,18 +121,23 @@ def write_counters(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 # Footprints
 
 
-def _owners(leaf: Any) -> Iterator[Any]:
-    """Yield the leaf and the arrays or tensors whose memory it borrows (`ndarray.base`), to the last one known."""
+def owners_of(leaf: Any) -> Iterator[Any]:
+    """Yield the leaf and the arrays and tensors whose memory it borrows, to the last one known. What lies between may
+    be a memoryview (`numpy.frombuffer`) or NumPy's own holder (`as_strided`)."""
     yield leaf
-    while isinstance(leaf, np.ndarray) and isinstance(leaf.base, np.ndarray | torch.Tensor):
-        leaf = leaf.base
-        yield leaf
+    lender = leaf
+    while not isinstance(lender, torch.Tensor):
+        lender = lender.obj if isinstance(lender, memoryview) else getattr(lender, "base", None)
+        if lender is None:
+            return
+        if isinstance(lender, np.ndarray | torch.Tensor):
+            yield lender
 
 
 def footprint(leaf: Any) -> tuple[int, ...]:
     """Return where the memory of a leaf lies now: addresses, and the sizes of what owns it."""
     found: list[int] = []
-    for owner in _owners(leaf):
+    for owner in owners_of(leaf):
         if isinstance(owner, torch.Tensor):
             storage = owner.untyped_storage()
             found += (owner.data_ptr(), storage.data_ptr(), storage.nbytes())
@@ -190,7 +195,7 @@ def guard_ranges(leaves: Iterable[Any]) -> list[GuardRange] | None:
     or re-pointed; None where they cannot be told. They are readable as long as the leaves and their storages live."""
     found: dict[GuardRange, None] = {}
     for leaf in leaves:
-        for owner in _owners(leaf):
+        for owner in owners_of(leaf):
             ranges = _tensor_guards(owner) if isinstance(owner, torch.Tensor) else _array_guards(owner)
             if ranges is None:
                 return None

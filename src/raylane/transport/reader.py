@@ -44,11 +44,12 @@ _GRACE_S = 0.5
 
 
 class _Collecting(threading.local):
-    active = False
+    depth = 0
 
 
 _collecting = _Collecting()
-"""Set while `raylane.get` calls `ray.get` in this thread: tickets are then returned unredeemed, as Pending."""
+"""While `raylane.get` calls `ray.get` in this thread, the number of nested `ray.get`s that this call makes: tickets
+unpickled at that depth are returned unredeemed, as Pending. Those deeper belong to a user's own unpickling."""
 
 
 class Pending:
@@ -98,7 +99,7 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
     if carried is not None:
         return codec.decode(skeleton, codec.build(ticket.specs, copied(ticket, endpoint(), carried)))
     gets = _gets_around()
-    if _collecting.active and gets == 1:  # a second one is the user's own, in some __setstate__
+    if gets and gets == _collecting.depth:
         return Pending(ticket, skeleton)
     deadline = Deadline(default_timeout_s())
     if not gets:
@@ -231,9 +232,10 @@ def collect(refs: list[Any], timeout_s: float | None) -> list[Any]:
     """`ray.get` that leaves tickets unredeemed. Raises what `ray.get` raises."""
     import ray
 
-    _collecting.active = True
+    outer = _collecting.depth
+    _collecting.depth = _gets_around() + 1
     try:
         values: list[Any] = ray.get(refs, timeout=timeout_s)
     finally:
-        _collecting.active = False
+        _collecting.depth = outer
     return values
