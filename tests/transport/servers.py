@@ -24,7 +24,6 @@ def entry_of(tensor: torch.Tensor) -> Entry:
         key=secrets.token_bytes(16),
         leaves=[tensor],
         layout=layout,
-        spans=[codec.span(tensor)],
         footprints=[footprint(tensor)],
         for_callers=True,
     )

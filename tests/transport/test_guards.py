@@ -12,7 +12,9 @@ def test_the_counter_is_found_on_the_pinned_torch_and_follows_writes() -> None:
     tensors = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(3)[1:]]
     found = write_counters(tensors)
     assert len(found) == 3
-    for (address, before), tensor in zip(found, tensors, strict=True):
+    for (address, nbytes), tensor in zip(found, tensors, strict=True):
+        assert nbytes == 4
+        before = ctypes.c_uint32.from_address(address).value
         assert before == tensor._version
         with torch.no_grad():
             tensor.add_(1)

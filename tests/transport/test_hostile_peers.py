@@ -295,7 +295,7 @@ def test_value_of_400_000_blocks_is_read_by_tcp(server: Server) -> None:
     layout = codec.Layout(
         specs=[], blocks=[Span(start + 8 * i, start + 8 * i + 4) for i in range(400_000)], held=[data]
     )
-    kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, spans=[], for_callers=True)
+    kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
     assert bytes(read_value(link, kept.key, 1_600_000)) == data.view(-1, 8)[:, :4].contiguous().numpy().tobytes()
@@ -309,7 +309,7 @@ def test_unmapped_block_costs_no_peer_its_link(server: Server) -> None:
     good = torch.ones(1 << 20, dtype=torch.uint8)
     blocks = [Span(start, start + (4 << 20)), Span(good.data_ptr(), good.data_ptr() + (1 << 20))]
     layout = codec.Layout(specs=[], blocks=blocks, held=[good])
-    kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, spans=[], for_callers=True)
+    kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
     found = read_value(link, kept.key, 5 << 20)

@@ -6,6 +6,7 @@ The rule: memory that its owner has freed, resized or re-pointed is never read, 
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import warnings
@@ -18,6 +19,7 @@ import ray
 import torch
 
 import raylane
+from raylane.core import vm
 from raylane.errors import TensorFreedError, TensorMutatedError
 from raylane.testing.leaks import leaks, snapshot
 
@@ -249,7 +251,7 @@ def test_reads_among_random_actions_keep_the_rule(owner: Any, seed: int) -> None
 
 def test_array_root_is_named_by_its_guards() -> None:
     """What an array borrows is watched to its owner, a tensor's storage included."""
-    from raylane.transport.guards import footprint, guard_ranges, guards_digest, owners_of
+    from raylane.transport.guards import footprint, guard_ranges, owners_of
 
     def strided() -> Any:
         return np.lib.stride_tricks.sliding_window_view(np.zeros(100), 10)
@@ -259,13 +261,13 @@ def test_array_root_is_named_by_its_guards() -> None:
 
     made = [np.zeros(100), np.zeros((4, 25))[1:], torch.zeros(100).numpy()[3:], strided(), through_a_buffer()]
     for array in made:
-        ranges = guard_ranges([array])
+        ranges = vm.packed(guard_ranges([array]) or [])
         assert ranges
-        then, before = footprint(array), guards_digest(ranges)
+        then, before = footprint(array), vm.gather(os.getpid(), ranges)
         assert footprint(array) == then
-        assert guards_digest(ranges) == before
+        assert vm.gather(os.getpid(), ranges) == before
         *_, root = owners_of(array)
         if isinstance(root, np.ndarray):
             root.resize(8, refcheck=False)
             assert footprint(array) != then
-            assert guards_digest(ranges) != before
+            assert vm.gather(os.getpid(), ranges) != before

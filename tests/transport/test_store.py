@@ -16,7 +16,6 @@ def entry(key: bytes, tensor: torch.Tensor) -> Entry:
         key=key,
         leaves=[tensor],
         layout=codec.plan([tensor]),
-        spans=[codec.span(tensor)],
         footprints=[footprint(tensor)],
         for_callers=True,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 
 from raylane.core.deadline import Deadline
 
@@ -60,11 +61,15 @@ def _vector(parts: Sequence[tuple[int, int]]) -> ctypes.Array[_IoVec]:
 def _move(call: ctypes._NamedFuncPointer, pid: int, ranges: Sequence[Range]) -> None:
     theirs = _vector([(there, n) for there, _, n in ranges])
     mine = _vector([(here, n) for _, here, n in ranges])
-    moved: int = call(pid, mine, len(ranges), theirs, len(ranges), 0)
+    _moved(call(pid, mine, len(ranges), theirs, len(ranges), 0), sum(n for _, _, n in ranges))
+
+
+def _moved(moved: int, expected: int) -> None:
+    """Raise the OSError that a call reported, or EFAULT if it did not move everything."""
     if moved < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    if moved != sum(n for _, _, n in ranges):
+    if moved != expected:
         # The kernel stops at the first page it cannot read: the memory was unmapped under us.
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
@@ -94,6 +99,30 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
         if deadline is not None and deadline.left_s() == 0:
             raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)
+
+
+_RANGE = struct.Struct("<QQ")
+
+
+def packed(ranges: Iterable[tuple[int, int]]) -> bytes:
+    """Return ranges of one process (address, bytes) as `gather` takes them: an array of struct iovec."""
+    return b"".join(_RANGE.pack(*found) for found in ranges)
+
+
+def gather(pid: int, ranges: bytes) -> bytes:
+    """Return the content of `packed` ranges of process `pid`, one after the other. OSError as `read`."""
+    theirs = (_IoVec * (len(ranges) // _RANGE.size)).from_buffer_copy(ranges)
+    sizes = struct.unpack(f"<{2 * len(theirs)}Q", ranges)[1::2]
+    found = ctypes.create_string_buffer(sum(sizes))
+    at = 0
+    for first in range(0, len(theirs), IOV_MAX):
+        count = min(IOV_MAX, len(theirs) - first)
+        nbytes = sum(sizes[first : first + count])
+        part = ctypes.cast(ctypes.byref(theirs, first * _RANGE.size), ctypes.POINTER(_IoVec))
+        mine = _vector([(ctypes.addressof(found) + at, nbytes)])
+        _moved(_libc.process_vm_readv(pid, mine, 1, part, count, 0), nbytes)
+        at += nbytes
+    return found.raw
 
 
 def write(pid: int, there: int, here: int, nbytes: int) -> None:

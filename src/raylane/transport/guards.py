@@ -27,7 +27,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,18 +104,15 @@ def counter_offsets() -> tuple[int, int] | None:
     return found.pop() if found is not None and len(found) == 1 else None
 
 
-def write_counters(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return (address of the counter, its value) of each tensor, views of one storage once; empty if addresses are
-    unknown. The counters live as long as their tensors, which the caller keeps."""
+def write_counters(tensors: Iterable[torch.Tensor]) -> list[GuardRange]:
+    """Return where the write counter of each tensor lies, views of one storage once; empty if that is unknown. The
+    counters live as long as their tensors, which the caller keeps."""
     offsets = counter_offsets()
     if offsets is None:
         return []
     pointer_at, counter_at = offsets
-    found = {}
-    for tensor in tensors:
-        pointer = ctypes.c_uint64.from_address(tensor._cdata + pointer_at).value
-        found[pointer + counter_at] = tensor._version
-    return list(found.items())
+    word = ctypes.c_uint64.from_address
+    return list(dict.fromkeys((word(tensor._cdata + pointer_at).value + counter_at, 4) for tensor in tensors))
 
 
 # Footprints
@@ -136,11 +133,13 @@ def owners_of(leaf: Any) -> Iterator[Any]:
 
 def footprint(leaf: Any) -> tuple[int, ...]:
     """Return where the memory of a leaf lies now: addresses, and the sizes of what owns it."""
+    if isinstance(leaf, torch.Tensor):
+        storage = leaf.untyped_storage()
+        return leaf.data_ptr(), storage.data_ptr(), storage.nbytes()
     found: list[int] = []
     for owner in owners_of(leaf):
         if isinstance(owner, torch.Tensor):
-            storage = owner.untyped_storage()
-            found += (owner.data_ptr(), storage.data_ptr(), storage.nbytes())
+            found += footprint(owner)
         else:
             found.append(owner.__array_interface__["data"][0])
             if owner.flags.owndata:
@@ -224,11 +223,6 @@ def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
     return None if dims is None else [(header, _ARRAY_BYTES), (dims, 8 * array.ndim)]
 
 
-def digest(content: Any) -> bytes:
-    """Return the digest of a buffer that holds the content of guard ranges, one after the other."""
+def digest(content: bytes) -> bytes:
+    """Return the digest of the content of guard ranges, one after the other."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
-
-
-def guards_digest(ranges: Sequence[GuardRange]) -> bytes:
-    """Return the digest of ranges of this process as they are now."""
-    return digest(b"".join(ctypes.string_at(address, nbytes) for address, nbytes in ranges))

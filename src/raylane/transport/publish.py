@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import pickle
 import secrets
 from collections.abc import Iterator
@@ -18,12 +19,13 @@ import numpy as np
 import torch
 
 from raylane import _ray
+from raylane.core import vm
 from raylane.core.segment import bytes_at, write_segment
 from raylane.core.spans import Span
 from raylane.errors import TransportError
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
-from raylane.transport.guards import footprint, guard_ranges, guards_digest, write_counters
+from raylane.transport.guards import digest, footprint, guard_ranges, write_counters
 from raylane.transport.options import PublishOptions
 from raylane.transport.store import Entry
 from raylane.transport.ticket import VERSION, Ticket, checksum, encode
@@ -122,19 +124,21 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     options = publication.options
     source = here.source()
     blocks = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
-    entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, spans=[], for_callers=publication.anchored)
-    guards: list[tuple[int, int]] | None = []
+    entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=publication.anchored)
+    counters = b""
+    guards: bytes | None = b""
     if options.snapshot and blocks:
         entry.segment = _write_segment(layout, blocks)
         layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
     else:
         entry.leaves = leaves
-        entry.spans = [codec.span(leaf) for leaf in leaves]
         entry.copies = frozenset(i for i, leaf in enumerate(leaves) if not _shares(leaf, layout.held[i]))
         shared = [leaf for i, leaf in enumerate(leaves) if i not in entry.copies]
         entry.versions = [(t, t._version) for t in shared if isinstance(t, torch.Tensor) and not t.is_inference()]
         entry.footprints = [footprint(leaf) for leaf in leaves]
-        guards = guard_ranges(shared)
+        ranges = guard_ranges(shared)
+        guards = None if ranges is None else vm.packed(ranges)
+        counters = vm.packed(write_counters(tensor for tensor, _ in entry.versions))
         entry.checksum = checksum(blocks) if options.on_mutation == "error" else None
     here.store.publish(entry)
     publication.keys.append(entry.key)
@@ -149,9 +153,10 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         header_address=entry.header_address,
         nonce=entry.nonce,
         segment=entry.segment,
-        counters=write_counters(tensor for tensor, _ in entry.versions),
+        counters=counters,
+        counted=vm.gather(os.getpid(), counters),
         guards=guards,
-        guarded=guards_digest(guards) if guards else b"",
+        guarded=digest(vm.gather(os.getpid(), guards)) if guards else b"",
         checksum=entry.checksum,
     )
 

@@ -35,8 +35,6 @@ class Entry:
     layout: Layout
     for_callers: bool
     """Whether it is a call's result, which its caller may keep this actor alive for; not so a put of its own."""
-    spans: list[Span]
-    """Where the producer's own tensors lie (device addresses for CUDA), for `wait_freed`."""
     footprints: list[tuple[int, ...]] = field(default_factory=list)
     """Where the memory of each leaf lay at publication; empty for a snapshot."""
     copies: frozenset[int] = frozenset()
@@ -49,6 +47,7 @@ class Entry:
     header_address: int = 0
     nonce: int = 0
     _mapped: list[Any] | None = None
+    _spans: list[Span] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +69,16 @@ class Entry:
             for i, (leaf, then) in enumerate(zip(self.leaves, self.footprints, strict=True))
             if leaves_too or i not in self.copies
         )
+
+    def overlaps(self, spans: Sequence[Span]) -> bool:
+        """Return True if the producer's own tensors (device addresses for CUDA) share memory with any of these spans.
+        Memory that was given up is none: what lies at its address now is another's."""
+        from raylane.transport.codec import span
+
+        if self._spans is None:
+            self._spans = [span(leaf) for leaf in self.leaves]
+        touched = any(ours.start < theirs.stop and theirs.start < ours.stop for ours in self._spans for theirs in spans)
+        return touched and self.in_place()
 
     def views(self) -> list[tuple[memoryview, Any]]:
         """Return the bytes of the blocks, each with what keeps them alive. Only system calls may touch those of a
@@ -159,19 +168,12 @@ class Store:
             return by_creator, by_remote
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
-        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first.
-
-        An entry whose own memory was freed or re-pointed holds none: what lies at its address now is another's.
-        """
+        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first."""
         with self._freed:
             return self._freed.wait_for(lambda: not self._held(spans), deadline.left_s())
 
     def _held(self, spans: Sequence[Span]) -> bool:
-        return any(
-            entry.in_place()
-            for entry in self._entries.values()
-            if any(ours.start < theirs.stop and theirs.start < ours.stop for ours in entry.spans for theirs in spans)
-        )
+        return any(entry.overlaps(spans) for entry in self._entries.values())
 
     def stats(self) -> dict[str, int]:
         with self._lock:

@@ -33,11 +33,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     nonce: int = 0
     segment: int = -1
     """Descriptor in the source of a snapshot's sealed memfd, which holds the blocks at their `segment_offsets`."""
-    counters: list[tuple[int, int]] = []
-    """Addresses in the source of torch's 32-bit write counters, and what they were at publication."""
-    guards: list[tuple[int, int]] | None = []
-    """Ranges in the source (address, bytes) that change when its memory is freed, resized or re-pointed; None where the
-    source could not find them, and then nobody may read its memory one-sidedly."""
+    counters: bytes = b""
+    """Ranges in the source (as `vm.packed` writes them) of torch's 32-bit write counters."""
+    counted: bytes = b""
+    """The counters' content at publication."""
+    guards: bytes | None = b""
+    """Ranges in the source that change when its memory is freed, resized or re-pointed; None where the source could not
+    find them, and then nobody may read its memory one-sidedly."""
     guarded: bytes = b""
     """Digest of the guards' content at publication."""
     checksum: int | None = None

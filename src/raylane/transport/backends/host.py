@@ -10,7 +10,6 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core import place, vm
@@ -67,20 +66,17 @@ class HostBackend(Backend):
             )
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
-        counts = (ctypes.c_uint32 * len(ticket.counters))()
-        guarded = ctypes.create_string_buffer(sum(nbytes for _, nbytes in ticket.guards))
+        pid, counted, guarded = source.place.pid, b"", b""
         blocks = [] if ticket.segment >= 0 else allocate(ticket, endpoint)
         try:
             if ticket.segment >= 0:
                 blocks = _map(ticket, source)
-                vm.read(source.place.pid, [header_range])
             else:
                 ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
-                words = [(there, address_of(counts) + 4 * i, 4) for i, (there, _) in enumerate(ticket.counters)]
-                # The data first: what the words say then holds for everything that was read before them.
-                vm.read(
-                    source.place.pid, [*ranges, *words, *_guard_ranges(ticket.guards, guarded), header_range], deadline
-                )
+                vm.read(pid, ranges, deadline)
+                # Only what is read after the data says something of all of it.
+                counted, guarded = vm.gather(pid, ticket.counters), vm.gather(pid, ticket.guards)
+            vm.read(pid, [header_range])
         except TimeoutError as error:
             raise timed_out(ticket, deadline) from error
         except OSError as error:
@@ -93,17 +89,7 @@ class HostBackend(Backend):
             raise moved(ticket)
         if not remote_read:
             _mark(ticket)
-        mutated = any(now != then for now, (_, then) in zip(counts, ticket.counters, strict=True))
-        return Arrival(blocks=blocks, mutated=mutated, creator_read=bool(creator_read))
-
-
-def _guard_ranges(guards: Sequence[tuple[int, int]], into: Any) -> list[vm.Range]:
-    """Return the ranges that bring the guards into one buffer, one after the other."""
-    ranges, at = [], address_of(into)
-    for there, nbytes in guards:
-        ranges.append((there, at, nbytes))
-        at += nbytes
-    return ranges
+        return Arrival(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:
