@@ -60,6 +60,17 @@ def test_ptracer_setting_is_checked_and_can_be_declined(monkeypatch: pytest.Monk
     assert len(asked) == 1
 
 
+def test_gather_joins_thousands_of_ranges_or_raises() -> None:
+    data = (ctypes.c_char * 30_000)(*(bytes([i % 251]) for i in range(30_000)))
+    ranges = [(address_of(data) + 7 * i, 1 + i % 5) for i in range(3000)]
+    expected = b"".join(data.raw[7 * i : 7 * i + 1 + i % 5] for i in range(3000))
+    assert vm.gather(os.getpid(), vm.packed(ranges)) == expected
+    assert vm.gather(os.getpid(), b"") == b""
+    with pytest.raises(OSError) as bad:
+        vm.gather(os.getpid(), vm.packed([*ranges, (8, 8)]))
+    assert bad.value.errno == errno.EFAULT
+
+
 def test_a_place_knows_itself_and_a_dead_process() -> None:
     here = place.here()
     assert here.pid == os.getpid()

@@ -99,7 +99,7 @@ class Endpoint:
                 actor = _ray.current_actor_id()
                 if actor is not None:
                     self._forget_dead_actors()
-                    _ray.kv_set(_actor_key(bytes.fromhex(actor)), msgspec.msgpack.encode(source))
+                    _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
                 self._source = source
         return self._source
 
@@ -107,7 +107,7 @@ class Endpoint:
         """Delete the entries of this host's actors that have ended without deleting their own (killed ones, and those
         that Ray ends with their last handle, which runs no exit handler). Each actor that begins to publish looks at
         some, so the dead ones stay few."""
-        for key, data in _ray.kv_sample(_ACTOR_PREFIX, 256).items():
+        for key, data in _ray.kv_sample(_ACTOR_PREFIX, _MOST_KEYS).items():
             if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
                 _ray.kv_delete(key)
 
@@ -169,9 +169,10 @@ class Endpoint:
     def _holds_anything(self, actor: bytes, deadline: Deadline) -> bool:
         """Return True if an actor still holds published values; False if it never published, or is gone for certain.
         Any other failure to ask is raised: the actor's last handle may be dropped on this answer."""
-        data = _ray.kv_get(_actor_key(actor))
-        if data is None:
-            return False
+        found = _ray.kv_sample(f"{_ACTOR_PREFIX}{actor.hex()}/", _MOST_KEYS)
+        return any(self._process_holds_anything(key, data, deadline) for key, data in found.items())
+
+    def _process_holds_anything(self, key: str, data: bytes, deadline: Deadline) -> bool:
         source = msgspec.msgpack.decode(data, type=Source)
         try:
             with self.links().borrow(self.address_of(source), source, deadline) as link:
@@ -180,7 +181,7 @@ class Endpoint:
         except SourceLostError as error:
             if not is_gone(error):
                 raise
-            _ray.kv_delete(_actor_key(actor))
+            _ray.kv_delete(key)
             return False
         if not isinstance(answer, wire.Held):
             raise ProtocolError(f"{source} answered {type(answer).__name__} to the question what it holds")
@@ -204,15 +205,18 @@ class Endpoint:
                 part.close()
         actor = _ray.current_actor_id()
         if self._source is not None and actor is not None and not self.over():
-            _ray.kv_delete(_actor_key(bytes.fromhex(actor)))
+            _ray.kv_delete(_actor_key(actor, self.place))
         self.store.clear()
 
 
 _ACTOR_PREFIX = "actor/"
+_MOST_KEYS = 256
 
 
-def _actor_key(actor: bytes) -> str:
-    return f"{_ACTOR_PREFIX}{actor.hex()}"
+def _actor_key(actor: str, process: place.Place) -> str:
+    """Return the key of one process of an actor: a restarted actor has another, so that deleting the entry of a dead
+    process never deletes that of its successor."""
+    return f"{_ACTOR_PREFIX}{actor}/{process.pid}-{process.start_ticks}"
 
 
 _current: Endpoint | None = None
