@@ -94,6 +94,17 @@ def test_numpy_views(index: Any) -> None:
     assert np.array_equal(travel(array), array)
 
 
+def test_array_without_a_dtype_description_is_pickled() -> None:
+    overlapping = np.dtype({"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2], "itemsize": 8})
+    array = np.zeros(3, overlapping)
+    array["a"] = 7
+    _, leaves = codec.encode(array)
+    assert leaves == []
+    found = travel(array)
+    assert found.dtype == overlapping
+    assert np.array_equal(found["a"], array["a"])
+
+
 def test_conjugate_and_negative_bits_are_resolved() -> None:
     tensor = torch.randn(4, dtype=torch.complex64)
     assert torch.equal(travel(tensor.conj()), tensor.conj())

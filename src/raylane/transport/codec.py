@@ -8,6 +8,7 @@ and its own parts are leaves again where they are plain tensors. Called by `tick
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
@@ -79,7 +80,7 @@ def is_leaf(value: Any) -> bool:
         if value.is_nested:  # some are of strided layout, and have neither a shape nor one span
             return False
         return value.layout is torch.strided and value.device.type in ("cpu", "cuda") and not value.is_quantized
-    return kind is np.ndarray and not value.dtype.hasobject
+    return kind is np.ndarray and not value.dtype.hasobject and _has_a_description(value.dtype)
 
 
 class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
@@ -183,6 +184,16 @@ def plan(leaves: Sequence[Any]) -> Layout:
             )
         )
     return Layout(specs=specs, blocks=blocks, held=plain)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_a_description(dtype: np.dtype[Any]) -> bool:
+    """Return True if a description in text brings back this very dtype. Overlapping fields have none, and that of a
+    dtype from another package (ml_dtypes.bfloat16) says bytes of unknown meaning: such arrays are pickled."""
+    try:
+        return _parse_array_dtype(_array_dtype(dtype)) == dtype
+    except (ValueError, TypeError):
+        return False
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:
