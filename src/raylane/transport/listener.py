@@ -243,6 +243,8 @@ class Listener:
         peer.held.clear()
 
     def _serve(self, peer: _Peer, events: int) -> None:
+        if peer.number not in self._peers:  # dropped while an earlier event of the same batch was served
+            return
         try:
             if events & selectors.EVENT_READ and not peer.out:
                 data = peer.socket.recv(1 << 16)
