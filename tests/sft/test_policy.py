@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -168,15 +169,57 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_leaves_no_half(fsdp2, t
 
     def begin_with_obstacle(folder, step):
         partial = begin(folder, step)
-        (partial / "hf" / "config.json").mkdir(parents=True)
+        (partial / "state" / "optimizer.json").mkdir(parents=True)
         return partial
 
     monkeypatch.setattr(checkpoint, "begin", begin_with_obstacle)
     with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
-        fsdp2.policy.save({}, with_hf=True)
+        fsdp2.policy.save({})
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
     assert fsdp2.policy.validate()["loss"] > 0, "no worker is left waiting for another"
+
+
+def base_model(run, folder):
+    """A Hugging Face folder of the tiny model, and a configuration of a run that starts from it."""
+    run.again()
+    run.policy.save_hf(folder)
+    changes = {"policy.model_name": str(folder), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    places = {"checkpointing.checkpoint_dir": str(folder.parent / "saved")}
+    return tiny_run.config_of(run.folder, {**run.changes, **changes, **places})
+
+
+def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, monkeypatch):
+    """transformers loads temperature without do_sample, and refuses to save it once anything was changed."""
+    config = base_model(fsdp2, tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 0}')
+    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    monkeypatch.setattr(fsdp2.policy, "_config", config)
+    saved = fsdp2.policy.save({}, with_hf=True)
+    written = json.loads((saved.path / "hf/generation_config.json").read_text())
+    assert written == {"temperature": 0.6, "eos_token_id": [*fsdp2.prepared.end_ids, 0]}
+
+
+@pytest.mark.faults
+def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monkeypatch):
+    """The state is worth more than the model folder made from it: a failed export must not take it away."""
+    config = base_model(fsdp2, tmp_path / "base")
+    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    monkeypatch.setattr(fsdp2.policy, "_config", config)
+    fsdp2.policy.train_step(0)
+    (tmp_path / "base/generation_config.json").write_text("{ not JSON")
+    with pytest.raises(CheckpointError, match=r"JSONDecodeError.*step_1 is complete: correct the cause and run"):
+        fsdp2.policy.save({"train:loss": 1.0}, with_hf=True)
+    (saved,) = checkpoint.list_saved(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
+    assert not (saved.path / "hf").exists()
+    assert fsdp2.policy.load(saved.path) == 1
+
+    (tmp_path / "base/generation_config.json").write_text("{}")
+    assert sorted(path.name for path in fsdp2.policy.export(saved).iterdir())[:2] == [
+        "chat_template.jinja",
+        "config.json",
+    ]
 
 
 def test_every_worker_holds_its_share_only(fsdp2):

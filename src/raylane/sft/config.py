@@ -286,8 +286,12 @@ class CheckpointingConfig(Section):
     save_hf: bool = Field(default=True, description="Also write the model as a Hugging Face folder at the end.")
     resume: str = Field(
         default="auto",
-        description='"auto": go on from the newest complete checkpoint if there is one; "never": start anew; '
+        description='"auto": go on from the newest whole checkpoint if there is one; "never": start anew; '
         "otherwise the checkpoint folder to go on from.",
+    )
+    allow_other_owner: bool = Field(
+        default=False,
+        description="Also resume from checkpoints whose files belong to another user of the machine.",
     )
 
 

@@ -172,39 +172,66 @@ class Policy:
     def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
         """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; drop old ones.
 
-        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder.
+        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder,
+        after the state is complete: CheckpointError of the export leaves the checkpoint there, ready to resume from.
         """
         settings = self._config.checkpointing
         folder = Path(settings.checkpoint_dir)
         try:
-            saved = self._write(folder, metrics, with_hf)
-            _, removable = checkpoint.keep(checkpoint.list_saved(folder), settings)
+            saved = self._write(folder, metrics)
+            whole, damaged = checkpoint.list_whole(folder)
+            for damage in damaged:  # not removed: somebody may want to look at it
+                _log.warning("%s; it counts for neither keep_latest_k nor keep_top_k", damage)
+            _, removable = checkpoint.keep(whole, settings)
             for old in removable:
                 checkpoint.remove(old)
         except OSError as error:
             raise CheckpointError(
                 f"step {self._next} cannot be saved in {folder}: {error}", path=str(folder)
             ) from error
+        if with_hf:
+            self.export(saved)
         return saved
 
-    def _write(self, folder: Path, metrics: Mapping[str, float], with_hf: bool) -> Saved:
+    def _write(self, folder: Path, metrics: Mapping[str, float]) -> Saved:
         partial = checkpoint.begin(folder, self._next)
         try:
             self._one("save_state", str(partial / "state"), self._next)
-            if with_hf:
-                self._one("save_hf", str(partial / "hf"))
             return checkpoint.commit(partial, self._next, metrics, self._description())
         except (OSError, RaylaneError):
             shutil.rmtree(partial, ignore_errors=True)  # what is half written would only keep a full disk full
             raise
+
+    def export(self, saved: Saved) -> Path:
+        """Add the model as it is now to a checkpoint of this step as its folder `hf`; returns that folder.
+
+        Written beside the checkpoint and renamed into it, so the folder is whole or absent. On failure, CheckpointError
+        says that the checkpoint itself is complete.
+        """
+        partial = checkpoint.begin_export(saved)
+        try:
+            self._one("save_hf", str(partial))
+            return checkpoint.commit_export(saved, partial)
+        except (OSError, RaylaneError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"the Hugging Face folder of step {saved.step} could not be made: {error}. The checkpoint {saved.path} "
+                "is complete: correct the cause and run the same command again, or set checkpointing.save_hf=false",
+                path=str(saved.path),
+            ) from error
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder anywhere, e.g. without any checkpoint."""
         self._one("save_hf", str(Path(folder).resolve()))
 
     def load(self, path: str | Path) -> int:
-        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step."""
+        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step.
+
+        Runs no code from the folder. CheckpointDamagedError when its files are not whole, CheckpointError when they
+        belong to another user (see `checkpointing.allow_other_owner`) or to another model.
+        """
         saved = checkpoint.read(Path(path))
+        checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
         for difference in checkpoint.differences(saved.config, self._description()):
             _log.warning("resuming with another configuration, losses will differ: %s", difference)
         self._next = int(self._one("load_state", str((saved.path / "state").resolve())))

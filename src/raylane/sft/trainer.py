@@ -22,10 +22,11 @@ from typing import Any
 import ray
 import torch
 
+from raylane.errors import CheckpointDamagedError
 from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
-from raylane.sft.config import RunConfig
+from raylane.sft.config import CheckpointingConfig, RunConfig
 from raylane.sft.curve import loss_curve
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import held
@@ -80,10 +81,16 @@ def run(config: RunConfig) -> RunResult:
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
     with held(_folders(config)), MetricsLog(config.logger, config.logger.log_dir) as log:
-        resumed = checkpoint.find(config.checkpointing) if config.checkpointing.enabled else None
-        if config.checkpointing.enabled:
-            checkpoint.refuse_later(config.checkpointing, resumed.step if resumed else 0)
+        resumed = _start_point(config.checkpointing) if config.checkpointing.enabled else None
         return _run_from(config, prepared, rows, total, resumed, log)
+
+
+def _start_point(settings: CheckpointingConfig) -> Saved | None:
+    for path in checkpoint.recover(Path(settings.checkpoint_dir)):
+        _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+    resumed = checkpoint.find(settings)
+    checkpoint.refuse_later(settings, resumed.step if resumed else 0)
+    return resumed
 
 
 def _folders(config: RunConfig) -> dict[str, str]:
@@ -134,7 +141,7 @@ class Trainer:
     def go_on_from(self, saved: Saved | None) -> None:
         """Load a checkpoint (None: begin anew), and forget figures and leftovers of steps that will be run again."""
         if saved is not None:
-            step = self._policy.load(saved.path)
+            saved, step = self._load(saved)
             self.saved = saved
             _log.info("going on from %s, step %d of %d", saved.path, step, self.total_steps)
             self._log.rewind(self.done)
@@ -143,6 +150,14 @@ class Trainer:
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was never finished", path)
+
+    def _load(self, saved: Saved) -> tuple[Saved, int]:
+        """Load a checkpoint, or under resume=auto the newest earlier one that is not damaged."""
+        while True:
+            try:
+                return saved, self._policy.load(saved.path)
+            except CheckpointDamagedError as damage:
+                saved = checkpoint.fall_back(saved, self._config.checkpointing, damage)
 
     def fit(self) -> None:
         """All steps that are left."""
@@ -217,6 +232,9 @@ class Trainer:
         if self._measured is not None and self._measured[0] == self.done:
             metrics["val:loss"] = self._measured[1]
         if self.saved is not None and self.saved.step == self.done:  # written again, e.g. with the model beside it
+            if not set(metrics) - set(self.saved.metrics):
+                self._policy.export(self.saved)
+                return
             metrics = {**self.saved.metrics, **metrics}
         self.saved = self._policy.save(metrics, with_hf=with_hf)
         _log.info("saved %s", self.saved.path)
