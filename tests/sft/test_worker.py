@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed import TCPStore
 
-from raylane.errors import CheckpointError, ConfigError
+from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from raylane.sft import selfcheck
+from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
 from raylane.sft.loss import CrossEntropy
 from raylane.sft.worker import SftWorker
@@ -246,6 +255,58 @@ def test_state_of_another_model_and_no_state_at_all_are_refused(worker, folder, 
         worker.load_state(str(tmp_path))
 
 
+class Opener:
+    """Pickles as a call of `open`, which makes a file: what a prepared checkpoint could do to whoever loads it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
+    start(worker, folder)
+    worker.save_state(str(tmp_path / "state"), 0)
+    (tmp_path / "state/.metadata").write_bytes(pickle.dumps(Opener(tmp_path / "was_run")))
+    with pytest.raises(CheckpointError, match=r"it names (_io|io)\.open, which a checkpoint of raylane does not"):
+        worker.load_state(str(tmp_path / "state"))
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_load_of_a_prepared_value_runs_no_code(worker, folder, tmp_path, monkeypatch):
+    """Values that are no tensors are pickles of their own inside the data files."""
+    start(worker, folder)
+    state = {"model": dict(worker._model.causal_lm.named_parameters()), "step": Opener(tmp_path / "was_run")}
+    monkeypatch.setattr(state_module, "_state", lambda *_: state)
+    worker.save_state(str(tmp_path / "state"), 0)
+    monkeypatch.setattr(state_module, "_state", lambda *_: {**state, "step": 0})
+    with pytest.raises(CheckpointDamagedError, match="Weights only load failed"):
+        worker.load_state(str(tmp_path / "state"))
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_load_of_a_truncated_file_is_called_damaged(worker, folder, tmp_path, name):
+    start(worker, folder)
+    worker.save_state(str(tmp_path / "state"), 0)
+    os.truncate(tmp_path / "state" / name, 300)
+    with pytest.raises(CheckpointDamagedError, match=r"is damaged: .*Resume from an earlier checkpoint"):
+        worker.load_state(str(tmp_path / "state"))
+
+
+def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp_path):
+    _, prepared = start(worker, folder)
+    (tmp_path / "private").write_text("a key")
+    poisoned = tmp_path / "tokenizer"
+    shutil.copytree(prepared.tokenizer_dir, poisoned)
+    (poisoned / "notes.txt").symlink_to(tmp_path / "private")
+    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=poisoned)
+    with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
+        worker.save_hf(str(tmp_path / "hf"))
+    assert not (tmp_path / "hf/notes.txt").exists()
+
+
 def test_the_self_check_finds_documents_that_see_each_other(worker, folder, monkeypatch):
     from raylane.sft import model as model_module
 
@@ -275,6 +336,65 @@ def test_the_self_check_finds_a_head_that_is_more_than_a_product(worker, folder)
     causal_lm.forward = squashed
     with pytest.raises(ConfigError, match="does more to its logits than its output head"):
         selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32")
+
+
+MEASURE = """
+import os, sys, torch
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from torch.distributed import TCPStore
+from raylane.sft import selfcheck
+from raylane.sft.data import prepare
+from raylane.sft.worker import SftWorker
+from sft import tiny_run
+
+def kib(name):
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0])
+
+store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+config = tiny_run.config_of(Path(sys.argv[1]), {
+    "policy.hf_config_overrides.vocab_size": 64_000, "policy.max_total_sequence_length": 512,
+    "policy.hf_config_overrides.max_position_embeddings": 512,
+    "policy.train_global_batch_size": 1, "policy.train_micro_batch_size": 1,
+})
+prepared = prepare(config)
+worker = SftWorker("cpu")
+check, selfcheck.check_model = selfcheck.check_model, lambda *_: None
+worker.setup(config, prepared, 8)
+for run in (lambda: check(worker._model, worker._train, torch.device("cpu"), "float32"), lambda: worker.train_step(0)):
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+    start = kib("VmRSS")
+    run()
+    print(kib("VmHWM") - start)
+worker.teardown()
+"""
+
+
+def test_self_check_needs_less_memory_than_a_step(folder):
+    """Logits of whole rows at a real vocabulary (128,000 x 32,768 tokens) are more than any machine has."""
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), tests], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    check_kib, step_kib = map(int, done.stdout.split()[-2:])
+    assert check_kib < step_kib / 2
+    assert check_kib < 64_000 * 512 * 4 / 1024, "less than the logits of one row"
+
+
+def test_evaluation_with_dropout_is_repeatable(worker, folder):
+    """Evaluation mode switches dropout off; training has it on again afterwards."""
+    config, prepared = start(worker, folder, {"policy.hf_config_overrides.attention_dropout": 0.3})
+    before = worker.evaluate()
+    assert worker.evaluate() == before
+    batch = tiny_run.global_batch(config, prepared)
+    evaluations = [worker.train_batch(batch, 0, None, 2, True)["loss"] for _ in range(2)]
+    assert evaluations[0] == evaluations[1]
+    trained = [worker.gradients(batch, 2)[0] for _ in range(2)]
+    assert trained[0] != trained[1], "dropout is on while training"
 
 
 def test_chunked_cross_entropy_equals_torchs():

@@ -38,12 +38,16 @@ class SupervisedModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, batch: BatchDict, loss_fn: LossFunction | None) -> Tensor:
+    def forward(self, batch: BatchDict, loss_fn: LossFunction | None, *, hidden_only: bool = False) -> Tensor:
         """`input_ids`, `position_ids`, `labels`, int64 [B, T] -> the summed loss; without `loss_fn` logits [B, T, V].
+
+        With `hidden_only`: the hidden states [B, T, H] that the head would turn into logits.
 
         No attention mask is ever passed: transformers then keeps documents apart wherever `position_ids` restart
         (masking_utils.find_packed_sequence_indices, 5.23), while any mask, even of ones, lets them see each other.
         """
+        if hidden_only:
+            return self.hidden(batch)
         if isinstance(loss_fn, CrossEntropy):
             return loss_fn.from_hidden(self.hidden(batch), batch["labels"], self.causal_lm.get_output_embeddings())
         logits: Tensor = self.causal_lm(**_inputs(batch)).logits

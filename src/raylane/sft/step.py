@@ -9,6 +9,8 @@ multiplied by their number before it is divided by the global count.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import SupervisedModel, sharded
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "forward_only", "optimize"]
+__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "optimize"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,22 @@ def backward(
 def forward_only(
     model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device
 ) -> Tensor:
-    """Sum of the loss over this worker's rows, float64, without gradients."""
+    """Sum of the loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         for part in batch.micro_batches(rows):
             total += model(part.to(device), loss_fn)
     return total
+
+
+@contextmanager
+def evaluating(model: SupervisedModel) -> Iterator[None]:
+    """Put the model into evaluation mode for a `with` block, and back into training mode after it."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def clip(model: SupervisedModel, max_norm: float | None) -> float:
