@@ -71,6 +71,22 @@ def test_micro_batches_chunks_recomputation_and_untied_head_change_no_gradient(w
         tiny_run.assert_same(worker.gradients(batch, 2), wanted)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy.hf_config_overrides.attn_implementation", "eager"),
+        ("policy.dtensor_cfg.reduce_every_micro_batch", True),
+    ],
+)
+def test_gradients_are_the_same_whatever_computes_or_reduces(worker, folder, key, value):
+    config, prepared = start(worker, folder, {key: value})
+    batch = tiny_run.global_batch(config, prepared)
+    wanted = tiny_run.reference_gradients(tiny_run.reference_model(config, prepared), batch)
+    tiny_run.assert_same(worker.gradients(batch, 2), wanted)
+    implementation = config.policy.hf_config_overrides.get("attn_implementation", "sdpa")
+    assert worker._model.causal_lm.config._attn_implementation == implementation
+
+
 def test_the_same_documents_unpacked_give_the_same_gradients(worker, folder):
     config, prepared = start(worker, folder)
     batch = tiny_run.global_batch(config, prepared)

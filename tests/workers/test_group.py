@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -58,6 +63,50 @@ def test_rank_variables_are_those_of_torchrun(group):
     assert [entry["RANK"] for entry in seen] == ["0", "1", "2", "3"] == [entry["LOCAL_RANK"] for entry in seen]
     assert {(entry["WORLD_SIZE"], entry["LOCAL_WORLD_SIZE"], entry["NODE_RANK"]) for entry in seen} == {("4", "4", "0")}
     assert len({(entry["MASTER_ADDR"], entry["MASTER_PORT"]) for entry in seen}) == 1
+
+
+def listening_addresses(port):
+    """Local addresses, as /proc writes them, of sockets that listen on this port."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    fields = [line.split() for line in lines]
+    return [one[1].rpartition(":")[0] for one in fields if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+
+
+def test_store_of_a_group_listens_on_the_node_address_alone(group):
+    env = results(group, group.run_single_worker_single_data("environment", 0, ["MASTER_ADDR", "MASTER_PORT"]))[0]
+    address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
+    assert listening_addresses(int(env["MASTER_PORT"])) == [address]
+
+
+TWO_NODES = """
+import json, sys
+import ray
+from ray.cluster_utils import Cluster
+sys.path.insert(0, sys.argv[1])
+from raylane.workers.group import WorkerGroup, WorkerOptions
+from workers import worker_classes
+ray.cloudpickle.register_pickle_by_value(worker_classes)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+for options in (WorkerOptions(placement_strategy="SPREAD"), WorkerOptions(workers_per_node=2)):
+    with WorkerGroup(worker_classes.Recorder, 4, options=options) as group:
+        asked = group.run_all_workers_single_data("environment", ["NODE_RANK", "LOCAL_RANK"])
+        print(json.dumps([list(one.values()) for one in group.get_all_worker_results(asked, 60)]))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_consecutive_on_each_of_two_nodes():
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", TWO_NODES, tests], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    spread, two_each = map(json.loads, done.stdout.splitlines()[-2:])
+    assert spread == sorted(spread), "however Ray has numbered the places"
+    assert two_each == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
 
 
 def test_torch_distributed_joins_through_the_environment(group):

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from raylane.errors import ConfigError
 from raylane.sft import layout, overrides
+from raylane.workers.options import RANK_VARIABLES
 
 __all__ = [
     "CheckpointingConfig",
@@ -45,6 +46,11 @@ ADAMW_EXTRAS = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value
+
+
+def _number_as_text(value: Any) -> Any:
+    """Return the text of a number: YAML makes a number of NCCL_P2P_DISABLE: 1, and environment variables are text."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -125,14 +131,28 @@ class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw"] = Field(default="adamw", description="AdamW with decoupled weight decay.")
+    weight_decay_on: Literal["matrices", "all"] = Field(
+        default="matrices",
+        description="matrices: norms and biases are not decayed; all: they are, as plain AdamW does.",
+    )
     kwargs: AdamWKwargs = Field(default_factory=AdamWKwargs, description="Its keywords.")
 
 
 class SchedulerConfig(Section):
-    """Learning rate over the run: a linear rise over warmup_steps, then the named shape."""
+    """Learning rate over the run: a linear rise over warmup_steps (w), then the named shape."""
 
     name: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape after the warm-up.")
-    warmup_steps: NaturalInt = Field(default=0, description="Steps of linear rise from zero.")
+    warmup_steps: NaturalInt = Field(default=0, description="Steps of linear rise.")
+    first_step: Literal["1/(w+1)", "1/w", "0"] = Field(
+        default="1/(w+1)",
+        description="Part of the peak that the first of the w warm-up steps has: 1/(w+1) as in torchtitan, 1/w as with "
+        "torch's LinearLR(start_factor=1/w), 0 as in transformers (that step changes nothing).",
+    )
+    min_lr_at: Literal["last_step", "after_last_step"] = Field(
+        default="last_step",
+        description="When min_lr_ratio is reached: by the last step (which changes nothing if that is 0), or by the "
+        "step that would follow, as in torch and transformers.",
+    )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="Learning rate at the end, as a part of the peak; constant ignores it."
     )
@@ -143,6 +163,12 @@ class DTensorConfig(Section):
 
     dp_replicate_size: PositiveInt = Field(
         default=1, description="Copies of the sharded model; the workers of one copy are cluster.num_workers / this."
+    )
+    reduce_every_micro_batch: bool = Field(
+        default=False,
+        description="false: reduce gradients once a step; every worker then keeps whole float32 gradients, 4 bytes a "
+        "parameter, between micro-batches. true: reduce after each micro-batch and keep a shard only: more "
+        "communication, less memory.",
     )
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
     cpu_offload: bool = Field(
@@ -318,13 +344,44 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     """The workers: one process, and one GPU or none, each."""
 
-    num_workers: PositiveInt = Field(default=1, description="Workers in all.")
+    num_workers: PositiveInt = Field(
+        default=1,
+        description="Workers in all. Unset or null: one for each GPU (gpus_per_node x num_nodes), without GPUs one for "
+        "each node.",
+    )
     gpus_per_node: NaturalInt = Field(default=0, description="GPUs that each node lends; 0: train on the CPU.")
-    num_nodes: PositiveInt = Field(default=1, description="Nodes to spread over.")
+    num_nodes: PositiveInt = Field(
+        default=1,
+        description="Nodes to use: each gets num_workers / num_nodes workers, with consecutive ranks.",
+    )
     cpus_per_worker: PositiveInt = Field(
         default=1,
         description="Logical CPUs that each worker asks Ray for, and its threads.",
     )
+    start_timeout_s: PositiveFloat = Field(
+        default=120.0, description="Seconds that placing and starting all workers may take."
+    )
+    env_vars: dict[str, Annotated[str, BeforeValidator(_number_as_text)]] = Field(
+        default_factory=dict,
+        description="Environment variables that are set before the workers' Python starts, e.g. NCCL_DEBUG; an open "
+        "mapping of text to text.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_worker_for_each_gpu(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("num_workers") is not None:
+            return values
+        gpus, nodes = values.get("gpus_per_node", 0), values.get("num_nodes", 1)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in (gpus, nodes)):
+            return {**values, "num_workers": 1}  # the wrong type is told for the key that has it
+        return {**values, "num_workers": max(1, gpus) * max(1, nodes)}
+
+    @model_validator(mode="after")
+    def _no_rank_variables(self) -> ClusterConfig:
+        if reserved := sorted(set(self.env_vars) & set(RANK_VARIABLES)):
+            raise ValueError(f"env_vars names {', '.join(reserved)}, which are set for each worker; remove them")
+        return self
 
 
 class RunConfig(Section):

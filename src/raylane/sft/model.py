@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.sft.model_config import attention_implementation
 from raylane.workers.batch import BatchDict
 
 if TYPE_CHECKING:
@@ -75,12 +76,12 @@ def build_model(
     """
     if policy.model_name is None:
         torch.manual_seed(seed)
-        model = SupervisedModel(_causal_lm(hf_config))
+        model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
         _prepare(model, policy)
         _shard(model, policy, mesh)
         return model
     with torch.device("meta"):
-        model = SupervisedModel(_causal_lm(hf_config))
+        model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
     _prepare(model, policy)
     _shard(model, policy, mesh)
     model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)
@@ -90,11 +91,17 @@ def build_model(
     return model
 
 
-def _causal_lm(hf_config: Any) -> Any:
+def _causal_lm(hf_config: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.hf_config_overrides.attn_implementation={attention!r} cannot be used here: {error}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"no causal language model for model_type {hf_config.model_type!r}: {error}") from error
 

@@ -16,11 +16,17 @@ from raylane.sft.overrides import suggest
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["ModelShape", "model_config", "model_shape"]
+__all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
 
 # Not attributes of a configuration object: how attention is computed, and the base of the rotary positions, which
 # transformers 5 keeps in rope_parameters (and overlooks as a keyword where config.json has rope_parameters).
-BESIDES = ("attn_implementation", "model_type", "rope_theta")
+BESIDES = ("model_type", "rope_theta")
+
+# Kernels whose masks transformers 5 makes from restarting positions, which is how packed documents are kept apart.
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+# Keys that a run decides elsewhere: an override of them would be accepted by transformers and change nothing.
+_DECIDED_ELSEWHERE = {"dtype": "policy.precision", "torch_dtype": "policy.precision"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,14 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
     own, but must have room for every token. Raises ConfigError: no such folder or model type, an override that this
     model does not know, or a vocabulary too small for the tokenizer.
     """
+    attention_implementation(policy)
     overrides = copy.deepcopy(policy.hf_config_overrides)
+    overrides.pop("attn_implementation", None)
+    for key in overrides:
+        if key in _DECIDED_ELSEWHERE:
+            raise ConfigError(
+                f"policy.hf_config_overrides.{key} has no effect here; set {_DECIDED_ELSEWHERE[key]} instead", key=key
+            )
     if policy.model_name is None:
         config = _from_scratch(overrides, vocab_size, pad_id, end_id)
     else:
@@ -58,6 +71,17 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             "own tokenizer, or leave vocab_size out of policy.hf_config_overrides"
         )
     return config
+
+
+def attention_implementation(policy: PolicyConfig) -> str:
+    """Return `policy.hf_config_overrides.attn_implementation`, sdpa if it is not set; ConfigError if it is unknown."""
+    chosen = policy.hf_config_overrides.get("attn_implementation") or "sdpa"
+    if chosen not in ATTENTION:
+        raise ConfigError(
+            f"policy.hf_config_overrides.attn_implementation must be one of {', '.join(ATTENTION)}, got {chosen!r}",
+            key="attn_implementation",
+        )
+    return str(chosen)
 
 
 def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None, end_id: int | None) -> Any:

@@ -37,11 +37,14 @@ _log = logging.getLogger(__name__)
 
 
 def worker_options(config: RunConfig) -> WorkerOptions:
-    """What each worker asks of Ray: its CPUs (as threads too), and a GPU if the nodes lend any."""
+    """What each worker asks of Ray: its CPUs (as threads too), a GPU if the nodes lend any, and its node."""
+    cluster = config.cluster
     return WorkerOptions(
-        num_cpus=config.cluster.cpus_per_worker,
-        num_gpus=1 if config.cluster.gpus_per_node else 0,
-        env_vars={"TOKENIZERS_PARALLELISM": "false"},
+        num_cpus=cluster.cpus_per_worker,
+        num_gpus=1 if cluster.gpus_per_node else 0,
+        env_vars={"TOKENIZERS_PARALLELISM": "false", **cluster.env_vars},
+        workers_per_node=cluster.num_workers // cluster.num_nodes,
+        start_timeout_s=cluster.start_timeout_s,
     )
 
 

@@ -43,15 +43,24 @@ def count(batch: BatchDict, device: torch.device) -> Counts:
 
 
 def backward(
-    model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, counts: Counts, device: torch.device
+    model: SupervisedModel,
+    batch: BatchDict,
+    rows: int,
+    loss_fn: LossFunction,
+    counts: Counts,
+    device: torch.device,
+    reduce_each: bool = False,
 ) -> float:
-    """Leave the gradients of the global mean loss in `.grad`; returns that loss, the same on all workers."""
+    """Leave the gradients of the global mean loss in `.grad`; returns that loss, the same on all workers.
+
+    `reduce_each`: reduce after every micro-batch, so that each worker keeps only its shard of the gradients; otherwise
+    once, by the last one, and until then each worker keeps whole float32 gradients.
+    """
     scale = dist.get_world_size() / max(1, counts.supervised)
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
-        # Gradients are reduced once a step, by the last micro-batch: the others only add to them.
-        sharded(model).set_requires_gradient_sync(i == len(parts) - 1)
+        sharded(model).set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
@@ -98,10 +107,11 @@ def optimize(
     loss_fn: LossFunction,
     max_norm: float | None,
     device: torch.device,
+    reduce_each: bool = False,
 ) -> tuple[float, float, Counts]:
     """(loss, gradient norm, counts) of a step. FloatingPointError, before any weight is touched, if not finite."""
     counts = count(batch, device)
-    loss = backward(model, batch, rows, loss_fn, counts, device)
+    loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)

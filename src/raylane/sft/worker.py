@@ -121,7 +121,14 @@ class SftWorker:
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
         loss, norm, counts = step.optimize(
-            self._model, self._optimizer, batch, rows, loss_fn, policy.max_grad_norm, self._device
+            self._model,
+            self._optimizer,
+            batch,
+            rows,
+            loss_fn,
+            policy.max_grad_norm,
+            self._device,
+            policy.dtensor_cfg.reduce_every_micro_batch,
         )
         done = time.perf_counter()
         waited = 0.0 if self._free_since is None else started - self._free_since
@@ -161,7 +168,8 @@ class SftWorker:
         For tests and for looking into a model; gathers one parameter after the other.
         """
         counts = step.count(data, self._device)
-        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device)
+        reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
+        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
         found = {name: _whole(p.grad) for name, p in self._model.causal_lm.named_parameters() if p.grad is not None}
         self._optimizer.zero_grad(set_to_none=True)
         self._other_work_done()

@@ -175,19 +175,20 @@ class WorkerGroup:
     # Life -----------------------------------------------------------------------------------------------------------
 
     def _start(self, deadline: float) -> None:
-        bundles = [self._options.bundle() for _ in range(self.size)]
-        self._placement = placement_group(bundles, strategy=self._options.placement_strategy)
+        bundles, strategy = self._options.bundles(self.size)
+        self._placement = placement_group(bundles, strategy=strategy)
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
+            limit = self._options.start_timeout_s
             raise WorkerGroupError(
-                f"the cluster could not place {self.size} workers of {bundles[0]} ({self._options.placement_strategy}) "
-                f"within {self._options.start_timeout_s} s; free now: {_amounts(ray.available_resources())}, "
+                f"the cluster could not place {self.size} workers of {self._options.bundle()} ({len(bundles)} bundles, "
+                f"{strategy}) within {limit} s; free now: {_amounts(ray.available_resources())}, "
                 f"in all: {_amounts(ray.cluster_resources())}"
             )
         remote_host = ray.remote(WorkerHost)
-        for rank in range(self.size):
-            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+        for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
+            seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
-            self._actors.append(remote_host.options(scheduling_strategy=strategy, **options).remote(rank))
+            self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank))
         seats = self._first_calls(
             "starting", [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)], deadline
         )
@@ -274,6 +275,19 @@ def _carries_arrays(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_carries_arrays(item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_carries_arrays(item) for item in value)
+
+
+def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
+    """Return the bundle of each rank, so that ranks on one node are consecutive.
+
+    Ray numbers bundles without regard to nodes. With ranks that alternate between nodes, the neighbours of a mesh axis
+    would exchange everything over the network.
+    """
+    nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
+    first = {node: min(index for index, other in nodes.items() if other == node) for node in nodes.values()}
+    ordered = sorted(nodes, key=lambda index: (first[nodes[index]], index))
+    each = size // len(ordered)
+    return [index for index in ordered for _ in range(each)]
 
 
 def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ caller. torch is imported here, at the top, so that all workers of a group load 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,9 +51,7 @@ class WorkerHost:
         """
         address = ray.util.get_node_ip_address()
         if opens_store and self._store is None:
-            self._store = TCPStore(
-                address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
+            self._store = _open_store(address)
         port = self._store.port if self._store else None
         return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
 
@@ -75,6 +74,26 @@ class WorkerHost:
         named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
         result = getattr(self._worker, method)(*map(_value, args), **named)
         return result if returns else None
+
+
+def _open_store(address: str) -> TCPStore:
+    """Return a store that listens on a free port of this node's address alone.
+
+    Left to itself, TCPStore listens on every interface, and it asks nobody who connects for a proof. torch takes the
+    socket over, so it is detached here (torch 2.13, TCPStore's master_listen_fd).
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=512) as listening:
+        port: int = listening.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listening.detach(),
+        )
 
 
 def _value(argument: Any) -> Any:
