@@ -73,6 +73,7 @@ def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> st
         ("over-long", _overlong(counts, config)),
         ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
         ("control text", f"{counts.control_tokens:,} conversations spell out special tokens"),
+        ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
         ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
     ]
     if name == "validation":

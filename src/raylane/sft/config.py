@@ -103,7 +103,8 @@ class TokenizerConfig(Section):
     )
     chat_template: str | None = Field(
         default=None,
-        description='null: the tokenizer\'s own; "chatml": the one that comes with raylane; otherwise a Jinja file. '
+        description='null or "default": the tokenizer\'s own; "chatml" or "llama3": one that comes with raylane; '
+        "text with {{ or {% in it: that template; otherwise a Jinja file. "
         "It must mark what the assistant wrote with {% generation %} ... {% endgeneration %}.",
     )
 
@@ -271,6 +272,11 @@ class DataConfig(Section):
     allow_unsupervised: bool = Field(
         default=False,
         description="Leave out (and count) conversations in which nothing is supervised instead of refusing them.",
+    )
+    check_masks: bool = Field(
+        default=True,
+        description="Compare what is supervised with what the assistant wrote, for the first 1,000 conversations, and "
+        "refuse data where they disagree. Look at `raylane inspect-data` before you set it to false.",
     )
     messages_key: str = Field(default="messages", description="Key of the list of messages in each line.")
 

@@ -23,6 +23,7 @@ __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversati
 
 # JSON can spell half of a character outside the first 65,536; half of one is no text, and no tokenizer takes it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+MAX_DEPTH = 100
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -74,8 +75,9 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
     """One line of JSON as a Conversation; DataError naming `where` when it is not one."""
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
         raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+    _refuse_deep(record, where)
     if _SURROGATE.search(line):
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
@@ -94,6 +96,17 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         if message["role"] == "assistant"
     )
     return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
+
+
+def _refuse_deep(value: Any, where: str) -> None:
+    """Raise DataError for values nested so deep that templates and JSON writers would run out of stack."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise DataError(f"{where}: values are nested more than {MAX_DEPTH} deep")
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
 
 def _refuse_lone_surrogates(record: Any, where: str) -> None:
@@ -158,8 +171,9 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):  # as OpenAI writes it; chat templates expect the object
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
+        _refuse_deep(arguments, where)
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

@@ -102,21 +102,27 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
     if not Path(folder).is_dir():
         raise ConfigError(
             f"policy.model_name={folder!r} is no folder; give a local Hugging Face folder (config.json, safetensors), "
             "or null to start from random weights"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _read_config(folder, {})
         overrides = _checked(overrides, config)
         if not overrides:
             return config
-        return _applied(AutoConfig.from_pretrained(folder, local_files_only=True, **overrides), overrides)
-    except (OSError, KeyError) as error:
+        return _applied(_read_config(folder, overrides), overrides)
+    except ConfigError:
+        raise
+    except Exception as error:  # damaged files make transformers raise nearly anything
         raise ConfigError(f"transformers cannot read the model configuration in {folder}: {error}") from error
+
+
+def _read_config(folder: str, overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **overrides)
 
 
 def _checked(overrides: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -163,7 +169,7 @@ def model_shape(config: Any) -> ModelShape:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     embedding = {
         id(p): p.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())

@@ -130,6 +130,10 @@ def _loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "a key must be text, not a list or a mapping", key.start_mark
+                    )
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"key {key.value!r} is repeated", key.start_mark
@@ -149,6 +153,10 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_loader())  # a SafeLoader: see _loader
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deep") from error
+    except ValueError as error:  # a date that is none, a number of more than 4,300 digits
+        raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
 
 
 def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
