@@ -239,6 +239,7 @@ def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[floa
     places = [tuple(map(float, pair.split())) for pair in line.lstrip("M").split("L")]
     assert len(places) == len(points)
     assert all(0 <= x <= 860 and 0 <= y <= 440 for x, y in places)
+    assert {"step", "loss (nats per token)"} <= {node.text for node in drawing}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from typing import Any
 import ray
 import torch
 
-from raylane.errors import CheckpointDamagedError
+from raylane.errors import CheckpointDamagedError, WorkerLostError
 from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
@@ -36,7 +36,7 @@ from raylane.sft.rows import RowSource, open_rows
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
-__all__ = ["RunResult", "StopRequest", "Trainer", "run"]
+__all__ = ["RunResult", "StopRequest", "Trainer", "how_to_go_on", "run"]
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +93,26 @@ def _start_point(settings: CheckpointingConfig) -> Saved | None:
     return resumed
 
 
+@contextmanager
+def _lost_workers_told(config: RunConfig) -> Iterator[None]:
+    """Say what the user of a run can do about a lost worker; the group's own advice is for those who drive a group."""
+    try:
+        yield
+    except WorkerLostError as error:
+        reason = str(error.fields.get("reason", error))
+        raise WorkerLostError(f"{reason} The run has ended. {how_to_go_on(config)}", **error.fields) from error
+
+
+def how_to_go_on(config: RunConfig) -> str:
+    """Return a sentence on what the same command does after this run ended early. Reads the checkpoint folder."""
+    settings = config.checkpointing
+    whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+    if not whole:
+        return "No checkpoint was saved, so the same command begins anew; checkpointing.save_period saves on the way"
+    again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
+    return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}"
+
+
 def _folders(config: RunConfig) -> dict[str, str]:
     folders = {"logger.log_dir": config.logger.log_dir}
     if config.checkpointing.enabled:
@@ -107,7 +127,7 @@ def _run_from(
         with _sigterm_held_back():
             stack.enter_context(_connected(config))
             stop = stack.enter_context(StopRequest())
-        with Policy(config, prepared, total) as policy:
+        with _lost_workers_told(config), Policy(config, prepared, total) as policy:
             _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.go_on_from(resumed)
