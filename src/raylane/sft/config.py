@@ -10,6 +10,7 @@ B = rows in a batch, T = `policy.max_total_sequence_length` = the fixed length o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from raylane.errors import ConfigError
-from raylane.sft import layout, overrides
+from raylane.sft import layout, nemo_rl, overrides
 from raylane.workers.options import RANK_VARIABLES
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "dump",
     "load_config",
 ]
+
+_log = logging.getLogger(__name__)
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NaturalInt = Annotated[int, Field(ge=0)]
@@ -404,12 +407,15 @@ class RunConfig(Section):
 def load_config(path: str | Path, override_words: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file (and those its `defaults:` name), with overrides applied, fully checked.
 
+    `${a.b}` stands for another key's value; spellings of NeMo-RL are understood (`nemo_rl`).
+
     Raises ConfigError: file missing or not YAML, unknown key (with the nearest known one), value of a wrong kind, or
     sizes that do not divide (`layout.check_layout`).
     """
-    document = overrides.read_yaml(Path(path))
-    overrides.refuse_unknown(document, RunConfig, source=str(path))
-    document = overrides.apply_overrides(document, override_words, RunConfig)
+    document = overrides.apply_overrides(overrides.read_yaml(Path(path)), override_words, RunConfig)
+    document, left_out = nemo_rl.understand(nemo_rl.interpolate(document, str(path)))
+    if left_out:
+        _log.info("%s: without effect here, and left out: %s", path, ", ".join(left_out))
     return build_config(document, source=str(path))
 
 

@@ -25,10 +25,18 @@ __all__ = ["apply_overrides", "explain", "parse_override", "read_yaml", "refuse_
 # Keys of NeMo-RL that people bring along: what to write here instead, or why not.
 FROM_NEMO_RL = {
     "sft.only_unmask_final": "what is supervised is marked by {% generation %} in the chat template",
-    "policy.megatron_cfg": "there is no Megatron backend; remove it",
+    "policy.megatron_cfg": "there is no Megatron backend; remove it, or set its enabled to false",
     "policy.dynamic_batching": "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
-    "policy.sequence_packing.train_mb_tokens": "a row has policy.max_total_sequence_length tokens",
+    "policy.sequence_packing.train_mb_tokens": "a micro-batch has policy.max_total_sequence_length x "
+    "policy.train_micro_batch_size tokens; set those, and remove it",
+    "policy.sequence_packing.sequence_length_round": "rows have policy.max_total_sequence_length tokens, which must be "
+    "a multiple of it",
     "policy.dtensor_cfg.enabled": "it is always on; remove it",
+    "policy.dtensor_cfg.env_vars": "use cluster.env_vars",
+    "policy.tokenizer.chat_template_kwargs": "templates get no further values; write them into the template",
+    "logger.swanlab_enabled": "SwanLab is not supported; metrics.jsonl is always written",
+    "logger.monitor_gpus": "GPUs are not monitored; remove it",
+    "checkpointing.checkpoint_must_save_by": "send SIGTERM when time is up: the run saves and ends",
     "policy.dtensor_cfg.tensor_parallel_size": "tensor parallelism is not supported yet; remove it",
     "policy.dtensor_cfg.context_parallel_size": "context parallelism is not supported yet; remove it",
     "policy.dtensor_cfg.sequence_parallel": "sequence parallelism is not supported yet; remove it",

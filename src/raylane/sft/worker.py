@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from raylane.sft import order, selfcheck, state, step
+from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -52,6 +53,8 @@ class SftWorker:
         """Loss functions that the driver sent once, by name."""
         self._free_since: float | None = None
         """When the last step ended (monotonic seconds); None: something else has run since."""
+        self._ahead: ReadAhead[BatchDict] | None = None
+        """Rows of the next step, read while the current one computes; None before `setup`."""
 
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data; check that packing keeps documents apart. Replaces an earlier setup.
@@ -70,6 +73,9 @@ class SftWorker:
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = ReadAhead(self.own_rows, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
         return {
@@ -83,12 +89,9 @@ class SftWorker:
     def train_step(self, number: int) -> dict[str, float]:
         """Step `number` on this worker's own rows of its global batch."""
         started = time.perf_counter()
-        sft, policy = self._config.sft, self._config.policy
-        rows = order.batch_rows(
-            self._train.num_rows, policy.train_global_batch_size, sft.seed, number, self._config.data.shuffle
-        )
-        batch = _batch(self._train, order.rank_slice(rows, self._rank, self._world))
-        return self._step(batch, number, self._loss, policy.train_micro_batch_size, started)
+        assert self._ahead is not None, "setup comes first"
+        batch = self._ahead.take(number)
+        return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
 
     def train_batch(
         self, data: BatchDict, number: int, loss: str | None, micro_batch_size: int, eval_mode: bool
@@ -224,6 +227,8 @@ class SftWorker:
 
     def teardown(self) -> None:
         """Leave the process group. All wait for all first: a process that leaves early can abort the others."""
+        if self._ahead is not None:
+            self._ahead.close()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
