@@ -34,8 +34,8 @@ Every key can be set on the command line as well:
 | `~logger.log_dir` | take away what the file has set; the default applies |
 
 Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for another key's value, and
-`${mul:a,b}` and `${div:a,b}` for a product and a quotient. A key that is not on this page is refused, with the nearest
-one that is. Paths start at the working directory.
+`${mul:a,b}` and `${div:a,b}` for a product and a quotient (`\\${` is a plain `${`). A key that is not
+on this page is refused, with the nearest one that is. Paths start at the working directory.
 
 Key names are those of NeMo-RL where the same thing is meant. In a file, values of NeMo-RL such as
 `optimizer.name: torch.optim.AdamW` are understood, and keys of NeMo-RL that ask for nothing
