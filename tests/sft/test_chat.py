@@ -261,3 +261,13 @@ def test_llama3_template_supervises_answers_and_calls() -> None:
 def test_template_may_stand_in_the_configuration_itself() -> None:
     assert template_text("{{ messages }}") == "{{ messages }}"
     assert template_text("default") is None
+
+
+def test_vocabulary_size_has_room_for_the_highest_number() -> None:
+    """Numbers of tokens may have gaps; a model with one row for each token would be too small."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"a": 0, "<|im_start|>": 7, "<|im_end|>": 9}
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [])))
+    assert ChatTokenizer(hf, chatml_template()).vocab_size == 10

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -297,3 +302,25 @@ def test_damaged_offsets_are_named(tmp_path: Path) -> None:
             np.save(folder / "offsets.npy", offsets)
         with pytest.raises(DataError, match=r"delete it and run again|is no token cache"):
             TokenCache.open(folder)
+
+
+@pytest.mark.faults
+def test_drafts_of_ended_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    name = prepare(run).train.parent.name
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(60)
+    stale, alive, elsewhere = (
+        tmp_path / "cache" / f"{name}.draft-{place}-x"
+        for place in (
+            f"{socket.gethostname()}-{ended.pid}", f"{socket.gethostname()}-{os.getpid()}", f"other-{ended.pid}"
+        )
+    )  # fmt: skip
+    for folder in (stale, alive, elsewhere):
+        (folder / "train").mkdir(parents=True)
+    shutil.rmtree(tmp_path / "cache" / name)
+    prepare(run)
+    assert not stale.exists()
+    assert alive.exists()
+    assert elsewhere.exists()
+    assert (tmp_path / "cache" / name).stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777

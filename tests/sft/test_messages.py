@@ -140,10 +140,13 @@ def test_about_the_asked_part_is_held_out() -> None:
         ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
         ('{"messages": [], "extra": ' + "[" * 150 + "]" * 150 + "}", "nested more than 100 deep"),
         ('{"messages": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "key 'content' is repeated"),
+        ('{"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}', "entry of tool_calls"),
+        ('{"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}', "old form of 'tools'"),
     ],
 )
-def test_hostile_json_is_named_with_file_and_line(line: str, words: str) -> None:
-    with pytest.raises(DataError, match=rf"f\.jsonl:3: .*{words}"):
+def test_json_that_would_lose_something_is_named_with_file_and_line(line: str, words: str) -> None:
+    with pytest.raises(DataError, match=rf"f\.jsonl:3[:,] .*{words}"):
         parse_conversation(line, "f.jsonl:3")
 
 

@@ -248,3 +248,10 @@ def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[floa
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": "soon"}', '{"step": null}', "[1]", "[" * 100_000])
+def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is no line of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")

@@ -200,6 +200,15 @@ def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, mo
     assert written == {"temperature": 0.6, "eos_token_id": [*fsdp2.prepared.end_ids, 0]}
 
 
+def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch):
+    """Workers have a working directory of their own, e.g. where somebody started Ray."""
+    config = base_model(fsdp2, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    relative = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": "base"})})
+    with Policy(relative, fsdp2.prepared, 8) as policy:
+        assert policy.facts["parameters"] == fsdp2.policy.facts["parameters"]
+
+
 @pytest.mark.faults
 def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monkeypatch):
     """The state is worth more than the model folder made from it: a failed export must not take it away."""
@@ -220,6 +229,40 @@ def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monke
         "chat_template.jinja",
         "config.json",
     ]
+
+
+@pytest.mark.faults
+def test_checkpoint_that_one_worker_cannot_read_is_not_damaged(fsdp2, monkeypatch):
+    """A node without the shared storage: were it called damage, resume=auto would put good checkpoints aside."""
+    fsdp2.again()
+    saved = fsdp2.policy.save({})
+    for name in ("optimizer.json", ".metadata"):
+        hidden = fsdp2.policy.group.run_single_worker_single_data("add_loss", 1, "hide", HideOnce(name))
+        fsdp2.policy.group.get_all_worker_results(hidden, 60)
+        with pytest.raises(CheckpointError, match=r"cannot be read by|can read") as caught:
+            fsdp2.policy.load(saved.path)
+        assert type(caught.value) is CheckpointError
+        assert fsdp2.policy.load(saved.path) == saved.step, "no worker waits in a call that the other did not join"
+
+
+class HideOnce:
+    """Makes the next opening of a file of this name fail in the process that it is unpickled in."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __setstate__(self, state):
+        import pathlib
+
+        plain, name = pathlib.Path.open, state["name"]
+
+        def opened(path, *args, **kwargs):
+            if path.name == name:
+                pathlib.Path.open = plain
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return plain(path, *args, **kwargs)
+
+        pathlib.Path.open = opened
 
 
 def test_every_worker_holds_its_share_only(fsdp2):

@@ -285,8 +285,10 @@ def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
     start(worker, folder)
     worker.save_state(str(tmp_path / "state"), 0)
     (tmp_path / "state/.metadata").write_bytes(pickle.dumps(Opener(tmp_path / "was_run")))
-    with pytest.raises(CheckpointError, match=r"it names (_io|io)\.open, which a checkpoint of raylane does not"):
+    told = r"it names (_io|io)\.open, which a checkpoint of raylane does not"
+    with pytest.raises(CheckpointError, match=told) as caught:
         worker.load_state(str(tmp_path / "state"))
+    assert type(caught.value) is CheckpointError, "damage would let the run go on with an earlier one"
     assert not (tmp_path / "was_run").exists()
 
 
@@ -411,6 +413,22 @@ def test_evaluation_with_dropout_is_repeatable(worker, folder):
     assert evaluations[0] == evaluations[1]
     trained = [worker.gradients(batch, 2)[0] for _ in range(2)]
     assert trained[0] != trained[1], "dropout is on while training"
+
+
+def test_model_with_state_in_buffers_is_refused(worker, folder, monkeypatch):
+    """Such state would be garbage after loading: only parameters are read and saved."""
+    from raylane.sft import model as model_module
+
+    plain = model_module._causal_lm
+
+    def with_buffer(*args):
+        made = plain(*args)
+        made.model.layers[0].mlp.register_buffer("correction", torch.zeros(3))
+        return made
+
+    monkeypatch.setattr(model_module, "_causal_lm", with_buffer)
+    with pytest.raises(ConfigError, match=r"keeps state in buffers \(model\.layers\.0\.mlp\.correction"):
+        start(worker, folder)
 
 
 def test_chunked_cross_entropy_equals_torchs():

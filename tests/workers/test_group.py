@@ -298,6 +298,14 @@ def test_a_group_that_cannot_be_placed_says_what_was_asked_and_what_there_is(ray
     assert placements() == before
 
 
+def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
+    before = placements()
+    told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
+    with pytest.raises(WorkerCallError, match=told):
+        WorkerGroup(worker_classes.NeverReady, 2, options=WorkerOptions(**SMALL, start_timeout_s=5))
+    assert placements() == before
+
+
 def test_bad_classes_and_ranks_are_refused_before_anything_starts(ray_session):
     with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
         WorkerGroup(Recorder, 1, init_kwargs={"x": 1})

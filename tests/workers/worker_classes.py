@@ -73,3 +73,10 @@ class Undeliverable:
         if self.rank != 0:
             raise AssertionError(f"the result of rank {self.rank} was sent though nobody asked for it")
         return {"rank": self.rank}
+
+
+class NeverReady:
+    """Waits in its constructor until its process is killed."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()

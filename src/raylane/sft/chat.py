@@ -128,7 +128,7 @@ class ChatTokenizer:
         self.hf = hf
         self.end_ids = frozenset([*extra_end_ids, *([] if hf.eos_token_id is None else [hf.eos_token_id])])
         self.pad_id = int(min(self.end_ids) if hf.pad_token_id is None else hf.pad_token_id)
-        self.vocab_size = len(hf)
+        self.vocab_size = max(len(hf), *(number + 1 for number in hf.get_vocab().values()))  # numbers may have gaps
         self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
 
     @classmethod

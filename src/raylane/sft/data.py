@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -240,9 +242,11 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
 
 def _build(config: RunConfig, folder: Path) -> None:
     """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins."""
-    draft = folder.with_name(f"{folder.name}.draft-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale_drafts(folder)
+    prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))  # process ids repeat on other nodes
+    draft.chmod(0o777 & ~_umask())
     try:
         prepared = _fill(config, draft, folder)
         (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
@@ -253,6 +257,21 @@ def _build(config: RunConfig, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove_stale_drafts(folder: Path) -> None:
+    """Remove drafts of processes of this node that have ended; they can be as large as the data."""
+    for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
+        number = draft.name.rpartition("-")[0].rpartition("-")[2]
+        if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _umask() -> int:
+    """Return the umask, which can only be read by setting it."""
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
 
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:

@@ -8,8 +8,10 @@ in the workers. Here `.metadata` may name only the classes that DCP itself write
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,16 +55,39 @@ class _MetadataUnpickler(pickle.Unpickler):
 class CodeFreeReader(FileSystemReader):
     """torch's reader of a DCP folder, with a `.metadata` that cannot run code."""
 
+    def __init__(self, path: pathlib.Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+        """None before it was read."""
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata. CheckpointError: it names foreign code; CheckpointDamagedError: it is no metadata."""
+        """Return the metadata, read once.
+
+        CheckpointError: the file cannot be opened, or names foreign code. CheckpointDamagedError: it is no metadata.
+        """
+        if self._metadata is None:
+            self._metadata = self._read()
+        return self._metadata
+
+    def _read(self) -> Metadata:
         path = pathlib.Path(self.path) / ".metadata"
-        with path.open("rb") as file:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read by process {os.getpid()} on {socket.gethostname()}: {error.strerror}. On "
+                "several nodes checkpointing.checkpoint_dir must be on storage that they share",
+                path=str(path),
+            ) from error
+        with file:
             try:
                 found = _MetadataUnpickler(file).load()
             except CheckpointError as error:
                 raise CheckpointError(f"{path} is refused: {error}", path=str(path)) from error
             except Exception as error:  # bytes that are no pickle make it raise nearly anything
-                raise CheckpointDamagedError(f"{path} is damaged: {error!r}", path=str(path)) from error
+                raise CheckpointDamagedError(
+                    f"{path} is damaged: {error!r}. Resume from an earlier checkpoint", path=str(path)
+                ) from error
         if not isinstance(found, Metadata):
             raise CheckpointDamagedError(f"{path} holds a {type(found).__name__}, not metadata", path=str(path))
         found.storage_meta = found.storage_meta or StorageMeta()

@@ -220,6 +220,8 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         try:
             record = json.loads(line)
             records.append({name: float(value) if isinstance(value, str) else value for name, value in record.items()})
-        except (ValueError, AttributeError) as error:
+            if not isinstance(records[-1]["step"], int | float):
+                raise TypeError(f"step is {records[-1]['step']!r}")
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}:{number} is no line of metrics: {error}") from error
     return records

@@ -107,6 +107,17 @@ def _causal_lm(hf_config: Any, attention: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
+    kept = [
+        f"{name}.{key}"
+        for name, module in model.causal_lm.named_modules()
+        for key in dict(module.named_buffers(recurse=False))
+        if key not in module._non_persistent_buffers_set
+    ]
+    if kept:
+        raise ConfigError(
+            f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which are "
+            "neither read from model folders nor saved; llama, qwen2 and qwen3 can be trained"
+        )
     if policy.dtensor_cfg.activation_checkpointing:
         lm = model.causal_lm  # renamed in transformers 5.x; the older name warns where there are both
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable

@@ -48,6 +48,16 @@ def worker_options(config: RunConfig) -> WorkerOptions:
     )
 
 
+def _for_workers(config: RunConfig) -> RunConfig:
+    """Return the configuration with an absolute `policy.model_name`: workers have a working directory of their own."""
+    name = config.policy.model_name
+    if name is None:
+        return config
+    return config.model_copy(
+        update={"policy": config.policy.model_copy(update={"model_name": str(Path(name).resolve())})}
+    )
+
+
 class Policy:
     """Workers with a model, ready to train. Waits until they are; `shutdown` (or a `with` block) ends them.
 
@@ -73,7 +83,7 @@ class Policy:
             options=worker_options(config),
         )
         try:
-            self.facts: dict[str, Any] = self._one("setup", config, prepared, total_steps)
+            self.facts: dict[str, Any] = self._one("setup", _for_workers(config), prepared, total_steps)
         except BaseException:
             self._group.shutdown(timeout_s=10)
             raise

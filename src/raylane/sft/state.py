@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from raylane.sft.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.model import SupervisedModel
 
 __all__ = ["has_optimizer", "load_state", "save_hf", "save_state"]
+
+T = TypeVar("T")
 
 # Flat names per parameter instead of numbered groups: the only form that loads on another layout.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -54,11 +56,21 @@ def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Opti
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Whether the optimizer was saved too; CheckpointError when this is no state folder."""
-    try:
-        return bool(json.loads((folder / _OPTIMIZER_NOTE).read_text(encoding="utf-8"))["optimizer"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{folder} holds no saved state: {error!r}", path=str(folder)) from error
+    """Return True if the optimizer was saved too; CheckpointError on all ranks when one finds no state folder."""
+
+    def read() -> bool:
+        try:
+            return bool(json.loads((folder / _OPTIMIZER_NOTE).read_text(encoding="utf-8"))["optimizer"])
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} holds no saved state that rank {dist.get_rank()} can read: {error}"
+            ) from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointDamagedError(
+                f"{folder / _OPTIMIZER_NOTE} is damaged: {error!r}", path=str(folder)
+            ) from error
+
+    return _on_every_rank(read)
 
 
 def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
@@ -68,8 +80,10 @@ def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Opti
     program (nothing was read then), CheckpointDamagedError when a file of it cannot be read.
     """
     state = _state(model, optimizer, 0)
+    reader = CodeFreeReader(folder)
+    _on_every_rank(reader.read_metadata)  # torch's `load` would turn its errors into an AssertionError
     try:
-        load(state, storage_reader=CodeFreeReader(folder), planner=FitPlanner())
+        load(state, storage_reader=reader, planner=FitPlanner())
     except CheckpointException as error:
         raise _load_failure(folder, error) from error
     if optimizer is not None:
@@ -81,7 +95,7 @@ def _load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
     """Return the error to raise for what happened on the ranks: the folder is another model's, unreadable, or damaged.
 
     Only damage lets a run fall back to an earlier checkpoint, so whatever may pass by itself (permissions, memory,
-    input/output errors) is not called damage.
+    input/output errors, storage that one node does not see) is not called damage.
     """
     causes = [failure[0] for failure in error.failures.values()]
     ranks = sorted(error.failures)
@@ -92,15 +106,11 @@ def _load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
             f"{folder} does not fit this model: {told}. To start anew, give another checkpointing.checkpoint_dir",
             **where,
         )
-    if any(isinstance(cause, MemoryError | OSError) and not _is_missing(cause) for cause in causes):
+    if any(isinstance(cause, MemoryError | OSError) for cause in causes):
         return CheckpointError(
             f"{folder} could not be read: {told}. Run the same command again to try once more", **where
         )
     return CheckpointDamagedError(f"{folder} is damaged: {told}. Resume from an earlier checkpoint", **where)
-
-
-def _is_missing(cause: BaseException) -> bool:
-    return isinstance(cause, FileNotFoundError)
 
 
 def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
@@ -150,6 +160,25 @@ def _on_rank_zero(failed: str, folder: Path, write: Callable[[], object]) -> Non
     dist.broadcast_object_list(reason, src=0, device=torch.device("cpu"))
     if reason[0] is not None:
         raise CheckpointError(f"{failed}: {reason[0]}", path=str(folder), ranks=[0])
+
+
+def _on_every_rank(read: Callable[[], T]) -> T:
+    """Return what `read` returns on this rank. If it raises CheckpointError on any rank, raise the first one on all.
+
+    So no rank goes on into a collective call that another one will not join.
+    """
+    mine: CheckpointError | None = None
+    found: T
+    try:
+        found = read()
+    except CheckpointError as error:
+        mine = error
+    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, mine)
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
+    return found
 
 
 def _write_beside(

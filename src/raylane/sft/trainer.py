@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from typing import Any
 import ray
 import torch
 
-from raylane.errors import CheckpointDamagedError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, ConfigError, WorkerLostError
 from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
@@ -42,6 +43,8 @@ _log = logging.getLogger(__name__)
 
 _SAMPLE_LIMIT = 200_000_000
 """Parameters up to which the driver loads the finished model to show an answer."""
+_REACHED_S = 15.0
+"""Seconds in which a Ray cluster must accept a connection."""
 _SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "data_time_s", "dispatch_time_s", "compute_time_s")
 
 
@@ -317,7 +320,8 @@ def _connected(config: RunConfig) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its default warns at every start
     level = logging.WARNING
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _refuse_unreachable(address)
         ray.init(logging_level=level)
     else:
         wanted = config.cluster.num_workers * config.cluster.cpus_per_worker
@@ -329,12 +333,29 @@ def _connected(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def _refuse_unreachable(address: str) -> None:
+    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():  # e.g. "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the Ray cluster at RAY_ADDRESS={address} cannot be reached: {error}. Start it, correct RAY_ADDRESS, or "
+            "unset it to run on this machine alone"
+        ) from error
+
+
 def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: MetricsLog, parameters: int) -> RunResult:
     folder = hf_dir(trainer.saved)
     shown = None
     if folder is not None and parameters <= _SAMPLE_LIMIT:
         held_out = prepared.validation or prepared.train
-        shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
+        try:
+            shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
+        except Exception as error:  # the run is complete and saved; a model that cannot answer must not end it so
+            _log.warning("the model in %s was saved, but gave no sample answer: %r", folder, error)
     return RunResult(
         steps=trainer.done,
         stopped=trainer.done < trainer.total_steps,

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylane.errors import WorkerGroupError
+from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import Call, Plan, check_nesting, plan_sharded, plan_some, take
@@ -202,7 +202,18 @@ class WorkerGroup:
     def _first_calls(self, what: str, refs: list[Any], deadline: float) -> list[Any]:
         calls = tuple(Call(rank, (), returns=True) for rank in range(len(refs)))
         future = GroupFuture(f"{self._class.__name__}.{what}", Plan(calls, ()), tuple(refs))
-        return future.results(max(0.0, deadline - time.monotonic()))
+        try:
+            return future.results(max(0.0, deadline - time.monotonic()))
+        except WorkerCallError as error:
+            if "timeout_s" not in error.fields:
+                raise
+            limit = self._options.start_timeout_s
+            raise WorkerCallError(
+                f"{future.label}: ranks {error.fields['ranks']} are not ready {limit} s after the start. Look at "
+                "the logs of their processes, or raise start_timeout_s",
+                ranks=error.fields["ranks"],
+                timeout_s=limit,
+            ) from error
 
     def rebuild_worker(self, rank: int, timeout_s: float | None = None) -> None:
         """Construct the worker of a rank again, after Ray restarted its process (`max_restarts`); waits.
