@@ -127,6 +127,16 @@ def test_batches_that_do_not_divide_are_refused_before_anything_is_sent(fsdp2):
     assert fsdp2.policy.next_step == 0
 
 
+def test_labels_that_are_not_shifted_are_refused(fsdp2):
+    """transformers' users have them so; the loss would fall, and the model learn to copy."""
+    fsdp2.again()
+    batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
+    copied = torch.where(batch["labels"] == -100, -100, batch["input_ids"])
+    with pytest.raises(ValueError, match="labels are not shifted"):
+        fsdp2.policy.train(tiny_run.BatchDict({**batch, "labels": copied}))
+    assert fsdp2.policy.next_step == 0
+
+
 def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
     fsdp2.again()
     hsdp4.again()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
@@ -248,6 +249,43 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(worker, folder, tmp_path)
     model.config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks \d+ of \d+ weights of Qwen3ForCausalLM, e.g. \['model.embed"):
         start(worker, folder, changes)
+
+
+def damaged_weights(worker, folder, tmp_path, damage):
+    """Set up from a folder whose weights went through `damage`, a function from path to None."""
+    start(worker, folder)
+    worker.save_hf(str(tmp_path / "base"))
+    damage(tmp_path / "base/model-00001-of-00001.safetensors")
+    changes = {"policy.model_name": str(tmp_path / "base"), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    start(worker, folder, changes)
+
+
+@pytest.mark.parametrize("size", [4, 500, -100])
+def test_truncated_weights_are_told_by_folder(worker, folder, tmp_path, size):
+    def truncate(path):
+        os.truncate(path, size % path.stat().st_size)
+
+    with pytest.raises(CheckpointError, match=r"safetensors files of .*base cannot be read.*Copy or download"):
+        damaged_weights(worker, folder, tmp_path, truncate)
+
+
+def test_quantised_weights_are_refused(worker, folder, tmp_path):
+    """Read without their scales they are garbage of the right shape."""
+
+    def quantise(path):
+        tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(path).items()}
+        save_file(tensors, path)
+
+    with pytest.raises(CheckpointError, match=r"as torch\.float8_e4m3fn: a quantised model"):
+        damaged_weights(worker, folder, tmp_path, quantise)
+
+
+def test_weights_that_are_not_finite_are_called_so(worker, folder, tmp_path):
+    def spoil(path):
+        save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path)
+
+    with pytest.raises(ConfigError, match="a loss of nan before the first step: its weights are not finite"):
+        damaged_weights(worker, folder, tmp_path, spoil)
 
 
 def test_state_goes_on_bit_for_bit(worker, folder, tmp_path):

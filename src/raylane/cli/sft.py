@@ -79,5 +79,10 @@ def summary(result: RunResult) -> str:
     ]
     if result.sample is not None:
         one = result.sample
-        lines += [(name, " ".join(text.split())) for name, text in (("asked", one.prompt), ("answered", one.answer))]
+        from raylane.sft.audit import printable
+
+        lines += [
+            (name, printable(" ".join(text.split())))
+            for name, text in (("asked", one.prompt), ("answered", one.answer))
+        ]
     return "\n".join(f"{name:<14}{text}" for name, text in lines)

@@ -103,7 +103,10 @@ def _causal_lm(hf_config: Any, attention: str) -> Any:
             f"policy.hf_config_overrides.attn_implementation={attention!r} cannot be used here: {error}"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"no causal language model for model_type {hf_config.model_type!r}: {error}") from error
+        raise ConfigError(
+            f"no causal language model for model_type {hf_config.model_type!r} with attn_implementation={attention!r}: "
+            f"{error}"
+        ) from error
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
@@ -162,7 +165,14 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no .safetensors file; other weight files are not read", path=str(folder))
     parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # a tied weight has one name here
     reader = HuggingFaceStorageReader(str(folder))
-    stored = set(reader.read_metadata().state_dict_metadata)
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors has a class of its own, and damaged headers raise more than that
+        raise CheckpointError(
+            f"the .safetensors files of {folder} cannot be read: {error}. Copy or download the folder again",
+            path=str(folder),
+        ) from error
+    stored = set(found)
     missing = sorted(set(parameters) - stored)
     if missing:
         raise CheckpointError(
@@ -170,11 +180,23 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             f"e.g. {missing[:3]}; it holds {sorted(stored)[:3]}",
             path=str(folder),
         )
+    _refuse_quantised({name: found[name] for name in parameters}, folder)
     try:
         load(parameters, storage_reader=reader)
     except CheckpointException as error:
         reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
+
+
+def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for numbers that mean something only together with scales, which are not read here."""
+    for name, one in stored.items():
+        dtype = one.properties.dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise CheckpointError(
+                f"{folder} holds {name} as {dtype}: a quantised model. Use one in bfloat16, float16 or float32",
+                path=str(folder),
+            )
 
 
 def sharded(model: SupervisedModel) -> FSDPModule:

@@ -20,6 +20,7 @@ from raylane.errors import CheckpointError, RaylaneError, WorkerCallError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, dump
 from raylane.sft.layout import micro_batches
+from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
@@ -46,6 +47,22 @@ def worker_options(config: RunConfig) -> WorkerOptions:
         workers_per_node=cluster.num_workers // cluster.num_nodes,
         start_timeout_s=cluster.start_timeout_s,
     )
+
+
+def _refuse_unshifted(batch: BatchDict) -> None:
+    """Raise ValueError for labels that repeat their own tokens: training would teach the model to copy its input.
+
+    transformers shifts labels within its models, so its users have them unshifted.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    learned = labels != IGNORED
+    unshifted = bool((labels == ids)[learned].all())
+    shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
+    if bool(learned.any()) and unshifted and not shifted:
+        raise ValueError(
+            "labels are not shifted: every label is the token of its own position. Give labels[:, i] = "
+            "input_ids[:, i + 1], and -100 where nothing is learned"
+        )
 
 
 def _for_workers(config: RunConfig) -> RunConfig:
@@ -120,6 +137,8 @@ class Policy:
     ) -> GroupFuture:
         """Send one step on a batch that the driver made: see `train`."""
         size = batch.size
+        if loss_fn is None:
+            _refuse_unshifted(batch)
         if gbs is not None and gbs != size:
             raise ValueError(f"gbs={gbs}, but the batch has {size} rows; one call is one step on one global batch")
         rows = mbs or self._config.policy.train_micro_batch_size

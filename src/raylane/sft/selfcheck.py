@@ -11,6 +11,7 @@ Called by `worker.setup`; collective.
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 import torch
@@ -67,6 +68,11 @@ def _check_loss(model: SupervisedModel, batch: BatchDict, precision: str) -> Non
     logits: Tensor = model(batch, None).float()
     by_logits = float(CrossEntropy()(logits, batch))
     by_hidden = float(model(batch, CrossEntropy()))
+    if not math.isfinite(by_logits):
+        raise ConfigError(
+            f"the model gives a loss of {by_logits} before the first step: its weights are not finite, or overflow in "
+            f"policy.precision={precision}. Check policy.model_name, or use policy.precision=float32"
+        )
     if not abs(by_logits - by_hidden) <= _TOLERANCE[precision] * max(1.0, abs(by_logits)):
         raise ConfigError(
             f"this model class does more to its logits than its output head: the loss is {by_logits:.6g} from its "

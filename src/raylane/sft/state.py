@@ -187,6 +187,8 @@ def _write_beside(
     shutil.rmtree(folder / "sharded", ignore_errors=True)  # what was joined from
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.architectures = [type(causal_lm).__name__]
+    if hasattr(config, "auto_map"):  # names code of the base folder, which is not copied and was not used
+        del config.auto_map
     config.dtype = torch.float32
     config.save_pretrained(folder)
     generation = json.dumps(_generation_settings(causal_lm, end_ids, start), indent=2, sort_keys=True)

@@ -363,6 +363,14 @@ def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: Me
         val_loss=trainer.losses.get("val:loss"),
         checkpoint=trainer.saved.path if trainer.saved else None,
         hf_dir=folder,
-        curve=loss_curve(log.run_dir) if trainer.losses else None,
+        curve=_curve(log) if trainer.losses else None,
         sample=shown,
     )
+
+
+def _curve(log: MetricsLog) -> Path | None:
+    try:
+        return loss_curve(log.run_dir)
+    except Exception as error:  # the run is complete and saved
+        _log.warning("the loss curve could not be drawn: %r", error)
+        return None
