@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -218,6 +219,52 @@ def test_a_raising_method_is_told_with_rank_and_remote_traceback_and_the_group_g
     assert 'raise KeyError("the reason")' in str(caught.value), "the remote traceback is in the message"
     assert isinstance(caught.value.__cause__, KeyError)
     assert results(group, group.run_all_workers_single_data("fail", 9)) == [0, 1, 2, 3]
+
+
+def test_exception_that_cannot_be_pickled_ends_no_worker(group):
+    """Ray ends an actor whose exception raises while it is pickled; the group would call it dead."""
+    told = r"Recorder.fail_oddly raised on rank \d: RuntimeError: .*Unsendable: odd \(which cannot be pickled: .*no way"
+    with pytest.raises(WorkerCallError, match=told):
+        results(group, group.run_all_workers_single_data("fail_oddly"))
+    assert [one[0] for one in results(group, group.run_all_workers_single_data("echo"))] == [0, 1, 2, 3]
+
+
+def test_generator_that_is_returned_is_refused(group):
+    """Ray would hand out its first item as the result, and drop the rest."""
+    with pytest.raises(WorkerCallError, match="lazy_rows returned a generator; return a list instead"):
+        results(group, group.run_all_workers_single_data("lazy_rows"))
+
+
+def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
+    """Sent to some, it would leave them waiting for the others in a collective."""
+    before = results(group, group.run_all_workers_single_data("calls"))
+    arguments = [[1, 2], [3, threading.Lock()]]
+    with pytest.raises(TypeError, match="an argument cannot be pickled, so nothing was sent"):
+        group.run_all_workers_sharded_data("echo", arguments, in_sharded_axes=["dp", "tp"])
+    assert results(group, group.run_all_workers_single_data("calls")) == before
+    reference = ray.put(5)
+    nested = group.run_all_workers_sharded_data(
+        "echo", [reference, 7], in_sharded_axes=["dp"], replicate_on_axes=["tp"]
+    )
+    assert [one[1] for one in results(group, nested)] == [(5,), (5,), (7,), (7,)]
+
+
+def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventually):
+    before = placements()
+    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    assert placements() == before + 1
+    kept = [group]
+    del group
+    with pytest.warns(ResourceWarning, match="dropped without shutdown"):
+        kept.clear()
+    eventually(lambda: placements() == before, 30)
+
+
+def test_shutdown_with_a_cleanup_that_is_no_method_ends_the_workers(ray_session):
+    before = placements()
+    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    assert not group.shutdown(cleanup_method="no_such_thing")
+    assert placements() == before
 
 
 def test_a_late_answer_is_not_lost(ray_session):
