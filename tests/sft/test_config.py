@@ -64,6 +64,9 @@ def test_a_dump_is_a_copy(tmp_path: Path) -> None:
         ({"policy": {"hf_config_overrides": {"model_type": None}}}, ["model_type"]),
         ({"data": {"validation": "v", "validation_fraction": 0.1}}, ["'v'", "0.1", "remove one"]),
         ({"data": {"train": []}}, ["data.train"]),
+        ({"data": {"train": "a\0b"}}, ["train holds a null character"]),
+        ({"sft": {"seed": True}}, ["sft.seed", "must be an integer, got true"]),
+        ({"sft": {"seed": 2**63}}, ["sft.seed", "less than"]),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_key_and_value(tmp_path: Path, sections: dict, words: list[str]) -> None:

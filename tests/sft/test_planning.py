@@ -179,3 +179,25 @@ def test_making_a_model_configuration_changes_nothing_in_the_run(tmp_path: Path)
     before = dict(run.policy.hf_config_overrides)
     model_config(run.policy, vocab_size=400)
     assert run.policy.hf_config_overrides == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": -16},
+        {"hidden_size": 2**40},
+        {"hidden_size": "wide"},
+        {"model_type": "bert"},
+        {"model_type": "t5"},
+        {"model_type": "gpt2"},
+    ],
+)
+def test_plan_of_a_model_that_cannot_be_names_the_configuration(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(9)])
+    document = {"hidden_size": 16, "num_attention_heads": 2, **overrides}
+    if "model_type" in overrides:
+        document = overrides
+    run = config(tmp_path, policy={"hf_config_overrides": document})
+    with pytest.raises(ConfigError, match=r"policy\.hf_config_overrides"):
+        plan_run(run)

@@ -36,8 +36,15 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NaturalInt = Annotated[int, Field(ge=0)]
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be an integer, got {str(value).lower()}")
+    return value
+
+
+PositiveInt = Annotated[int, BeforeValidator(_no_boolean), Field(gt=0)]
+NaturalInt = Annotated[int, BeforeValidator(_no_boolean), Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -60,6 +67,15 @@ class Section(BaseModel):
     """A part of the tree: frozen, and a key that it does not declare is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _no_null_characters(self) -> Section:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            texts = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(text, str) and "\0" in text for text in texts):
+                raise ValueError(f"{name} holds a null character, which no path or text here can have")
+        return self
 
 
 class SftConfig(Section):
@@ -85,7 +101,9 @@ class SftConfig(Section):
     )
     val_at_start: bool = Field(default=False, description="Validate before the first step.")
     val_at_end: bool = Field(default=False, description="Validate after the last step.")
-    seed: NaturalInt = Field(default=42, description="Seeds the random weights and the order of the data.")
+    seed: Annotated[NaturalInt, Field(lt=2**63)] = Field(
+        default=42, description="Seeds the random weights and the order of the data."
+    )
     feed: Literal["workers", "driver"] = Field(
         default="workers",
         description="Who reads the data: each worker its own rows, given a step number, or the driver for all of them.",

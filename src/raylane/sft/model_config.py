@@ -98,7 +98,11 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
         raise ConfigError(f"policy.hf_config_overrides.model_type={model_type!r} is unknown; {hint}") from error
     overrides = _checked(overrides, default)
     given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
-    return _applied(known(model_type, **{**given, **overrides}), overrides)
+    try:
+        made = known(model_type, **{**given, **overrides})
+    except Exception as error:  # transformers and huggingface_hub have classes of their own for this
+        raise ConfigError(f"policy.hf_config_overrides cannot be used for a {model_type} model: {error}") from error
+    return _applied(made, overrides)
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
@@ -164,7 +168,21 @@ def _applied(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used."""
+    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used.
+
+    ConfigError when transformers cannot build a causal language model from it, or it is built otherwise than those
+    that can be trained here.
+    """
+    try:
+        return _measured(config)
+    except Exception as error:  # from sizes that make no model, or from attributes that other architectures lack
+        raise ConfigError(
+            f"a {config.model_type} model of this configuration cannot be trained here: {type(error).__name__}: "
+            f"{error}. llama, qwen2 and qwen3 can be; check the sizes in policy.hf_config_overrides"
+        ) from error
+
+
+def _measured(config: Any) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
