@@ -213,3 +213,30 @@ def test_differences_that_change_losses_are_named():
         "policy.hf_config_overrides",
         "cluster.cpus_per_worker",
     ]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"step": 5, "metrics": {"val:loss": "x"}, "config": {}}', "[]", '{"step": "x"}', "\xff"]
+)
+def test_description_that_is_none_counts_as_damage(tmp_path, content):
+    write_state(tmp_path, 3)
+    (write_state(tmp_path, 5).path / "run.json").write_bytes(content.encode("latin-1"))
+    assert checkpoint.find(settings(checkpoint_dir=str(tmp_path))).step == 3
+
+
+def test_description_that_may_not_be_read_puts_nothing_aside(tmp_path, monkeypatch):
+    """Permissions and file systems may come back; damage does not."""
+    write_state(tmp_path, 3)
+    write_state(tmp_path, 5)
+    plain = Path.read_bytes
+
+    def refuse(path):
+        if path.parent.name == "step_5":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied") as caught:
+        checkpoint.find(settings(checkpoint_dir=str(tmp_path)))
+    assert type(caught.value) is CheckpointError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5"]

@@ -361,6 +361,10 @@ def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp
     with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf"))
     assert not (tmp_path / "hf/notes.txt").exists()
+    (tmp_path / "linked").symlink_to(prepared.tokenizer_dir)
+    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
+    with pytest.raises(CheckpointError, match=r"linked is a symbolic link"):
+        worker.save_hf(str(tmp_path / "hf2"))
 
 
 def test_the_self_check_finds_documents_that_see_each_other(worker, folder, monkeypatch):

@@ -111,10 +111,17 @@ def read(path: Path) -> Saved:
             f"{path} was not finished: it has no {MARKER} file; resume from another one, or remove it", path=str(path)
         )
     try:
-        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        saved = Saved(int(run["step"]), path, dict(run["metrics"]), dict(run["config"]))
+        text = (path / "run.json").read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    except OSError as error:  # permissions, or a file system that may come back
+        raise CheckpointError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    try:
+        run = json.loads(text)
+        metrics = {str(name): float(value) for name, value in dict(run["metrics"]).items()}
+        saved = Saved(int(run["step"]), path, metrics, dict(run["config"]))
         sizes = {str(name): int(size) for name, size in dict(run.get("files", {})).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     found = _sizes(path)
     wrong = [

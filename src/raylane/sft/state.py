@@ -193,6 +193,8 @@ def _write_beside(
     config.save_pretrained(folder)
     generation = json.dumps(_generation_settings(causal_lm, end_ids, start), indent=2, sort_keys=True)
     (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
+    if tokenizer_dir.is_symlink():
+        raise OSError(f"{tokenizer_dir} is a symbolic link; delete data.cache_dir and run again")
     for source in tokenizer_dir.iterdir():
         if source.name not in ("config.json", _GENERATION):
             _copy_plain(source, folder / source.name)

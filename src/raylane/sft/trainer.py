@@ -23,7 +23,7 @@ from typing import Any
 import ray
 import torch
 
-from raylane.errors import CheckpointDamagedError, ConfigError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerLostError
 from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
@@ -109,7 +109,10 @@ def _lost_workers_told(config: RunConfig) -> Iterator[None]:
 def how_to_go_on(config: RunConfig) -> str:
     """Return a sentence on what the same command does after this run ended early. Reads the checkpoint folder."""
     settings = config.checkpointing
-    whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+    try:
+        whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+    except CheckpointError as error:
+        return f"Which checkpoint the same command would resume from cannot be told: {error}"
     if not whole:
         return "No checkpoint was saved, so the same command begins anew; checkpointing.save_period saves on the way"
     again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
