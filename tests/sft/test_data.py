@@ -324,3 +324,26 @@ def test_drafts_of_ended_processes_are_removed_and_no_others(tmp_path: Path) -> 
     assert alive.exists()
     assert elsewhere.exists()
     assert (tmp_path / "cache" / name).stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777
+
+
+def test_data_from_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a pipe or device"):
+        prepare(config(tmp_path, data={"train": str(tmp_path / "pipe")}))
+
+
+def test_data_that_changes_while_it_is_read_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache would hold one content under the name of another."""
+    run = made(tmp_path)
+    train = ChatTokenizer.train
+
+    def train_and_append(texts: Any, settings: Any) -> ChatTokenizer:
+        made_one = train(texts, settings)
+        with (tmp_path / "train.jsonl").open("a") as file:
+            file.write(json.dumps(question(77)) + "\n")
+        return made_one
+
+    monkeypatch.setattr(ChatTokenizer, "train", train_and_append)
+    with pytest.raises(DataError, match=r"train\.jsonl\) changed while they were read"):
+        prepare(run)
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -255,3 +255,13 @@ def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(DataError, match=r"metrics\.jsonl:2 is no line of metrics"):
         read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.draft", "loss.html"])
+def test_log_that_is_a_link_leaves_its_target_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("no line feed")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="is a symbolic link; remove it"):
+        MetricsLog(LoggerConfig(), tmp_path / "logs")
+    assert (tmp_path / "precious").read_text() == "no line feed"

@@ -153,7 +153,7 @@ def prepare(config: RunConfig) -> PreparedData:
     _check_model_folder(config)
     if not done.is_file():
         try:
-            _build(config, folder)
+            _build(config, folder, sources)
         except OSError as error:
             raise ConfigError(f"cannot write to data.cache_dir={config.data.cache_dir}: {error}") from error
     prepared = _read_prepared(done)
@@ -198,6 +198,10 @@ def _digest_files(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         try:
+            if not Path(path).is_file() and not Path(path).is_dir() and Path(path).exists():
+                raise DataError(
+                    f"data file {path} is a pipe or device; it is read more than once, so write it to a file first"
+                )
             with Path(path).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
@@ -240,8 +244,11 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
     return config.policy.tokenizer.name or config.policy.model_name
 
 
-def _build(config: RunConfig, folder: Path) -> None:
-    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins."""
+def _build(config: RunConfig, folder: Path, sources: str) -> None:
+    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins.
+
+    `sources` is the digest of the data that the name of the folder stands for.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_drafts(folder)
     prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
@@ -249,6 +256,11 @@ def _build(config: RunConfig, folder: Path) -> None:
     draft.chmod(0o777 & ~_umask())
     try:
         prepared = _fill(config, draft, folder)
+        if _digest_files(_data_paths(config)) != sources:
+            raise DataError(
+                f"the data files ({', '.join(_data_paths(config))}) changed while they were read; run again when they "
+                "are complete"
+            )
         (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
         try:
             draft.rename(folder)

@@ -94,6 +94,11 @@ class MetricsLog:
         self._live = self._stream.isatty()
         self._bar_width = 0
         self._began = time.perf_counter()
+        for name in (METRICS_FILE, "metrics.draft", "loss.html", "loss.png"):
+            if (self.run_dir / name).is_symlink():  # what it points to would be cut and written to
+                raise ConfigError(
+                    f"{self.run_dir / name} is a symbolic link; remove it, or choose another logger.log_dir"
+                )
         _drop_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
