@@ -158,6 +158,22 @@ def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4)
     assert hsdp4.losses(range(3, 6)) == pytest.approx(wanted, abs=1e-5)
 
 
+def test_resume_from_before_a_key_existed_warns_of_nothing(fsdp2, caplog):
+    fsdp2.again()
+    saved = fsdp2.policy.save({})
+    path = saved.path / "run.json"
+    run = json.loads(path.read_text())
+    del run["config"]["policy"]["optimizer"]["weight_decay_on"]
+    del run["config"]["policy"]["scheduler"]["first_step"]
+    path.write_text(json.dumps(run))
+    fsdp2.policy.load(saved.path)
+    assert "losses will differ" not in caplog.text
+    run["config"]["policy"]["scheduler"]["first_step"] = "0"
+    path.write_text(json.dumps(run))
+    fsdp2.policy.load(saved.path)
+    assert "losses will differ: policy.scheduler" in caplog.text
+
+
 def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2, folder):
     fsdp2.again()
     saved = fsdp2.policy.save({})

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from raylane.errors import CheckpointError, RaylaneError, WorkerCallError
+from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError
 from raylane.sft import checkpoint
-from raylane.sft.config import RunConfig, dump
+from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import micro_batches
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
@@ -47,6 +47,15 @@ def worker_options(config: RunConfig) -> WorkerOptions:
         workers_per_node=cluster.num_workers // cluster.num_nodes,
         start_timeout_s=cluster.start_timeout_s,
     )
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved description, with the defaults of keys that did not exist when it was written."""
+    plain = {key: value for key, value in saved.items() if key != "prepared"}
+    try:
+        return {**dump(build_config(plain)), "prepared": saved.get("prepared")}
+    except ConfigError:  # a key that is no longer there
+        return saved
 
 
 def _refuse_unshifted(batch: BatchDict) -> None:
@@ -264,7 +273,7 @@ class Policy:
         """
         saved = checkpoint.read(Path(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
-        for difference in checkpoint.differences(saved.config, self._description()):
+        for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
             _log.warning("resuming with another configuration, losses will differ: %s", difference)
         self._next = int(self._one("load_state", str((saved.path / "state").resolve())))
         return self._next
