@@ -22,6 +22,7 @@ RaylaneError
 ├── ConfigError (also a ValueError)   the configuration cannot be used as written
 ├── DataError (also a ValueError)     the training data cannot be used as it is
 └── CheckpointError                   a checkpoint cannot be written, read or trusted
+    └── CheckpointDamagedError         its files are incomplete or altered; an earlier one may be whole
 
 The caller's mistakes in plain arguments are ValueError and TypeError; an AssertionError is our own bug.
 
@@ -37,6 +38,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 __all__ = [
+    "CheckpointDamagedError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -164,3 +166,7 @@ class DataError(RaylaneError, ValueError):
 
 class CheckpointError(RaylaneError):
     """A checkpoint could not be written, was not complete, or does not fit this run."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """Files of a checkpoint are missing, shorter than when they were written, or hold no checkpoint."""

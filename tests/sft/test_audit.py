@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raylane.sft.audit import figures, mark_document, marks, report, sample
+from raylane.sft.audit import figures, mark_document, marks, printable, report, sample
 from raylane.sft.data import open_rows, prepare
 from sft.conversations import config, question, talk, tokenizer, turn, write_jsonl
 
@@ -61,3 +61,11 @@ def test_a_sample_shows_no_more_than_there_is(tmp_path: Path) -> None:
     text = sample(rows, tokenizer(), marks(coloured=False), 9)
     assert text.count("document ") == 2
     assert text.count("[[") == 2
+
+
+def test_control_characters_of_data_are_written_out() -> None:
+    """Conversations must not be able to clear a terminal or set its title."""
+    assert printable("a\x1b[2J\tb\x07\n\x9bc\r") == "a\\x1b[2J\tb\\x07\n\\x9bc\\r"
+    conversation = talk(turn("user", "a\x1b]0;title\x07"), turn("assistant", "b\x1b[2J"))
+    encoded = tokenizer().encode(conversation)
+    assert "\x1b" not in mark_document(encoded.tokens, encoded.supervised, tokenizer(), marks(False))

@@ -165,3 +165,109 @@ def test_runs_are_half_open() -> None:
     assert runs(np.array([True, True, False, True])) == [(0, 2), (3, 4)]
     assert runs(np.zeros(3, dtype=bool)) == []
     assert runs(np.zeros(0, dtype=bool)) == []
+
+
+def test_reasoning_is_supervised_by_the_bundled_template() -> None:
+    conversation = talk(turn("user", "2 + 2?"), turn("assistant", "4", reasoning_content="two and two"))
+    assert spans(conversation) == ["<think>\ntwo and two\n</think>\n\n4<|im_end|>"]
+    assert not tokenizer().reasoning_left_out(conversation, tokenizer().encode(conversation))
+
+
+def test_reasoning_that_a_template_leaves_out_is_noticed() -> None:
+    template = chatml_template().replace("message.reasoning_content %}", "false %}")
+    chat = ChatTokenizer(train_tokenizer(["a"], 300), template)
+    conversation = talk(turn("user", "2 + 2?"), turn("assistant", "4", thinking="two and two"))
+    assert chat.reasoning_left_out(conversation, chat.encode(conversation))
+
+
+def test_mask_check_accepts_a_tokenizer_that_normalises() -> None:
+    """NFC puts decomposed letters together: the text read back is not the text written."""
+    from tokenizers import normalizers
+
+    hf = train_tokenizer(["a"], 300)
+    hf.backend_tokenizer.normalizer = normalizers.NFC()
+    chat = ChatTokenizer(hf, chatml_template())
+    decomposed = "cafe\u0301 au lait, s'il vous plai\u0302t"
+    conversation = talk(turn("user", decomposed), turn("assistant", decomposed))
+    assert chat.misplaced(conversation, chat.encode(conversation)) is None
+
+
+def test_mask_check_accepts_a_template_that_strips_reasoning() -> None:
+    template = chatml_template().replace(
+        "message.content if message.content else ''", "message.content.split('</think>')[-1] | trim"
+    )
+    chat = ChatTokenizer(train_tokenizer(["a"], 300), template)
+    conversation = talk(turn("user", "2 + 2?"), turn("assistant", "<think>two and two</think>\n4"))
+    encoded = chat.encode(conversation)
+    assert "two and two" not in chat.decode(encoded.tokens)
+    assert chat.misplaced(conversation, encoded) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["{{ 1 / 0 }}", "{% for a in range(10**9) %}{% endfor %}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"],
+)
+def test_template_that_fails_in_any_way_is_a_data_error(body: str) -> None:
+    chat = ChatTokenizer(train_tokenizer(["a"], 300), chatml_template() + body)
+    with pytest.raises(DataError, match=r"talk\.jsonl:1: the chat template refuses this conversation"):
+        chat.encode(talk(turn("user", "a"), turn("assistant", "b")))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"eos_token_id": ["x"]}', '{"eos_token_id": {"a": 1}}', "[" * 100_000]
+)
+def test_damaged_generation_config_is_named(tmp_path: Path, content: str) -> None:
+    tokenizer().save(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json is damaged"):
+        ChatTokenizer.load(tmp_path)
+
+
+def test_tokenizer_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    """transformers would ask on the terminal whether to run it."""
+    tokenizer().save(tmp_path)
+    auto = {"auto_map": {"AutoTokenizer": ["theirs.Tokenizer", None]}, "tokenizer_class": "Theirs"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(auto))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "theirs", **auto}))
+    (tmp_path / "theirs.py").write_text("raise SystemExit('was run')")
+    with pytest.raises(ConfigError, match="cannot load a tokenizer"):
+        ChatTokenizer.load(tmp_path)
+
+
+LLAMA_TOKENS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+
+
+def test_llama3_template_supervises_answers_and_calls() -> None:
+    hf = train_tokenizer(["a"], 300)
+    with pytest.raises(DataError, match=r"chat_template=llama3 needs the tokens .* lacks <\|start_header_id\|>"):
+        ChatTokenizer(hf, template_text("llama3"))
+    hf.add_special_tokens({"additional_special_tokens": list(LLAMA_TOKENS)})
+    hf.bos_token = LLAMA_TOKENS[0]
+    chat = ChatTokenizer(hf, template_text("llama3"))
+    assert chat.end_ids == {hf.convert_tokens_to_ids("<|eot_id|>")}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    conversation = talk(
+        turn("user", "one?"), turn("assistant", None, tool_calls=[call]), turn("tool", "1"), turn("assistant", "1"),
+        tools=TOOLS,
+    )  # fmt: skip
+    encoded = chat.encode(conversation)
+    said = [chat.decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
+    assert said == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "1<|eot_id|>"]
+    text = chat.decode(encoded.tokens)
+    assert text.startswith("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nYou may call")
+    assert "<|start_header_id|>ipython<|end_header_id|>\n\n1<|eot_id|>" in text
+
+
+def test_template_may_stand_in_the_configuration_itself() -> None:
+    assert template_text("{{ messages }}") == "{{ messages }}"
+    assert template_text("default") is None
+
+
+def test_vocabulary_size_has_room_for_the_highest_number() -> None:
+    """Numbers of tokens may have gaps; a model with one row for each token would be too small."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"a": 0, "<|im_start|>": 7, "<|im_end|>": 9}
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [])))
+    assert ChatTokenizer(hf, chatml_template()).vocab_size == 10

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from raylane.errors import CheckpointError
+from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft import checkpoint
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig
@@ -81,6 +85,103 @@ def test_a_damaged_description_is_told(tmp_path):
         checkpoint.list_saved(tmp_path)
 
 
+def write_state(folder: Path, step: int) -> Saved:
+    partial = checkpoint.begin(folder, step)
+    (partial / "state").mkdir()
+    (partial / "state/weights").write_text("weights of step " + str(step))
+    return checkpoint.commit(partial, step, {}, {})
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "description"])
+def test_find_with_a_damaged_newest_takes_the_one_before(tmp_path, caplog, damage):
+    write_state(tmp_path, 3)
+    newest = write_state(tmp_path, 5)
+    if damage == "truncate":
+        os.truncate(newest.path / "state/weights", 4)
+    elif damage == "remove":
+        (newest.path / "state/weights").unlink()
+    else:
+        (newest.path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointDamagedError, match=r"damaged: state/weights has|run\.json cannot be read"):
+        checkpoint.find(settings(resume=str(newest.path)))
+    assert checkpoint.find(settings(checkpoint_dir=str(tmp_path))).step == 3
+    assert "is now" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5.damaged"]
+    checkpoint.refuse_later(settings(checkpoint_dir=str(tmp_path)), 3)
+
+
+def test_find_with_only_damaged_ones_starts_nothing_anew(tmp_path):
+    only = write_state(tmp_path, 5)
+    os.truncate(only.path / "state/weights", 4)
+    with pytest.raises(CheckpointDamagedError, match="holds no checkpoint that is whole"):
+        checkpoint.find(settings(checkpoint_dir=str(tmp_path)))
+    assert only.path.is_dir(), "a second try must not find an empty folder and begin at step 0"
+
+
+REPLACE_AND_DIE = """
+import os, pathlib, signal, sys
+from raylane.sft import checkpoint
+rename, calls = pathlib.Path.rename, []
+def dying(self, target):
+    calls.append(self)
+    if len(calls) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, target)
+pathlib.Path.rename = dying
+partial = checkpoint.begin(pathlib.Path(sys.argv[1]), 5)
+(partial / "state").mkdir()
+(partial / "state/weights").write_text("second")
+checkpoint.commit(partial, 5, {"val:loss": 1.0}, {})
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rename", [1, 2])
+def test_commit_killed_before_a_rename_loses_nothing(tmp_path, rename):
+    write_state(tmp_path, 5)
+    command = [sys.executable, "-c", REPLACE_AND_DIE, str(tmp_path), str(rename)]
+    assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
+    recovered = checkpoint.recover(tmp_path)
+    checkpoint.discard_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
+    assert recovered == ([] if rename == 1 else [tmp_path / "step_5"])
+    found = checkpoint.find(settings(checkpoint_dir=str(tmp_path)))
+    assert found.metrics == ({} if rename == 1 else {"val:loss": 1.0}), "the newer of the two"
+
+
+def test_recover_leaves_removed_and_half_written_ones_alone(tmp_path):
+    one = write_state(tmp_path, 5)
+    one.path.rename(tmp_path / "step_5.removed.partial")
+    checkpoint.begin(tmp_path, 7)
+    assert checkpoint.recover(tmp_path) == []
+    checkpoint.discard_partial(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discard_of_a_link_removes_the_link_alone(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/precious").write_text("")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "step_4.partial").symlink_to(tmp_path / "mine")
+    checkpoint.discard_partial(folder)
+    assert (tmp_path / "mine/precious").exists()
+    (folder / "step_4.partial").symlink_to(tmp_path / "mine")
+    (checkpoint.begin(folder, 4) / "payload").write_text("")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["precious"]
+
+
+def test_find_refuses_files_of_another_user_unless_allowed(tmp_path, monkeypatch):
+    one = write_state(tmp_path, 5)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    for resume in ("auto", str(one.path)):
+        here = settings(checkpoint_dir=str(tmp_path), resume=resume)
+        with pytest.raises(CheckpointError, match=rf"runs as user {other}.*checkpointing\.allow_other_owner=true"):
+            checkpoint.find(here)
+        assert checkpoint.find(here.model_copy(update={"allow_other_owner": True})).step == 5
+
+
 def test_the_latest_and_the_best_are_kept():
     history = [saved(1, 3.0), saved(2, 1.0), saved(3, 2.0), saved(4), saved(5, 4.0)]
     kept, removed = checkpoint.keep(history, settings(keep_latest_k=1, keep_top_k=2))
@@ -112,3 +213,30 @@ def test_differences_that_change_losses_are_named():
         "policy.hf_config_overrides",
         "cluster.cpus_per_worker",
     ]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"step": 5, "metrics": {"val:loss": "x"}, "config": {}}', "[]", '{"step": "x"}', "\xff"]
+)
+def test_description_that_is_none_counts_as_damage(tmp_path, content):
+    write_state(tmp_path, 3)
+    (write_state(tmp_path, 5).path / "run.json").write_bytes(content.encode("latin-1"))
+    assert checkpoint.find(settings(checkpoint_dir=str(tmp_path))).step == 3
+
+
+def test_description_that_may_not_be_read_puts_nothing_aside(tmp_path, monkeypatch):
+    """Permissions and file systems may come back; damage does not."""
+    write_state(tmp_path, 3)
+    write_state(tmp_path, 5)
+    plain = Path.read_bytes
+
+    def refuse(path):
+        if path.parent.name == "step_5":
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CheckpointError, match="Permission denied") as caught:
+        checkpoint.find(settings(checkpoint_dir=str(tmp_path)))
+    assert type(caught.value) is CheckpointError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5"]

@@ -11,6 +11,7 @@ import yaml
 
 from raylane.errors import ConfigError
 from raylane.sft.config import build_config, dump, load_config
+from raylane.sft.policy import worker_options
 from raylane.sft.reference import reference_markdown
 from sft.conversations import config, document
 
@@ -63,6 +64,9 @@ def test_a_dump_is_a_copy(tmp_path: Path) -> None:
         ({"policy": {"hf_config_overrides": {"model_type": None}}}, ["model_type"]),
         ({"data": {"validation": "v", "validation_fraction": 0.1}}, ["'v'", "0.1", "remove one"]),
         ({"data": {"train": []}}, ["data.train"]),
+        ({"data": {"train": "a\0b"}}, ["train holds a null character"]),
+        ({"sft": {"seed": True}}, ["sft.seed", "must be an integer, got true"]),
+        ({"sft": {"seed": 2**63}}, ["sft.seed", "less than"]),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_key_and_value(tmp_path: Path, sections: dict, words: list[str]) -> None:
@@ -70,6 +74,25 @@ def test_values_that_cannot_be_are_refused_by_key_and_value(tmp_path: Path, sect
         config(tmp_path, **sections)
     for word in words:
         assert word in str(error.value)
+
+
+def test_num_workers_unset_is_one_for_each_gpu(tmp_path: Path) -> None:
+    sizes = {"policy": {"train_global_batch_size": 48}}
+    assert config(tmp_path, **sizes, cluster={"gpus_per_node": 8, "num_nodes": 2}).cluster.num_workers == 16
+    assert config(tmp_path, **sizes, cluster={"gpus_per_node": 8, "num_workers": 2}).cluster.num_workers == 2
+    assert config(tmp_path, **sizes, cluster={"num_nodes": 3, "num_workers": None}).cluster.num_workers == 3
+    assert config(tmp_path).cluster.num_workers == 1
+    with pytest.raises(ConfigError, match=r"cluster\.gpus_per_node.*integer"):
+        config(tmp_path, cluster={"gpus_per_node": "many"})
+
+
+def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
+    cluster = {"env_vars": {"NCCL_P2P_DISABLE": 1}, "start_timeout_s": 900, "num_workers": 2, "num_nodes": 2}
+    options = worker_options(config(tmp_path, cluster=cluster))
+    assert options.env_vars["NCCL_P2P_DISABLE"] == "1"
+    assert (options.start_timeout_s, options.workers_per_node) == (900, 1)
+    with pytest.raises(ConfigError, match="env_vars names RANK, which are set for each worker"):
+        config(tmp_path, cluster={"env_vars": {"RANK": "0"}})
 
 
 def test_the_reference_page_is_what_the_models_say() -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
+from raylane.sft.cache import TokenCache
 from raylane.sft.chat import ChatTokenizer, chatml_template
 from raylane.sft.config import RunConfig, dump
 from raylane.sft.data import Counts, PreparedData, fit, open_rows, prepare, warnings
@@ -228,3 +234,116 @@ def test_every_count_that_means_a_loss_has_a_warning() -> None:
     )
     assert len(warnings(prepared, run)) == 7
     assert asdict(counts)["truncated"] == 1
+
+
+def test_mask_check_can_be_switched_off(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{% endfor %}"
+    )
+    tokens = {"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}
+    with pytest.raises(DataError, match=r"inspect-data\. If they are right, set data\.check_masks=false"):
+        prepare(made(tmp_path, policy=tokens))
+    assert prepare(made(tmp_path, policy=tokens, data={"check_masks": False})).report["train"].documents == 12
+
+
+def test_repeats_within_the_training_data_are_counted(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.WARNING, "raylane")
+    prepared = prepare(made(tmp_path, [question(1), question(2), question(1), question(1)]))
+    assert prepared.report["train"].repeated == 2
+    assert "2 of 4 conversations repeat an earlier one" in caplog.text
+
+
+def test_reasoning_left_out_by_the_template_is_warned_of(tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.WARNING, "raylane")
+    (tmp_path / "t.jinja").write_text(chatml_template().replace("message.reasoning_content %}", "false %}"))
+    line = {"messages": [turn("user", "a?"), turn("assistant", "b", reasoning="because of c")]}
+    prepare(made(tmp_path, [line], policy={"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}))
+    assert "1 conversations have reasoning (reasoning_content) that the chat template does not write" in caplog.text
+
+
+def test_turns_cut_to_nothing_are_not_called_unsupervised(tmp_path: Path) -> None:
+    line = {"messages": [turn("user", "word " * 300), turn("assistant", "short")]}
+    with pytest.raises(DataError, match=r"cut before the first supervised token: 1, nothing supervised: 0\)"):
+        prepare(made(tmp_path, [line]))
+
+
+def test_model_that_is_no_folder_is_told_before_tokenising(tmp_path: Path) -> None:
+    tokenizer().save(tmp_path / "tok")
+    policy = {"model_name": "some/model", "tokenizer": {"train_vocab_size": None, "name": str(tmp_path / "tok")}}
+    with pytest.raises(ConfigError, match=r"policy\.model_name='some/model' is no folder .*hf download some/model"):
+        prepare(made(tmp_path, policy=policy))
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"report": 3}', "[" * 100_000, '{"vocab_size": "x"}'])
+def test_damaged_prepared_file_is_named(tmp_path: Path, content: str) -> None:
+    run = made(tmp_path)
+    folder = prepare(run).train.parent
+    (folder / "prepared.json").write_text(content)
+    with pytest.raises(DataError, match=r"prepared\.json is damaged.*Delete"):
+        prepare(run)
+
+
+def test_prepared_file_cannot_name_folders_elsewhere(tmp_path: Path) -> None:
+    """The tokenizer's folder is copied into every exported model."""
+    run = made(tmp_path)
+    prepared = prepare(run)
+    path = prepared.train.parent / "prepared.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_dir": "/etc", "train": "/etc"}))
+    assert prepare(run) == prepared
+
+
+def test_damaged_offsets_are_named(tmp_path: Path) -> None:
+    folder = prepare(made(tmp_path)).train
+    for offsets in (b"", b"\x93NUMPY", np.array([0.0, 4.0]), np.array([0, 9, 5]), np.array([[0, 1]]), np.array([])):
+        if isinstance(offsets, bytes):
+            (folder / "offsets.npy").write_bytes(offsets)
+        else:
+            np.save(folder / "offsets.npy", offsets)
+        with pytest.raises(DataError, match=r"delete it and run again|is no token cache"):
+            TokenCache.open(folder)
+
+
+@pytest.mark.faults
+def test_drafts_of_ended_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    name = prepare(run).train.parent.name
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait(60)
+    stale, alive, elsewhere = (
+        tmp_path / "cache" / f"{name}.draft-{place}-x"
+        for place in (
+            f"{socket.gethostname()}-{ended.pid}", f"{socket.gethostname()}-{os.getpid()}", f"other-{ended.pid}"
+        )
+    )  # fmt: skip
+    for folder in (stale, alive, elsewhere):
+        (folder / "train").mkdir(parents=True)
+    shutil.rmtree(tmp_path / "cache" / name)
+    prepare(run)
+    assert not stale.exists()
+    assert alive.exists()
+    assert elsewhere.exists()
+    assert (tmp_path / "cache" / name).stat().st_mode & 0o777 == (tmp_path / "cache").stat().st_mode & 0o777
+
+
+def test_data_from_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a pipe or device"):
+        prepare(config(tmp_path, data={"train": str(tmp_path / "pipe")}))
+
+
+def test_data_that_changes_while_it_is_read_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache would hold one content under the name of another."""
+    run = made(tmp_path)
+    train = ChatTokenizer.train
+
+    def train_and_append(texts: Any, settings: Any) -> ChatTokenizer:
+        made_one = train(texts, settings)
+        with (tmp_path / "train.jsonl").open("a") as file:
+            file.write(json.dumps(question(77)) + "\n")
+        return made_one
+
+    monkeypatch.setattr(ChatTokenizer, "train", train_and_append)
+    with pytest.raises(DataError, match=r"train\.jsonl\) changed while they were read"):
+        prepare(run)
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -61,3 +61,32 @@ def test_a_folder_that_cannot_be_is_named_with_its_key(tmp_path):
     said = r"logger\.log_dir=.*/file/below cannot be written to: Not a directory"
     with pytest.raises(ConfigError, match=said), held({"logger.log_dir": str(below)}):
         pass
+
+
+def test_lock_that_is_a_link_leaves_its_target_alone(tmp_path):
+    (tmp_path / "precious").write_text("text")
+    for make in ("symlink_to", "hardlink_to"):
+        folder = tmp_path / make
+        folder.mkdir()
+        getattr(folder / LOCK_FILE, make)(tmp_path / "precious")
+        with (
+            pytest.raises(ConfigError, match=r"logger\.log_dir=.* is refused: .*Remove it"),
+            held({"logger.log_dir": str(folder)}),
+        ):
+            pass
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_lock_of_another_user_is_refused(tmp_path, monkeypatch):
+    (tmp_path / LOCK_FILE).write_text("")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    told = rf"belongs to user \d+, and this process runs as user {other}"
+    with pytest.raises(ConfigError, match=told), held({"key": str(tmp_path)}):
+        pass
+
+
+def test_lock_that_is_no_plain_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with pytest.raises(ConfigError, match="is no plain file"), held({"key": str(tmp_path)}):
+        pass

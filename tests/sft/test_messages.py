@@ -132,3 +132,27 @@ def test_about_the_asked_part_is_held_out() -> None:
     digests = [parse_conversation(json.dumps(question(seed)), "a:1").digest() for seed in range(2000)]
     assert 150 < sum(is_held_out(digest, 0.1) for digest in digests) < 250
     assert not any(is_held_out(digest, 0.0) for digest in digests)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", "not JSON"),
+        ('{"messages": [], "extra": ' + "[" * 150 + "]" * 150 + "}", "nested more than 100 deep"),
+        ('{"messages": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "key 'content' is repeated"),
+        ('{"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]}', "entry of tool_calls"),
+        ('{"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}', "old form of 'tools'"),
+    ],
+)
+def test_json_that_would_lose_something_is_named_with_file_and_line(line: str, words: str) -> None:
+    with pytest.raises(DataError, match=rf"f\.jsonl:3[:,] .*{words}"):
+        parse_conversation(line, "f.jsonl:3")
+
+
+@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, '{"a":' * 150 + "1" + "}" * 150, "9" * 5000])
+def test_hostile_arguments_are_named_with_file_and_line(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    line = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    with pytest.raises(DataError, match=r"f\.jsonl:3, message 0, tool call 0: "):
+        parse_conversation(line, "f.jsonl:3")

@@ -239,6 +239,7 @@ def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[floa
     places = [tuple(map(float, pair.split())) for pair in line.lstrip("M").split("L")]
     assert len(places) == len(points)
     assert all(0 <= x <= 860 and 0 <= y <= 440 for x, y in places)
+    assert {"step", "loss (nats per token)"} <= {node.text for node in drawing}
 
 
 @pytest.mark.parametrize(
@@ -247,3 +248,20 @@ def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[floa
 )
 def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": "soon"}', '{"step": null}', "[1]", "[" * 100_000])
+def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2 is no line of metrics"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.draft", "loss.html"])
+def test_log_that_is_a_link_leaves_its_target_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("no line feed")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="is a symbolic link; remove it"):
+        MetricsLog(LoggerConfig(), tmp_path / "logs")
+    assert (tmp_path / "precious").read_text() == "no line feed"

@@ -40,3 +40,38 @@ def test_vectors_are_not_decayed_and_every_group_gets_the_rate():
     assert len(plain["params"]) == 3
     set_learning_rate(optimizer, 0.125)
     assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+def torchs(scheduler_of, total):
+    """Learning rates of steps 0, 1, ... that a scheduler of torch or transformers gives."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = scheduler_of(optimizer)
+    values = []
+    for _ in range(total):
+        values.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def test_learning_rate_can_be_that_of_transformers():
+    from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+    theirs = {"warmup_steps": 3, "first_step": "0", "min_lr_at": "after_last_step"}
+    for name, make in (("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)):
+        assert rates(10, name=name, **theirs) == pytest.approx(torchs(lambda one, make=make: make(one, 3, 10), 10))
+
+
+def test_learning_rate_can_be_that_of_torch():
+    from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+
+    theirs = {"first_step": "1/w", "min_lr_at": "after_last_step"}
+    assert rates(10, **theirs) == pytest.approx(torchs(lambda one: CosineAnnealingLR(one, 10), 10))
+    rise = torchs(lambda one: LambdaLR(one, lambda step: min(1.0, (step + 1) / 4)), 4)
+    assert rates(9, warmup_steps=4, **theirs)[:4] == pytest.approx(rise)
+
+
+def test_weight_decay_on_all_decays_vectors_too():
+    model = torch.nn.LayerNorm(4)
+    settings = OptimizerConfig(weight_decay_on="all", kwargs={"weight_decay": 0.3})
+    assert [group["weight_decay"] for group in make_optimizer(model, settings).param_groups] == [0.3]

@@ -171,6 +171,10 @@ def test_defaults_that_go_round_in_a_circle_are_refused(tmp_path: Path) -> None:
         ("- 1\n- 2", "holds a list"),
         ("a: [1", "is not YAML"),
         ("sft: {seed: 1}\nsft: {seed: 2}", "'sft' is repeated"),
+        ("a: " + "[" * 5000 + "]" * 5000, "is nested too deep"),
+        ("? [a, b]\n: 1", "a key must be text"),
+        ("a: 2024-99-99", "holds a value that cannot be read"),
+        ("a: " + "9" * 5000, "holds a value that cannot be read"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(tmp_path: Path, text: str, words: str) -> None:

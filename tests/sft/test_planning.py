@@ -55,8 +55,38 @@ def test_memory_is_shared_by_the_workers_of_a_shard_and_not_by_replicas(tmp_path
     replicas = memory(tmp_path, cluster={"num_workers": 2}, policy={"dtensor_cfg": {"dp_replicate_size": 2}})
     assert replicas.parameters == 4000
     assert one.total == sum(
-        (one.parameters, one.gradients, one.optimizer, one.gathered, one.activations, one.logits)
+        (one.parameters, one.gradients, one.unreduced, one.optimizer, one.gathered, one.activations, one.logits)
     )  # fmt: skip
+
+
+def test_memory_counts_whole_gradients_between_micro_batches(tmp_path: Path) -> None:
+    """Each worker keeps 4 bytes of every parameter, however many workers share the model: 32 GB at 8 billion."""
+    cluster = {"num_workers": 2}
+    several = {"train_global_batch_size": 4, "train_micro_batch_size": 1}
+    assert memory(tmp_path, cluster=cluster, policy=several).unreduced == 4 * SHAPE.num_parameters
+    each = {**several, "dtensor_cfg": {"reduce_every_micro_batch": True}}
+    assert memory(tmp_path, cluster=cluster, policy=each).unreduced == 4 * SHAPE.largest_unit
+    assert memory(tmp_path, cluster=cluster).unreduced == 4 * SHAPE.largest_unit, "one micro-batch is reduced at once"
+    plan = make_plan(config(tmp_path, cluster=cluster, policy=several), SHAPE, ROWS, None)
+    assert "gradients not reduced yet" in render(plan, config(tmp_path))
+
+
+def test_plan_tells_of_gpus_that_are_not_used(tmp_path: Path) -> None:
+    run = config(tmp_path, cluster={"gpus_per_node": 8, "num_workers": 2})
+    assert "6 of 8 GPUs are not used" in render(make_plan(run, SHAPE, ROWS, None), run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"attn_implementation": "no_such_thing"}, "must be one of sdpa, eager, .* got 'no_such_thing'"),
+        ({"torch_dtype": "bfloat16"}, r"torch_dtype has no effect here; set policy\.precision"),
+    ],
+)
+def test_model_overrides_without_effect_are_refused(tmp_path: Path, overrides: dict[str, Any], words: str) -> None:
+    policy = config(tmp_path, policy={"hf_config_overrides": overrides}).policy
+    with pytest.raises(ConfigError, match=words):
+        model_config(policy, 400)
 
 
 def test_what_saves_memory_saves_memory(tmp_path: Path) -> None:
@@ -149,3 +179,25 @@ def test_making_a_model_configuration_changes_nothing_in_the_run(tmp_path: Path)
     before = dict(run.policy.hf_config_overrides)
     model_config(run.policy, vocab_size=400)
     assert run.policy.hf_config_overrides == before
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": -16},
+        {"hidden_size": 2**40},
+        {"hidden_size": "wide"},
+        {"model_type": "bert"},
+        {"model_type": "t5"},
+        {"model_type": "gpt2"},
+    ],
+)
+def test_plan_of_a_model_that_cannot_be_names_the_configuration(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [question(seed) for seed in range(9)])
+    document = {"hidden_size": 16, "num_attention_heads": 2, **overrides}
+    if "model_type" in overrides:
+        document = overrides
+    run = config(tmp_path, policy={"hf_config_overrides": document})
+    with pytest.raises(ConfigError, match=r"policy\.hf_config_overrides"):
+        plan_run(run)

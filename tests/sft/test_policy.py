@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -126,6 +127,16 @@ def test_batches_that_do_not_divide_are_refused_before_anything_is_sent(fsdp2):
     assert fsdp2.policy.next_step == 0
 
 
+def test_labels_that_are_not_shifted_are_refused(fsdp2):
+    """transformers' users have them so; the loss would fall, and the model learn to copy."""
+    fsdp2.again()
+    batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
+    copied = torch.where(batch["labels"] == -100, -100, batch["input_ids"])
+    with pytest.raises(ValueError, match="labels are not shifted"):
+        fsdp2.policy.train(tiny_run.BatchDict({**batch, "labels": copied}))
+    assert fsdp2.policy.next_step == 0
+
+
 def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
     fsdp2.again()
     hsdp4.again()
@@ -145,6 +156,22 @@ def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4)
     hsdp4.again()
     assert hsdp4.policy.load(saved.path) == 3
     assert hsdp4.losses(range(3, 6)) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_resume_from_before_a_key_existed_warns_of_nothing(fsdp2, caplog):
+    fsdp2.again()
+    saved = fsdp2.policy.save({})
+    path = saved.path / "run.json"
+    run = json.loads(path.read_text())
+    del run["config"]["policy"]["optimizer"]["weight_decay_on"]
+    del run["config"]["policy"]["scheduler"]["first_step"]
+    path.write_text(json.dumps(run))
+    fsdp2.policy.load(saved.path)
+    assert "losses will differ" not in caplog.text
+    run["config"]["policy"]["scheduler"]["first_step"] = "0"
+    path.write_text(json.dumps(run))
+    fsdp2.policy.load(saved.path)
+    assert "losses will differ: policy.scheduler" in caplog.text
 
 
 def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2, folder):
@@ -168,15 +195,100 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_leaves_no_half(fsdp2, t
 
     def begin_with_obstacle(folder, step):
         partial = begin(folder, step)
-        (partial / "hf" / "config.json").mkdir(parents=True)
+        (partial / "state" / "optimizer.json").mkdir(parents=True)
         return partial
 
     monkeypatch.setattr(checkpoint, "begin", begin_with_obstacle)
     with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
-        fsdp2.policy.save({}, with_hf=True)
+        fsdp2.policy.save({})
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
     assert fsdp2.policy.validate()["loss"] > 0, "no worker is left waiting for another"
+
+
+def base_model(run, folder):
+    """A Hugging Face folder of the tiny model, and a configuration of a run that starts from it."""
+    run.again()
+    run.policy.save_hf(folder)
+    changes = {"policy.model_name": str(folder), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    places = {"checkpointing.checkpoint_dir": str(folder.parent / "saved")}
+    return tiny_run.config_of(run.folder, {**run.changes, **changes, **places})
+
+
+def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, monkeypatch):
+    """transformers loads temperature without do_sample, and refuses to save it once anything was changed."""
+    config = base_model(fsdp2, tmp_path / "base")
+    (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 0}')
+    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    monkeypatch.setattr(fsdp2.policy, "_config", config)
+    saved = fsdp2.policy.save({}, with_hf=True)
+    written = json.loads((saved.path / "hf/generation_config.json").read_text())
+    assert written == {"temperature": 0.6, "eos_token_id": [*fsdp2.prepared.end_ids, 0]}
+
+
+def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch):
+    """Workers have a working directory of their own, e.g. where somebody started Ray."""
+    config = base_model(fsdp2, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    relative = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": "base"})})
+    with Policy(relative, fsdp2.prepared, 8) as policy:
+        assert policy.facts["parameters"] == fsdp2.policy.facts["parameters"]
+
+
+@pytest.mark.faults
+def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monkeypatch):
+    """The state is worth more than the model folder made from it: a failed export must not take it away."""
+    config = base_model(fsdp2, tmp_path / "base")
+    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    monkeypatch.setattr(fsdp2.policy, "_config", config)
+    fsdp2.policy.train_step(0)
+    (tmp_path / "base/generation_config.json").write_text("{ not JSON")
+    with pytest.raises(CheckpointError, match=r"JSONDecodeError.*step_1 is complete: correct the cause and run"):
+        fsdp2.policy.save({"train:loss": 1.0}, with_hf=True)
+    (saved,) = checkpoint.list_saved(tmp_path / "saved")
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
+    assert not (saved.path / "hf").exists()
+    assert fsdp2.policy.load(saved.path) == 1
+
+    (tmp_path / "base/generation_config.json").write_text("{}")
+    assert sorted(path.name for path in fsdp2.policy.export(saved).iterdir())[:2] == [
+        "chat_template.jinja",
+        "config.json",
+    ]
+
+
+@pytest.mark.faults
+def test_checkpoint_that_one_worker_cannot_read_is_not_damaged(fsdp2, monkeypatch):
+    """A node without the shared storage: were it called damage, resume=auto would put good checkpoints aside."""
+    fsdp2.again()
+    saved = fsdp2.policy.save({})
+    for name in ("optimizer.json", ".metadata"):
+        hidden = fsdp2.policy.group.run_single_worker_single_data("add_loss", 1, "hide", HideOnce(name))
+        fsdp2.policy.group.get_all_worker_results(hidden, 60)
+        with pytest.raises(CheckpointError, match=r"cannot be read by|can read") as caught:
+            fsdp2.policy.load(saved.path)
+        assert type(caught.value) is CheckpointError
+        assert fsdp2.policy.load(saved.path) == saved.step, "no worker waits in a call that the other did not join"
+
+
+class HideOnce:
+    """Makes the next opening of a file of this name fail in the process that it is unpickled in."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __setstate__(self, state):
+        import pathlib
+
+        plain, name = pathlib.Path.open, state["name"]
+
+        def opened(path, *args, **kwargs):
+            if path.name == name:
+                pathlib.Path.open = plain
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return plain(path, *args, **kwargs)
+
+        pathlib.Path.open = opened
 
 
 def test_every_worker_holds_its_share_only(fsdp2):

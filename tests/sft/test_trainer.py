@@ -105,7 +105,8 @@ def test_a_run_that_loses_a_worker_is_stopped_and_killed_still_has_the_losses_of
             os.kill(self._policy.group.get_all_worker_results(asked)[0], signal.SIGKILL)
 
     monkeypatch.setattr(trainer.Trainer, "_read_oldest", kill_after_step_13)
-    with pytest.raises(WorkerLostError, match="rank 1 died"):
+    told = r"rank 1 died.*The run has ended\. Run the same command again: it resumes from .*/step_10, after step 10"
+    with pytest.raises(WorkerLostError, match=told):
         trainer.run(config)
     monkeypatch.undo()
     assert checkpoint.find(config.checkpointing).step == 10
@@ -121,3 +122,14 @@ def test_a_run_that_loses_a_worker_is_stopped_and_killed_still_has_the_losses_of
     result = trainer.run(config)
     assert (result.steps, result.stopped) == (STEPS, False)
     assert losses(config) == uninterrupted[1], "bit for bit"
+
+
+@pytest.mark.faults
+def test_interrupted_run_says_what_the_same_command_will_do(ray_session, folder):
+    config = config_in(folder, "interrupted", {"checkpointing.save_period": 0})
+    assert signal_after(folder, config, 3, signal.SIGINT) == 130
+    said = (folder / "command.log").read_text()
+    assert (
+        "raylane sft: interrupted, nothing was saved. No checkpoint was saved, so the same command begins anew" in said
+    )
+    assert "Traceback" not in said

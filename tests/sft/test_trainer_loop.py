@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raylane.sft import order
+from raylane.errors import CheckpointDamagedError
+from raylane.sft import checkpoint, order
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import build_config
 from raylane.sft.trainer import StopRequest, Trainer, _sigterm_held_back
@@ -166,3 +169,46 @@ def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_
     blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
     assert blocked >> (signal.SIGTERM - 1) & 1
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def test_a_checkpoint_found_damaged_while_loading_gives_way_to_the_one_before(tmp_path):
+    trainer, _ = trainer_of(tmp_path, 9)
+    saved = [checkpoint.commit(checkpoint.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
+    load = trainer._policy.load
+
+    def load_unless_damaged(path):
+        if path == saved[-1].path:
+            raise CheckpointDamagedError("a file is damaged", path=str(path))
+        return load(path)
+
+    trainer._policy.load = load_unless_damaged
+    trainer.go_on_from(checkpoint.find(trainer._config.checkpointing))
+    assert (trainer.done, trainer.saved.step) == (4, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6.damaged"]
+
+
+def test_a_run_whose_export_failed_exports_again_and_saves_no_second_time(tmp_path):
+    trainer, events = trainer_of(tmp_path, 4)
+    trainer._policy.export = lambda saved: events.append(f"export {saved.step}")
+    trainer.go_on_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
+    trainer.fit()
+    assert events == ["export 4"]
+
+
+def test_a_ray_that_cannot_be_reached_is_named():
+    """In a process of its own: this one may have a Ray already."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    program = """
+import sys
+from raylane.errors import ConfigError
+from raylane.sft.trainer import _connected
+try:
+    with _connected(None):
+        pass
+except ConfigError as error:
+    print(error)
+"""
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150)
+    assert f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" in done.stdout, done.stderr[-2000:]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 
-from raylane.errors import CheckpointError, ConfigError
+from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from raylane.sft import selfcheck
+from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
 from raylane.sft.loss import CrossEntropy
 from raylane.sft.worker import SftWorker
@@ -60,6 +70,22 @@ def test_micro_batches_chunks_recomputation_and_untied_head_change_no_gradient(w
     for key, value in (("policy.loss_chunk_tokens", None), ("policy.dtensor_cfg.activation_checkpointing", True)):
         start(worker, folder, {**changes, key: value})
         tiny_run.assert_same(worker.gradients(batch, 2), wanted)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy.hf_config_overrides.attn_implementation", "eager"),
+        ("policy.dtensor_cfg.reduce_every_micro_batch", True),
+    ],
+)
+def test_gradients_are_the_same_whatever_computes_or_reduces(worker, folder, key, value):
+    config, prepared = start(worker, folder, {key: value})
+    batch = tiny_run.global_batch(config, prepared)
+    wanted = tiny_run.reference_gradients(tiny_run.reference_model(config, prepared), batch)
+    tiny_run.assert_same(worker.gradients(batch, 2), wanted)
+    implementation = config.policy.hf_config_overrides.get("attn_implementation", "sdpa")
+    assert worker._model.causal_lm.config._attn_implementation == implementation
 
 
 def test_the_same_documents_unpacked_give_the_same_gradients(worker, folder):
@@ -225,6 +251,43 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(worker, folder, tmp_path)
         start(worker, folder, changes)
 
 
+def damaged_weights(worker, folder, tmp_path, damage):
+    """Set up from a folder whose weights went through `damage`, a function from path to None."""
+    start(worker, folder)
+    worker.save_hf(str(tmp_path / "base"))
+    damage(tmp_path / "base/model-00001-of-00001.safetensors")
+    changes = {"policy.model_name": str(tmp_path / "base"), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    start(worker, folder, changes)
+
+
+@pytest.mark.parametrize("size", [4, 500, -100])
+def test_truncated_weights_are_told_by_folder(worker, folder, tmp_path, size):
+    def truncate(path):
+        os.truncate(path, size % path.stat().st_size)
+
+    with pytest.raises(CheckpointError, match=r"safetensors files of .*base cannot be read.*Copy or download"):
+        damaged_weights(worker, folder, tmp_path, truncate)
+
+
+def test_quantised_weights_are_refused(worker, folder, tmp_path):
+    """Read without their scales they are garbage of the right shape."""
+
+    def quantise(path):
+        tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in load_file(path).items()}
+        save_file(tensors, path)
+
+    with pytest.raises(CheckpointError, match=r"as torch\.float8_e4m3fn: a quantised model"):
+        damaged_weights(worker, folder, tmp_path, quantise)
+
+
+def test_weights_that_are_not_finite_are_called_so(worker, folder, tmp_path):
+    def spoil(path):
+        save_file({name: tensor * float("nan") for name, tensor in load_file(path).items()}, path)
+
+    with pytest.raises(ConfigError, match="a loss of nan before the first step: its weights are not finite"):
+        damaged_weights(worker, folder, tmp_path, spoil)
+
+
 def test_state_goes_on_bit_for_bit(worker, folder, tmp_path):
     start(worker, folder)
     for number in range(3):
@@ -244,6 +307,64 @@ def test_state_of_another_model_and_no_state_at_all_are_refused(worker, folder, 
         worker.load_state(str(tmp_path / "state"))
     with pytest.raises(CheckpointError, match="holds no saved state"):
         worker.load_state(str(tmp_path))
+
+
+class Opener:
+    """Pickles as a call of `open`, which makes a file: what a prepared checkpoint could do to whoever loads it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
+    start(worker, folder)
+    worker.save_state(str(tmp_path / "state"), 0)
+    (tmp_path / "state/.metadata").write_bytes(pickle.dumps(Opener(tmp_path / "was_run")))
+    told = r"it names (_io|io)\.open, which a checkpoint of raylane does not"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        worker.load_state(str(tmp_path / "state"))
+    assert type(caught.value) is CheckpointError, "damage would let the run go on with an earlier one"
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_load_of_a_prepared_value_runs_no_code(worker, folder, tmp_path, monkeypatch):
+    """Values that are no tensors are pickles of their own inside the data files."""
+    start(worker, folder)
+    state = {"model": dict(worker._model.causal_lm.named_parameters()), "step": Opener(tmp_path / "was_run")}
+    monkeypatch.setattr(state_module, "_state", lambda *_: state)
+    worker.save_state(str(tmp_path / "state"), 0)
+    monkeypatch.setattr(state_module, "_state", lambda *_: {**state, "step": 0})
+    with pytest.raises(CheckpointDamagedError, match="Weights only load failed"):
+        worker.load_state(str(tmp_path / "state"))
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_load_of_a_truncated_file_is_called_damaged(worker, folder, tmp_path, name):
+    start(worker, folder)
+    worker.save_state(str(tmp_path / "state"), 0)
+    os.truncate(tmp_path / "state" / name, 300)
+    with pytest.raises(CheckpointDamagedError, match=r"is damaged: .*Resume from an earlier checkpoint"):
+        worker.load_state(str(tmp_path / "state"))
+
+
+def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp_path):
+    _, prepared = start(worker, folder)
+    (tmp_path / "private").write_text("a key")
+    poisoned = tmp_path / "tokenizer"
+    shutil.copytree(prepared.tokenizer_dir, poisoned)
+    (poisoned / "notes.txt").symlink_to(tmp_path / "private")
+    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=poisoned)
+    with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
+        worker.save_hf(str(tmp_path / "hf"))
+    assert not (tmp_path / "hf/notes.txt").exists()
+    (tmp_path / "linked").symlink_to(prepared.tokenizer_dir)
+    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
+    with pytest.raises(CheckpointError, match=r"linked is a symbolic link"):
+        worker.save_hf(str(tmp_path / "hf2"))
 
 
 def test_the_self_check_finds_documents_that_see_each_other(worker, folder, monkeypatch):
@@ -275,6 +396,81 @@ def test_the_self_check_finds_a_head_that_is_more_than_a_product(worker, folder)
     causal_lm.forward = squashed
     with pytest.raises(ConfigError, match="does more to its logits than its output head"):
         selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32")
+
+
+MEASURE = """
+import os, sys, torch
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from torch.distributed import TCPStore
+from raylane.sft import selfcheck
+from raylane.sft.data import prepare
+from raylane.sft.worker import SftWorker
+from sft import tiny_run
+
+def kib(name):
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[name].split()[0])
+
+store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+config = tiny_run.config_of(Path(sys.argv[1]), {
+    "policy.hf_config_overrides.vocab_size": 64_000, "policy.max_total_sequence_length": 512,
+    "policy.hf_config_overrides.max_position_embeddings": 512,
+    "policy.train_global_batch_size": 1, "policy.train_micro_batch_size": 1,
+})
+prepared = prepare(config)
+worker = SftWorker("cpu")
+check, selfcheck.check_model = selfcheck.check_model, lambda *_: None
+worker.setup(config, prepared, 8)
+for run in (lambda: check(worker._model, worker._train, torch.device("cpu"), "float32"), lambda: worker.train_step(0)):
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+    start = kib("VmRSS")
+    run()
+    print(kib("VmHWM") - start)
+worker.teardown()
+"""
+
+
+def test_self_check_needs_less_memory_than_a_step(folder):
+    """Logits of whole rows at a real vocabulary (128,000 x 32,768 tokens) are more than any machine has."""
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), tests], capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    check_kib, step_kib = map(int, done.stdout.split()[-2:])
+    assert check_kib < step_kib / 2
+    assert check_kib < 64_000 * 512 * 4 / 1024, "less than the logits of one row"
+
+
+def test_evaluation_with_dropout_is_repeatable(worker, folder):
+    """Evaluation mode switches dropout off; training has it on again afterwards."""
+    config, prepared = start(worker, folder, {"policy.hf_config_overrides.attention_dropout": 0.3})
+    before = worker.evaluate()
+    assert worker.evaluate() == before
+    batch = tiny_run.global_batch(config, prepared)
+    evaluations = [worker.train_batch(batch, 0, None, 2, True)["loss"] for _ in range(2)]
+    assert evaluations[0] == evaluations[1]
+    trained = [worker.gradients(batch, 2)[0] for _ in range(2)]
+    assert trained[0] != trained[1], "dropout is on while training"
+
+
+def test_model_with_state_in_buffers_is_refused(worker, folder, monkeypatch):
+    """Such state would be garbage after loading: only parameters are read and saved."""
+    from raylane.sft import model as model_module
+
+    plain = model_module._causal_lm
+
+    def with_buffer(*args):
+        made = plain(*args)
+        made.model.layers[0].mlp.register_buffer("correction", torch.zeros(3))
+        return made
+
+    monkeypatch.setattr(model_module, "_causal_lm", with_buffer)
+    with pytest.raises(ConfigError, match=r"keeps state in buffers \(model\.layers\.0\.mlp\.correction"):
+        start(worker, folder)
 
 
 def test_chunked_cross_entropy_equals_torchs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,3 +156,28 @@ def test_an_empty_batch_has_no_rows():
     assert batch_of(2).slice(1, 1).size == 0
     with pytest.raises(ValueError, match="slice 1:5 does not lie in a batch of 2 rows"):
         batch_of(2).slice(1, 5)
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([True, False]), [True, False], [0.5], torch.tensor([1.0])])
+def test_select_refuses_masks_and_fractions(rows):
+    """A mask would pass for rows 1 and 0."""
+    with pytest.raises(TypeError, match="rows are integers, got"):
+        BatchDict(x=torch.arange(2)).select(rows)
+
+
+def test_select_takes_integers_of_every_kind():
+    batch = BatchDict(x=torch.arange(3))
+    for rows in ([2, 0], torch.tensor([2, 0]), np.array([2, 0]), (np.int32(2), 0)):
+        assert batch.select(rows)["x"].tolist() == [2, 0]
+
+
+def test_inverse_of_no_permutation_is_refused():
+    with pytest.raises(ValueError, match="is not a permutation"):
+        inverse_order([0, 0])
+
+
+def test_token_budget_of_sizes_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="round_to must be at least 1"):
+        plan_token_budget([1], 10, round_to=0)
+    with pytest.raises(ValueError, match="lengths cannot be negative, got -5"):
+        plan_token_budget([3, -5], 10)

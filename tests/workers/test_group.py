@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -58,6 +64,50 @@ def test_rank_variables_are_those_of_torchrun(group):
     assert [entry["RANK"] for entry in seen] == ["0", "1", "2", "3"] == [entry["LOCAL_RANK"] for entry in seen]
     assert {(entry["WORLD_SIZE"], entry["LOCAL_WORLD_SIZE"], entry["NODE_RANK"]) for entry in seen} == {("4", "4", "0")}
     assert len({(entry["MASTER_ADDR"], entry["MASTER_PORT"]) for entry in seen}) == 1
+
+
+def listening_addresses(port):
+    """Local addresses, as /proc writes them, of sockets that listen on this port."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    fields = [line.split() for line in lines]
+    return [one[1].rpartition(":")[0] for one in fields if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+
+
+def test_store_of_a_group_listens_on_the_node_address_alone(group):
+    env = results(group, group.run_single_worker_single_data("environment", 0, ["MASTER_ADDR", "MASTER_PORT"]))[0]
+    address = socket.inet_aton(env["MASTER_ADDR"])[::-1].hex().upper()  # /proc/net/tcp: hex of the host's byte order
+    assert listening_addresses(int(env["MASTER_PORT"])) == [address]
+
+
+TWO_NODES = """
+import json, sys
+import ray
+from ray.cluster_utils import Cluster
+sys.path.insert(0, sys.argv[1])
+from raylane.workers.group import WorkerGroup, WorkerOptions
+from workers import worker_classes
+ray.cloudpickle.register_pickle_by_value(worker_classes)
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+for options in (WorkerOptions(placement_strategy="SPREAD"), WorkerOptions(workers_per_node=2)):
+    with WorkerGroup(worker_classes.Recorder, 4, options=options) as group:
+        asked = group.run_all_workers_single_data("environment", ["NODE_RANK", "LOCAL_RANK"])
+        print(json.dumps([list(one.values()) for one in group.get_all_worker_results(asked, 60)]))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_are_consecutive_on_each_of_two_nodes():
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", TWO_NODES, tests], capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    spread, two_each = map(json.loads, done.stdout.splitlines()[-2:])
+    assert spread == sorted(spread), "however Ray has numbered the places"
+    assert two_each == [["0", "0"], ["0", "1"], ["1", "0"], ["1", "1"]]
 
 
 def test_torch_distributed_joins_through_the_environment(group):
@@ -171,6 +221,52 @@ def test_a_raising_method_is_told_with_rank_and_remote_traceback_and_the_group_g
     assert results(group, group.run_all_workers_single_data("fail", 9)) == [0, 1, 2, 3]
 
 
+def test_exception_that_cannot_be_pickled_ends_no_worker(group):
+    """Ray ends an actor whose exception raises while it is pickled; the group would call it dead."""
+    told = r"Recorder.fail_oddly raised on rank \d: RuntimeError: .*Unsendable: odd \(which cannot be pickled: .*no way"
+    with pytest.raises(WorkerCallError, match=told):
+        results(group, group.run_all_workers_single_data("fail_oddly"))
+    assert [one[0] for one in results(group, group.run_all_workers_single_data("echo"))] == [0, 1, 2, 3]
+
+
+def test_generator_that_is_returned_is_refused(group):
+    """Ray would hand out its first item as the result, and drop the rest."""
+    with pytest.raises(WorkerCallError, match="lazy_rows returned a generator; return a list instead"):
+        results(group, group.run_all_workers_single_data("lazy_rows"))
+
+
+def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
+    """Sent to some, it would leave them waiting for the others in a collective."""
+    before = results(group, group.run_all_workers_single_data("calls"))
+    arguments = [[1, 2], [3, threading.Lock()]]
+    with pytest.raises(TypeError, match="an argument cannot be pickled, so nothing was sent"):
+        group.run_all_workers_sharded_data("echo", arguments, in_sharded_axes=["dp", "tp"])
+    assert results(group, group.run_all_workers_single_data("calls")) == before
+    reference = ray.put(5)
+    nested = group.run_all_workers_sharded_data(
+        "echo", [reference, 7], in_sharded_axes=["dp"], replicate_on_axes=["tp"]
+    )
+    assert [one[1] for one in results(group, nested)] == [(5,), (5,), (7,), (7,)]
+
+
+def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventually):
+    before = placements()
+    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    assert placements() == before + 1
+    kept = [group]
+    del group
+    with pytest.warns(ResourceWarning, match="dropped without shutdown"):
+        kept.clear()
+    eventually(lambda: placements() == before, 30)
+
+
+def test_shutdown_with_a_cleanup_that_is_no_method_ends_the_workers(ray_session):
+    before = placements()
+    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    assert not group.shutdown(cleanup_method="no_such_thing")
+    assert placements() == before
+
+
 def test_a_late_answer_is_not_lost(ray_session):
     """F6: a result that came after the timeout could not be fetched any more."""
     with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_concurrency=2)) as group:
@@ -246,6 +342,14 @@ def test_a_group_that_cannot_be_placed_says_what_was_asked_and_what_there_is(ray
         WorkerGroupError, match=r"could not place 2 workers of \{'CPU': 500.0\}.*within 1 s.*'CPU': 8.0"
     ):
         WorkerGroup(Recorder, 2, options=WorkerOptions(num_cpus=500, start_timeout_s=1))
+    assert placements() == before
+
+
+def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
+    before = placements()
+    told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
+    with pytest.raises(WorkerCallError, match=told):
+        WorkerGroup(worker_classes.NeverReady, 2, options=WorkerOptions(**SMALL, start_timeout_s=5))
     assert placements() == before
 
 

@@ -73,6 +73,17 @@ class Worker:
         return 1
 
 
+def test_bundles_hold_all_workers_of_a_node_when_asked():
+    one_by_one = WorkerOptions(num_cpus=2, placement_strategy="SPREAD")
+    assert one_by_one.bundles(3) == ([{"CPU": 2.0}] * 3, "SPREAD")
+    by_node = WorkerOptions(num_cpus=2, num_gpus=1, workers_per_node=4)
+    assert by_node.bundles(8) == ([{"CPU": 8.0, "GPU": 4.0}] * 2, "STRICT_SPREAD")
+    with pytest.raises(ValueError, match="workers_per_node=4 does not divide the 6 workers"):
+        by_node.bundles(6)
+    with pytest.raises(ValueError, match="workers_per_node must be at least 1"):
+        WorkerOptions(workers_per_node=0)
+
+
 def test_a_mistyped_method_is_answered_with_the_close_one():
     """R7: typos in method names surfaced in the worker."""
     with pytest.raises(AttributeError, match=r"no public method 'trian'; did you mean 'train'\?"):

@@ -14,6 +14,7 @@ class Recorder:
     def __init__(self, fail_on_rank: int | None = None) -> None:
         self.rank = int(os.environ["RANK"])
         self.sent_back = 0
+        self.echoes = 0
         if self.rank == fail_on_rank:
             raise RuntimeError(f"rank {self.rank} does not want to start")
 
@@ -21,6 +22,7 @@ class Recorder:
         return {name: os.environ.get(name) for name in names}
 
     def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        self.echoes += 1
         return self.rank, args, kwargs
 
     def total(self, data: Any, scale: int = 1) -> int | None:
@@ -28,6 +30,16 @@ class Recorder:
 
     def costly_result(self) -> Undeliverable:
         return Undeliverable(self.rank)
+
+    def calls(self) -> int:
+        """Return how many calls of `echo` there were."""
+        return self.echoes
+
+    def lazy_rows(self) -> Any:
+        return (row for row in range(3))
+
+    def fail_oddly(self) -> None:
+        raise Unsendable("odd")
 
     def fail(self, rank: int) -> int:
         if self.rank == rank:
@@ -73,3 +85,17 @@ class Undeliverable:
         if self.rank != 0:
             raise AssertionError(f"the result of rank {self.rank} was sent though nobody asked for it")
         return {"rank": self.rank}
+
+
+class NeverReady:
+    """Waits in its constructor until its process is killed."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+
+class Unsendable(Exception):
+    """Raises when it is pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ValueError("no way")

@@ -44,7 +44,7 @@ def set_up_logging(level: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train until the configured end; 0 also after SIGTERM, once everything is saved."""
+    """Train until the configured end; 0 also after SIGTERM, once everything is saved; 130 after Ctrl-C."""
     from raylane.sft.config import load_config
 
     config = load_config(args.config, args.overrides)  # before the trainer's imports: a typing error answers at once
@@ -53,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
     from raylane.sft.planning import plan_run, render
 
     print(render(plan_run(config), config), flush=True)
-    print(summary(trainer.run(config)))
+    try:
+        print(summary(trainer.run(config)))
+    except KeyboardInterrupt:
+        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.how_to_go_on(config)}", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -75,5 +79,10 @@ def summary(result: RunResult) -> str:
     ]
     if result.sample is not None:
         one = result.sample
-        lines += [(name, " ".join(text.split())) for name, text in (("asked", one.prompt), ("answered", one.answer))]
+        from raylane.sft.audit import printable
+
+        lines += [
+            (name, printable(" ".join(text.split())))
+            for name, text in (("asked", one.prompt), ("answered", one.answer))
+        ]
     return "\n".join(f"{name:<14}{text}" for name, text in lines)

@@ -6,6 +6,7 @@ and padding or context is plain; elsewhere it stands between [[ and ]].
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from raylane.sft.data import Counts, PreparedData
     from raylane.sft.rows import RowSource
 
-__all__ = ["Marks", "figures", "mark_document", "marks", "report", "sample"]
+__all__ = ["Marks", "figures", "mark_document", "marks", "printable", "report", "sample"]
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,19 @@ def mark_document(tokens: np.ndarray, supervised: np.ndarray, tokenizer: ChatTok
     parts = []
     done = 0
     for start, end in runs(supervised):
-        parts += [tokenizer.decode(tokens[done:start]), style.open, tokenizer.decode(tokens[start:end]), style.close]
+        before, said = (printable(tokenizer.decode(part)) for part in (tokens[done:start], tokens[start:end]))
+        parts += [before, style.open, said, style.close]
         done = end
-    parts.append(tokenizer.decode(tokens[done:]))
+    parts.append(printable(tokenizer.decode(tokens[done:])))
     return "".join(parts)
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters written out, line feeds and tabs excepted.
+
+    Data and models must not be able to move the cursor of a terminal, set its title or clear it.
+    """
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) -> str:
@@ -73,6 +86,7 @@ def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> st
         ("over-long", _overlong(counts, config)),
         ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
         ("control text", f"{counts.control_tokens:,} conversations spell out special tokens"),
+        ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
         ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
     ]
     if name == "validation":

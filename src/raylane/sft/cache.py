@@ -41,26 +41,30 @@ class TokenCache:
     Attributes: `folder`; `lengths` int64[N], tokens in each document; `origin` int64[N].
     """
 
-    def __init__(self, folder: Path, tokens: np.ndarray, supervised: np.ndarray, offsets: np.ndarray) -> None:
+    def __init__(
+        self, folder: Path, tokens: np.ndarray, supervised: np.ndarray, offsets: np.ndarray, origin: np.ndarray
+    ) -> None:
         self.folder = folder
         self._tokens = tokens
         self._supervised = supervised
         self._offsets = offsets
         self.lengths: np.ndarray = np.diff(offsets)
-        self.origin: np.ndarray = np.load(folder / "origin.npy")
+        self.origin = origin
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenCache:
         """Map the files of `folder`; DataError when they are missing or do not belong together."""
         folder = Path(folder)
         try:
-            offsets = np.load(folder / "offsets.npy")
+            offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
             sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DataError(
                 f"{folder} is no token cache that this machine can read ({error}); on several nodes data.cache_dir "
                 "must be on storage that they share"
             ) from error
+        if not _are_offsets(offsets) or origin.dtype != np.int64 or origin.shape != (len(offsets) - 1,):
+            raise DataError(f"token cache {folder} is damaged: its offsets are no offsets; delete it and run again")
         total = int(offsets[-1])
         if sizes != [4 * total, total]:
             raise DataError(
@@ -70,7 +74,7 @@ class TokenCache:
         if total:  # an empty file cannot be mapped
             tokens = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
             supervised = np.memmap(folder / "supervised.bin", dtype=np.bool_, mode="r")
-        return cls(folder, tokens, supervised, offsets)
+        return cls(folder, tokens, supervised, offsets, origin)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -94,3 +98,10 @@ class TokenCache:
             raise IndexError(f"document {index} of {len(self)}")
         part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         return self._tokens[part], self._supervised[part]
+
+
+def _are_offsets(offsets: np.ndarray) -> bool:
+    """True for int64 [N + 1] that begins at 0 and rises."""
+    if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) == 0 or int(offsets[0]) != 0:
+        return False
+    return bool((np.diff(offsets) > 0).all())

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["ChatTokenizer", "Encoded", "chatml_template", "runs", "template_text", "train_tokenizer"]
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_OWN_TEMPLATES = {
+    "chatml": (START, END),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+"""Templates that come with raylane (NAME.jinja beside this file), and the tokens of each; the last one ends a turn."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which transformers 5 passes a message's reasoning to templates (its chat_template_utils)."""
+_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,21 +49,28 @@ class Encoded:
 
 def chatml_template() -> str:
     """The chat template that comes with raylane: ChatML with tools, every assistant turn marked with its end token."""
-    return (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
+    return _own_template("chatml")
+
+
+def _own_template(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 def template_text(choice: str | None) -> str | None:
-    """The template that `policy.tokenizer.chat_template` names; None: the tokenizer's own."""
-    if choice is None:
+    """The template that `policy.tokenizer.chat_template` names or holds; None: the tokenizer's own."""
+    if choice is None or choice == "default":
         return None
-    if choice == "chatml":
-        return chatml_template()
+    if choice in _OWN_TEMPLATES:
+        return _own_template(choice)
+    if "{%" in choice or "{{" in choice:
+        return choice
     try:
         return Path(choice).read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"policy.tokenizer.chat_template={choice!r} is neither null, 'chatml' nor a file that can be read "
-            f"({error.strerror or error})"
+            f"({getattr(error, 'strerror', None) or error}); llama3 comes with raylane too, and text with "
+            "{{ or {% in it is a template itself"
         ) from error
 
 
@@ -104,15 +119,16 @@ class ChatTokenizer:
                 "found; use the tokenizer's fast form (tokenizer.json)"
             )
         _check_template(hf.chat_template)
-        if template == chatml_template():
-            _check_chatml_tokens(hf)
-            hf.eos_token = END  # what ends a turn in this template is what generation must stop at
+        for name, tokens in _OWN_TEMPLATES.items():
+            if template == _own_template(name):
+                _check_tokens(hf, name, tokens)
+                hf.eos_token = tokens[-1]  # what ends a turn in this template is what generation must stop at
         if hf.eos_token_id is None and not extra_end_ids:
             raise DataError("the tokenizer names no end-of-sequence token; set eos_token in its tokenizer_config.json")
         self.hf = hf
         self.end_ids = frozenset([*extra_end_ids, *([] if hf.eos_token_id is None else [hf.eos_token_id])])
         self.pad_id = int(min(self.end_ids) if hf.pad_token_id is None else hf.pad_token_id)
-        self.vocab_size = len(hf)
+        self.vocab_size = max(len(hf), *(number + 1 for number in hf.get_vocab().values()))  # numbers may have gaps
         self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
 
     @classmethod
@@ -127,8 +143,8 @@ class ChatTokenizer:
                 "tokenizer_config.json), downloaded beforehand if it is on a hub"
             )
         try:
-            hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # damaged files make transformers and tokenizers raise nearly anything
             raise ConfigError(f"transformers cannot load a tokenizer from {folder}: {error}") from error
         return cls(hf, template_text(choice), _generation_end_ids(path))
 
@@ -140,9 +156,11 @@ class ChatTokenizer:
         return cls(train_tokenizer(texts, settings.train_vocab_size), template)
 
     def encode(self, conversation: Conversation) -> Encoded:
-        """Tokens and mask of one conversation; DataError naming its file and line when the template refuses it."""
-        from jinja2 import TemplateError
+        """Tokens and mask of one conversation; DataError naming its file and line when the template refuses it.
 
+        A template is a program, in transformers' sandbox: any exception of it is a DataError here. The sandbox bounds
+        neither its time nor its memory.
+        """
         try:
             out = self.hf.apply_chat_template(
                 list(conversation.messages),
@@ -151,8 +169,9 @@ class ChatTokenizer:
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise DataError(f"{conversation.where}: the chat template refuses this conversation: {error}") from error
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{conversation.where}: the chat template refuses this conversation: {reason}") from error
         tokens = np.asarray(out["input_ids"], dtype=np.int32)
         supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
         spans = runs(supervised)
@@ -182,19 +201,48 @@ class ChatTokenizer:
             texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
         # Its calls and its reasoning are its own words too, and often repeat what was asked.
         own = "\n".join(_texts_in([one for one in conversation.messages if one["role"] == "assistant"]))
+        own += "\n" + self._as_read_back(own)
         for text in texts["other"]:
             for part in (text[:20], text[-20:]):  # a mask that starts or ends within it still takes in one of these
                 if len(part) >= 16 and part in said and part not in own:
                     return f"the loss would include what the assistant did not write: {part!r}"
         trained = [text for text, weight in zip(texts["assistant"], conversation.weights, strict=True) if weight]
-        missing = [text for text in trained if text not in said]
+        missing = [text for text in trained if not self._was_said(text, said)]
         if trained and len(missing) == len(trained):
             return f"the loss would not include what the assistant wrote: {missing[0][:60]!r}"
         return None
 
+    def _was_said(self, text: str, said: str) -> bool:
+        """True if `said` holds this text as it stands, as the tokenizer normalises it, or without its <think> parts.
+
+        Tokenizers may change text (Unicode NFC), and templates may leave out reasoning that is written into the content
+        of earlier turns.
+        """
+        spoken = _THINK.sub("", text).strip()
+        return any(one in said or self._as_read_back(one).strip() in said for one in (text, spoken))
+
+    def _as_read_back(self, text: str) -> str:
+        """Return a text after it went through the tokenizer and back."""
+        ids: list[int] = self.hf(text, add_special_tokens=False)["input_ids"]
+        back: str = self.hf.decode(ids, skip_special_tokens=False)
+        return back
+
+    def reasoning_left_out(self, conversation: Conversation, encoded: Encoded) -> bool:
+        """True if an assistant message has reasoning that the template did not write out."""
+        reasoned = [one for one in conversation.messages if one["role"] == "assistant" and _reasoning(one)]
+        if not reasoned:
+            return False
+        text = self.decode(encoded.tokens)
+        return any(not self._was_said(_reasoning(one), text) for one in reasoned)
+
     def save(self, folder: Path) -> None:
         """Write it as a Hugging Face folder, template included."""
         self.hf.save_pretrained(str(folder))
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    found = next((message[key] for key in _REASONING if message.get(key)), "")
+    return found.strip() if isinstance(found, str) else ""
 
 
 def _texts_in(value: Any) -> list[str]:
@@ -222,12 +270,12 @@ def _check_template(template: Any) -> None:
         )
 
 
-def _check_chatml_tokens(hf: Any) -> None:
+def _check_tokens(hf: Any, name: str, tokens: tuple[str, ...]) -> None:
     known = hf.get_vocab()
-    missing = [token for token in (START, END) if token not in known]
+    missing = [token for token in tokens if token not in known]
     if missing:
         raise DataError(
-            f"policy.tokenizer.chat_template=chatml needs the tokens {START} and {END}, but the tokenizer lacks "
+            f"policy.tokenizer.chat_template={name} needs the tokens {' and '.join(tokens)}, but the tokenizer lacks "
             f"{' and '.join(missing)}; use a template made of tokens that it has"
         )
 
@@ -237,8 +285,14 @@ def _generation_end_ids(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
     if not path.is_file():
         return []
-    ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if not all(isinstance(one, int) for one in found):
+            raise TypeError(f"eos_token_id is {ids!r}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}. Correct it, or remove it") from error
+    return found
 
 
 def _without_weightless(

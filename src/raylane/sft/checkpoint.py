@@ -1,10 +1,11 @@
 """Checkpoint folders: how they are named, when they are complete, which are kept, and where a run goes on.
 
     checkpoint_dir/step_120/state/      torch DCP: weights, optimizer, step (written by all workers, `state.py`)
-                   step_120/hf/         the model as a Hugging Face folder, if it was asked for
                    step_120/run.json    step, metrics, configuration, versions
                    step_120/COMPLETE    written last
+                   step_120/hf/         the model as a Hugging Face folder, if it was asked for: moved in afterwards
                    step_130.partial/    being written, or left by a run that was killed: never read
+                   step_110.damaged/    found damaged by a run that went on from an earlier one; never removed
 
 A checkpoint is written under a name that nothing reads, marked complete, and renamed. Decisions are plain functions;
 files are touched by the driver only, which therefore needs to see the same folder as the workers. No torch, no Ray.
@@ -14,6 +15,7 @@ Called by `policy` and `trainer`.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raylane.errors import CheckpointError
+from raylane.errors import CheckpointDamagedError, CheckpointError
 
 if TYPE_CHECKING:
     from raylane.sft.config import CheckpointingConfig
@@ -31,19 +33,32 @@ if TYPE_CHECKING:
 __all__ = [
     "Saved",
     "begin",
+    "begin_export",
     "commit",
+    "commit_export",
     "differences",
     "discard_partial",
+    "fall_back",
     "find",
     "keep",
     "list_saved",
+    "list_whole",
+    "put_aside",
     "read",
+    "recover",
     "refuse_later",
+    "refuse_other_owner",
     "remove",
 ]
 
 MARKER = "COMPLETE"
+HF_FOLDER = "hf"
 _NAME = re.compile(r"step_(\d+)$")
+
+_PARTIAL = re.compile(r"(step_\d+)(?:\.old)?\.partial$")
+"""Names that `commit` uses; what `remove` takes away has another one, so that it is never recovered."""
+
+_log = logging.getLogger(__name__)
 
 # What the losses of a resumed run depend on besides the checkpoint itself.
 _SAME_FOR_EXACT_RESUME = (
@@ -84,7 +99,11 @@ class Saved:
 
 
 def read(path: Path) -> Saved:
-    """The checkpoint in this folder; CheckpointError when it is missing, unfinished or damaged."""
+    """Return the checkpoint in this folder. CheckpointError when it is missing or unfinished.
+
+    CheckpointDamagedError when its description cannot be read, or a file of its state is missing or has another size
+    than when it was written.
+    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}", path=str(path))
     if not (path / MARKER).is_file():
@@ -92,28 +111,146 @@ def read(path: Path) -> Saved:
             f"{path} was not finished: it has no {MARKER} file; resume from another one, or remove it", path=str(path)
         )
     try:
-        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        return Saved(int(run["step"]), path, dict(run["metrics"]), dict(run["config"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = (path / "run.json").read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    except OSError as error:  # permissions, or a file system that may come back
         raise CheckpointError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    try:
+        run = json.loads(text)
+        metrics = {str(name): float(value) for name, value in dict(run["metrics"]).items()}
+        saved = Saved(int(run["step"]), path, metrics, dict(run["config"]))
+        sizes = {str(name): int(size) for name, size in dict(run.get("files", {})).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    found = _sizes(path)
+    wrong = [
+        f"{name} has {found.get(name, 'no')} bytes, {size} were written"
+        for name, size in sizes.items()
+        if found.get(name) != size
+    ]
+    if wrong:
+        raise CheckpointDamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", path=str(path))
+    return saved
 
 
 def list_saved(folder: Path) -> list[Saved]:
     """The complete checkpoints in a folder by ascending step; others are passed over."""
+    return sorted((read(path) for path in _complete(folder)), key=lambda saved: saved.step)
+
+
+def list_whole(folder: Path) -> tuple[list[Saved], list[CheckpointDamagedError]]:
+    """Return the complete checkpoints that are not damaged, by ascending step, and what is wrong with the others."""
+    whole: list[Saved] = []
+    damaged: list[CheckpointDamagedError] = []
+    for path in _complete(folder):
+        try:
+            whole.append(read(path))
+        except CheckpointDamagedError as error:
+            damaged.append(error)
+    return sorted(whole, key=lambda saved: saved.step), damaged
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Return the folders with the name of a checkpoint and a mark of completeness, in no order."""
     if not folder.is_dir():
         return []
-    paths = [path for path in folder.iterdir() if _NAME.match(path.name) and (path / MARKER).is_file()]
-    return sorted((read(path) for path in paths), key=lambda saved: saved.step)
+    return [path for path in folder.iterdir() if _NAME.match(path.name) and (path / MARKER).is_file()]
 
 
 def find(settings: CheckpointingConfig) -> Saved | None:
-    """What `checkpointing.resume` names; None for "never", and for "auto" when there is no complete checkpoint."""
+    """What `checkpointing.resume` names; None for "never", and for "auto" when there is no complete checkpoint.
+
+    With "auto" damaged checkpoints are put aside (see `put_aside`), with a warning, and the newest whole one is taken;
+    CheckpointDamagedError when there are only damaged ones, which then stay where they are.
+    """
     if settings.resume == "never":
         return None
-    if settings.resume == "auto":
-        saved = list_saved(Path(settings.checkpoint_dir))
-        return saved[-1] if saved else None
-    return read(Path(settings.resume))
+    if settings.resume != "auto":
+        saved = read(Path(settings.resume))
+        refuse_other_owner(saved.path, settings)
+        return saved
+    for path in _complete(Path(settings.checkpoint_dir)):
+        refuse_other_owner(path, settings)
+    whole, damaged = list_whole(Path(settings.checkpoint_dir))
+    if damaged and not whole:
+        raise _nothing_whole(settings, damaged[0])
+    for damage in damaged:
+        put_aside(Path(damage.fields["path"]), damage)
+    return whole[-1] if whole else None
+
+
+def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDamagedError) -> Saved:
+    """Put aside a checkpoint that turned out damaged while it was loaded; returns the one to go on from instead.
+
+    Only for `checkpointing.resume=auto`. CheckpointDamagedError when there is no earlier one.
+    """
+    earlier = [one for one in list_whole(Path(settings.checkpoint_dir))[0] if one.step < saved.step]
+    if settings.resume != "auto":
+        raise damage
+    if not earlier:
+        raise _nothing_whole(settings, damage) from damage
+    put_aside(saved.path, damage)
+    return earlier[-1]
+
+
+def _nothing_whole(settings: CheckpointingConfig, damage: CheckpointDamagedError) -> CheckpointDamagedError:
+    return CheckpointDamagedError(
+        f"{settings.checkpoint_dir} holds no checkpoint that is whole: {damage}. To start anew, remove it or give "
+        "another checkpointing.checkpoint_dir",
+        path=settings.checkpoint_dir,
+    )
+
+
+def put_aside(path: Path, damage: CheckpointDamagedError) -> Path:
+    """Rename a damaged checkpoint to step_N.damaged, which nothing reads and nothing removes; returns the new path."""
+    taken = {other.name for other in path.parent.iterdir()}
+    names = (f"{path.name}.damaged{count or ''}" for count in range(len(taken) + 1))
+    aside = path.rename(path.with_name(next(name for name in names if name not in taken)))
+    _log.warning("%s; it is now %s, and the run goes on from an earlier checkpoint", damage, aside)
+    return aside
+
+
+def refuse_other_owner(path: Path, settings: CheckpointingConfig) -> None:
+    """Raise CheckpointError unless the files of a checkpoint are this user's, or the configuration allows others.
+
+    Weights of another user are taken over without a look at what they do; that is for the user to decide.
+    """
+    if settings.allow_other_owner:
+        return
+    for one in (path, path / "run.json", *(path / "state").glob("*"), path / "state" / ".metadata"):
+        try:
+            owner = one.stat().st_uid
+        except OSError:  # what is missing is told by `read`
+            continue
+        if owner != os.geteuid():
+            raise CheckpointError(
+                f"{one} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that user, "
+                "set checkpointing.allow_other_owner=true; otherwise give another checkpointing.checkpoint_dir",
+                path=str(path),
+                owner=owner,
+            )
+
+
+def recover(folder: Path) -> list[Path]:
+    """Give complete checkpoints their name back whose replacement was interrupted; returns them.
+
+    Replacing a checkpoint of the same step takes two renames (see `commit`). A process that ends between them leaves
+    the new one as step_N.partial and the old one as step_N.old.partial, both complete, and none as step_N. Not while
+    another run writes to the same folder; call it before `find` and `discard_partial`.
+    """
+    found = []
+    for path in sorted(folder.glob("step_*.partial")) if folder.is_dir() else []:
+        match = _PARTIAL.match(path.name)
+        if match is None or path.is_symlink() or not (path / MARKER).is_file():
+            continue
+        final = folder / match[1]
+        newer = folder / f"{match[1]}.partial"
+        if final.exists() or (path != newer and (newer / MARKER).is_file()):
+            continue
+        path.rename(final)
+        found.append(final)
+    return found
 
 
 def refuse_later(settings: CheckpointingConfig, start: int) -> None:
@@ -134,8 +271,7 @@ def refuse_later(settings: CheckpointingConfig, start: int) -> None:
 def begin(folder: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of this step into; what an earlier attempt left there is removed."""
     partial = folder / f"step_{step}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
+    _clear(partial)
     partial.mkdir(parents=True)
     return partial.resolve()
 
@@ -144,35 +280,74 @@ def commit(partial: Path, step: int, metrics: Mapping[str, float], config: Mappi
     """Describe, mark and rename what was written; from then on it is the checkpoint of this step.
 
     A complete checkpoint of the same step is replaced: it is moved away first, so that at no moment a half-written one
-    stands under the name.
+    stands under the name. `recover` mends what an end between the two renames leaves.
     """
     final = partial.with_name(f"step_{step}")
-    run = {"step": step, "metrics": dict(metrics), "config": dict(config), "versions": _versions()}
+    run = {
+        "step": step,
+        "metrics": dict(metrics),
+        "config": dict(config),
+        "versions": _versions(),
+        "files": _sizes(partial),
+    }
     _write_durably(partial / "run.json", json.dumps(run, indent=2))
     _write_durably(partial / MARKER, "")
+    _sync_folder(partial)
     if final.exists():
         old = partial.with_name(f"step_{step}.old.partial")
-        if old.exists():
-            shutil.rmtree(old)
+        _clear(old)
         final.rename(old)
         partial.rename(final)
+        _sync_folder(final.parent)
         shutil.rmtree(old)
     else:
         partial.rename(final)
+        _sync_folder(final.parent)
     return read(final)
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Return file -> bytes for all files of the state."""
+    files = sorted((path / "state").rglob("*"))
+    return {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
+
+
+def _clear(path: Path) -> None:
+    """Remove a folder or a symbolic link of that name, never what a link points to."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def begin_export(saved: Saved) -> Path:
+    """Return a path beside a complete checkpoint to write its Hugging Face folder to; nothing is there yet."""
+    partial = saved.path.with_name(f"{saved.path.name}.hf.partial").resolve()
+    _clear(partial)
+    return partial
+
+
+def commit_export(saved: Saved, partial: Path) -> Path:
+    """Move a finished Hugging Face folder into its checkpoint, in place of an earlier one; returns where it is."""
+    final = saved.path / HF_FOLDER
+    _clear(final)
+    partial.rename(final)
+    _sync_folder(saved.path)
+    return final
 
 
 def discard_partial(folder: Path) -> list[Path]:
     """Remove what killed runs left behind. Not while another run writes to the same folder."""
     found = sorted(folder.glob("step_*.partial")) if folder.is_dir() else []
     for path in found:
-        shutil.rmtree(path)
+        _clear(path)
     return found
 
 
 def remove(saved: Saved) -> None:
     """Delete a checkpoint: it loses its name first, so that an interrupted removal leaves nothing that looks whole."""
-    doomed = saved.path.with_name(f"{saved.path.name}.old.partial")
+    doomed = saved.path.with_name(f"{saved.path.name}.removed.partial")
+    _clear(doomed)
     saved.path.rename(doomed)
     shutil.rmtree(doomed)
 
@@ -213,6 +388,15 @@ def _write_durably(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Write the names in a folder to the disk: a rename must not be lost when the files that it names are kept."""
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ B = rows in a batch, T = `policy.max_total_sequence_length` = the fixed length o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from raylane.errors import ConfigError
-from raylane.sft import layout, overrides
+from raylane.sft import layout, nemo_rl, overrides
+from raylane.workers.options import RANK_VARIABLES
 
 __all__ = [
     "CheckpointingConfig",
@@ -32,8 +34,17 @@ __all__ = [
     "load_config",
 ]
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NaturalInt = Annotated[int, Field(ge=0)]
+_log = logging.getLogger(__name__)
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"must be an integer, got {str(value).lower()}")
+    return value
+
+
+PositiveInt = Annotated[int, BeforeValidator(_no_boolean), Field(gt=0)]
+NaturalInt = Annotated[int, BeforeValidator(_no_boolean), Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -47,10 +58,24 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value
 
 
+def _number_as_text(value: Any) -> Any:
+    """Return the text of a number: YAML makes a number of NCCL_P2P_DISABLE: 1, and environment variables are text."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+
 class Section(BaseModel):
     """A part of the tree: frozen, and a key that it does not declare is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _no_null_characters(self) -> Section:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            texts = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(text, str) and "\0" in text for text in texts):
+                raise ValueError(f"{name} holds a null character, which no path or text here can have")
+        return self
 
 
 class SftConfig(Section):
@@ -76,7 +101,9 @@ class SftConfig(Section):
     )
     val_at_start: bool = Field(default=False, description="Validate before the first step.")
     val_at_end: bool = Field(default=False, description="Validate after the last step.")
-    seed: NaturalInt = Field(default=42, description="Seeds the random weights and the order of the data.")
+    seed: Annotated[NaturalInt, Field(lt=2**63)] = Field(
+        default=42, description="Seeds the random weights and the order of the data."
+    )
     feed: Literal["workers", "driver"] = Field(
         default="workers",
         description="Who reads the data: each worker its own rows, given a step number, or the driver for all of them.",
@@ -97,7 +124,8 @@ class TokenizerConfig(Section):
     )
     chat_template: str | None = Field(
         default=None,
-        description='null: the tokenizer\'s own; "chatml": the one that comes with raylane; otherwise a Jinja file. '
+        description='null or "default": the tokenizer\'s own; "chatml" or "llama3": one that comes with raylane; '
+        "text with {{ or {% in it: that template; otherwise a Jinja file. "
         "It must mark what the assistant wrote with {% generation %} ... {% endgeneration %}.",
     )
 
@@ -125,14 +153,28 @@ class OptimizerConfig(Section):
     """The optimizer."""
 
     name: Literal["adamw"] = Field(default="adamw", description="AdamW with decoupled weight decay.")
+    weight_decay_on: Literal["matrices", "all"] = Field(
+        default="matrices",
+        description="matrices: norms and biases are not decayed; all: they are, as plain AdamW does.",
+    )
     kwargs: AdamWKwargs = Field(default_factory=AdamWKwargs, description="Its keywords.")
 
 
 class SchedulerConfig(Section):
-    """Learning rate over the run: a linear rise over warmup_steps, then the named shape."""
+    """Learning rate over the run: a linear rise over warmup_steps (w), then the named shape."""
 
     name: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape after the warm-up.")
-    warmup_steps: NaturalInt = Field(default=0, description="Steps of linear rise from zero.")
+    warmup_steps: NaturalInt = Field(default=0, description="Steps of linear rise.")
+    first_step: Literal["1/(w+1)", "1/w", "0"] = Field(
+        default="1/(w+1)",
+        description="Part of the peak that the first of the w warm-up steps has: 1/(w+1) as in torchtitan, 1/w as with "
+        "torch's LinearLR(start_factor=1/w), 0 as in transformers (that step changes nothing).",
+    )
+    min_lr_at: Literal["last_step", "after_last_step"] = Field(
+        default="last_step",
+        description="When min_lr_ratio is reached: by the last step (which changes nothing if that is 0), or by the "
+        "step that would follow, as in torch and transformers.",
+    )
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="Learning rate at the end, as a part of the peak; constant ignores it."
     )
@@ -143,6 +185,12 @@ class DTensorConfig(Section):
 
     dp_replicate_size: PositiveInt = Field(
         default=1, description="Copies of the sharded model; the workers of one copy are cluster.num_workers / this."
+    )
+    reduce_every_micro_batch: bool = Field(
+        default=False,
+        description="false: reduce gradients once a step; every worker then keeps whole float32 gradients, 4 bytes a "
+        "parameter, between micro-batches. true: reduce after each micro-batch and keep a shard only: more "
+        "communication, less memory.",
     )
     activation_checkpointing: bool = Field(default=False, description="Recompute activations in the backward pass.")
     cpu_offload: bool = Field(
@@ -246,6 +294,11 @@ class DataConfig(Section):
         default=False,
         description="Leave out (and count) conversations in which nothing is supervised instead of refusing them.",
     )
+    check_masks: bool = Field(
+        default=True,
+        description="Compare what is supervised with what the assistant wrote, for the first 1,000 conversations, and "
+        "refuse data where they disagree. Look at `raylane inspect-data` before you set it to false.",
+    )
     messages_key: str = Field(default="messages", description="Key of the list of messages in each line.")
 
     @model_validator(mode="after")
@@ -286,8 +339,12 @@ class CheckpointingConfig(Section):
     save_hf: bool = Field(default=True, description="Also write the model as a Hugging Face folder at the end.")
     resume: str = Field(
         default="auto",
-        description='"auto": go on from the newest complete checkpoint if there is one; "never": start anew; '
+        description='"auto": go on from the newest whole checkpoint if there is one; "never": start anew; '
         "otherwise the checkpoint folder to go on from.",
+    )
+    allow_other_owner: bool = Field(
+        default=False,
+        description="Also resume from checkpoints whose files belong to another user of the machine.",
     )
 
 
@@ -314,13 +371,44 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     """The workers: one process, and one GPU or none, each."""
 
-    num_workers: PositiveInt = Field(default=1, description="Workers in all.")
+    num_workers: PositiveInt = Field(
+        default=1,
+        description="Workers in all. Unset or null: one for each GPU (gpus_per_node x num_nodes), without GPUs one for "
+        "each node.",
+    )
     gpus_per_node: NaturalInt = Field(default=0, description="GPUs that each node lends; 0: train on the CPU.")
-    num_nodes: PositiveInt = Field(default=1, description="Nodes to spread over.")
+    num_nodes: PositiveInt = Field(
+        default=1,
+        description="Nodes to use: each gets num_workers / num_nodes workers, with consecutive ranks.",
+    )
     cpus_per_worker: PositiveInt = Field(
         default=1,
         description="Logical CPUs that each worker asks Ray for, and its threads.",
     )
+    start_timeout_s: PositiveFloat = Field(
+        default=120.0, description="Seconds that placing and starting all workers may take."
+    )
+    env_vars: dict[str, Annotated[str, BeforeValidator(_number_as_text)]] = Field(
+        default_factory=dict,
+        description="Environment variables that are set before the workers' Python starts, e.g. NCCL_DEBUG; an open "
+        "mapping of text to text.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_worker_for_each_gpu(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("num_workers") is not None:
+            return values
+        gpus, nodes = values.get("gpus_per_node", 0), values.get("num_nodes", 1)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in (gpus, nodes)):
+            return {**values, "num_workers": 1}  # the wrong type is told for the key that has it
+        return {**values, "num_workers": max(1, gpus) * max(1, nodes)}
+
+    @model_validator(mode="after")
+    def _no_rank_variables(self) -> ClusterConfig:
+        if reserved := sorted(set(self.env_vars) & set(RANK_VARIABLES)):
+            raise ValueError(f"env_vars names {', '.join(reserved)}, which are set for each worker; remove them")
+        return self
 
 
 class RunConfig(Section):
@@ -337,12 +425,15 @@ class RunConfig(Section):
 def load_config(path: str | Path, override_words: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file (and those its `defaults:` name), with overrides applied, fully checked.
 
+    `${a.b}` stands for another key's value; spellings of NeMo-RL are understood (`nemo_rl`).
+
     Raises ConfigError: file missing or not YAML, unknown key (with the nearest known one), value of a wrong kind, or
     sizes that do not divide (`layout.check_layout`).
     """
-    document = overrides.read_yaml(Path(path))
-    overrides.refuse_unknown(document, RunConfig, source=str(path))
-    document = overrides.apply_overrides(document, override_words, RunConfig)
+    document = overrides.apply_overrides(overrides.read_yaml(Path(path)), override_words, RunConfig)
+    document, left_out = nemo_rl.understand(nemo_rl.interpolate(document, str(path)))
+    if left_out:
+        _log.info("%s: without effect here, and left out: %s", path, ", ".join(left_out))
     return build_config(document, source=str(path))
 
 

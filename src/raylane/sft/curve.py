@@ -82,6 +82,11 @@ def svg(series: dict[str, list[tuple[float, float]]]) -> str:
             f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle" font-size="12">{x:g}</text>'
         )
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle" font-size="13">step</text>')
+    middle = TOP + (HEIGHT - TOP - BOTTOM) / 2
+    parts.append(
+        f'<text x="14" y="{middle:g}" text-anchor="middle" font-size="13" transform="rotate(-90 14 {middle:g})">'
+        "loss (nats per token)</text>"
+    )
     for number, (name, points) in enumerate(series.items()):
         parts += _line(name, [at(x, y) for x, y in points], number, points[-1][1])
     return "\n".join([*parts, "</svg>"])
@@ -114,7 +119,7 @@ def _png(series: dict[str, list[tuple[float, float]]], path: Path) -> Path:
         marker = "o" if len(points) <= 60 else None
         axes.plot(*zip(*points, strict=True), label=name, color=COLOURS.get(name), marker=marker, markersize=3)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
     picture.savefig(path, dpi=120)

@@ -13,8 +13,10 @@ import json
 import logging
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ __all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_row
 log = logging.getLogger(__name__)
 
 # Part of every cache key: raise it when the same input would give other documents.
-FORMAT = 1
+FORMAT = 2
 # The masks of this many conversations at the head of a set are compared with who wrote what.
 MASK_CHECKS = 1000
 
@@ -56,6 +58,8 @@ class Counts:
     emptied: int = 0  # conversations and pieces left out because cutting took all that was supervised
     unsupervised: int = 0  # conversations left out because nothing in them was supervised
     control_tokens: int = 0  # conversations whose text spells out a special token
+    repeated: int = 0  # conversations that are in the training data once more before
+    reasoning_left_out: int = 0  # conversations with reasoning that the chat template does not write out
     also_in_train: int = 0  # validation conversations that are in the training data as well
     longest: int = 0  # tokens of the longest conversation, as read
 
@@ -146,15 +150,44 @@ def prepare(config: RunConfig) -> PreparedData:
     sources = _digest_files(_data_paths(config))
     folder = Path(config.data.cache_dir).resolve() / f"data-{_key(config, sources)}"
     done = folder / "prepared.json"
+    _check_model_folder(config)
     if not done.is_file():
         try:
-            _build(config, folder)
+            _build(config, folder, sources)
         except OSError as error:
             raise ConfigError(f"cannot write to data.cache_dir={config.data.cache_dir}: {error}") from error
-    prepared = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
+    prepared = _read_prepared(done)
     for line in warnings(prepared, config):
         log.warning("%s", line)
     return prepared
+
+
+def _check_model_folder(config: RunConfig) -> None:
+    """Raise ConfigError before hours of tokenising when the model is not there."""
+    name = config.policy.model_name
+    if name is not None and not Path(name).is_dir():
+        raise ConfigError(
+            f"policy.model_name={name!r} is no folder on this machine. Give a local Hugging Face folder; for a name on "
+            f"the hub run `hf download {name} --local-dir DIR` first"
+        )
+
+
+def _read_prepared(done: Path) -> PreparedData:
+    """Return what a finished cache folder holds; its paths are always inside this folder, whatever the file says."""
+    folder = done.parent
+    try:
+        found = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
+        numbers = (found.vocab_size, found.pad_id, *found.end_ids)
+        if not all(isinstance(one, int) for one in numbers):
+            raise TypeError(f"vocab_size, pad_id and end_ids are {numbers}")
+        return replace(
+            found,
+            tokenizer_dir=folder / "tokenizer",
+            train=folder / "train",
+            validation=None if found.validation is None else folder / "validation",
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{done} is damaged: {error!r}. Delete {folder} and run again") from error
 
 
 def _data_paths(config: RunConfig) -> list[str]:
@@ -165,6 +198,10 @@ def _digest_files(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         try:
+            if not Path(path).is_file() and not Path(path).is_dir() and Path(path).exists():
+                raise DataError(
+                    f"data file {path} is a pipe or device; it is read more than once, so write it to a file first"
+                )
             with Path(path).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
@@ -187,9 +224,15 @@ def _key(config: RunConfig, sources: str) -> str:
         "tokenizer": None if folder is None else _digest_files(sorted(p for n in names for p in Path(folder).glob(n))),
         "train_vocab_size": tokenizer.train_vocab_size,
         "template": template_text(tokenizer.chat_template),
-        "template_choice": tokenizer.chat_template == "chatml",
+        "template_choice": tokenizer.chat_template in ("chatml", "llama3"),
         "row_tokens": config.policy.max_total_sequence_length,
-        "data": [data.overlong, data.allow_unsupervised, data.messages_key, data.validation_fraction],
+        "data": [
+            data.overlong,
+            data.allow_unsupervised,
+            data.messages_key,
+            data.validation_fraction,
+            data.check_masks,
+        ],
         "versions": [transformers.__version__, tokenizers.__version__],
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
@@ -201,13 +244,23 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
     return config.policy.tokenizer.name or config.policy.model_name
 
 
-def _build(config: RunConfig, folder: Path) -> None:
-    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins."""
-    draft = folder.with_name(f"{folder.name}.draft-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+def _build(config: RunConfig, folder: Path, sources: str) -> None:
+    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins.
+
+    `sources` is the digest of the data that the name of the folder stands for.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale_drafts(folder)
+    prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))  # process ids repeat on other nodes
+    draft.chmod(0o777 & ~_umask())
     try:
         prepared = _fill(config, draft, folder)
+        if _digest_files(_data_paths(config)) != sources:
+            raise DataError(
+                f"the data files ({', '.join(_data_paths(config))}) changed while they were read; run again when they "
+                "are complete"
+            )
         (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
         try:
             draft.rename(folder)
@@ -216,6 +269,21 @@ def _build(config: RunConfig, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _remove_stale_drafts(folder: Path) -> None:
+    """Remove drafts of processes of this node that have ended; they can be as large as the data."""
+    for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
+        number = draft.name.rpartition("-")[0].rpartition("-")[2]
+        if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _umask() -> int:
+    """Return the umask, which can only be read by setting it."""
+    current = os.umask(0o077)
+    os.umask(current)
+    return current
 
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
@@ -260,10 +328,12 @@ def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: s
     counts = Counts()
     write_cache(draft / name, _documents(config, tokenizer, name, seen, counts))
     if not counts.documents:
+        limit = config.policy.max_total_sequence_length
         asked = f"data.validation_fraction={config.data.validation_fraction}" if name == "validation" else "data.train"
         raise DataError(
-            f"no {name} documents are left of {counts.conversations} conversations ({asked}; over-long and dropped: "
-            f"{counts.dropped}, nothing supervised: {counts.unsupervised + counts.emptied})"
+            f"no {name} documents are left of {counts.conversations} conversations ({asked}; longer than "
+            f"policy.max_total_sequence_length={limit} and dropped: {counts.dropped}, "
+            f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised})"
         )
     if not counts.ended_turns:
         raise DataError(
@@ -283,6 +353,7 @@ def _documents(
         _count_read(counts, conversation, encoded, tokenizer)
         digest = conversation.digest()
         if name == "train":
+            counts.repeated += digest in seen
             seen.add(digest)
         else:
             counts.also_in_train += digest in seen
@@ -290,8 +361,12 @@ def _documents(
             _refuse_unsupervised(config, conversation)
             counts.unsupervised += 1
             continue
-        if origin < MASK_CHECKS and (wrong := tokenizer.misplaced(conversation, encoded)):
-            raise DataError(f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template")
+        checks = config.data.check_masks and origin < MASK_CHECKS
+        if checks and (wrong := tokenizer.misplaced(conversation, encoded)):
+            raise DataError(
+                f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with raylane "
+                "inspect-data. If they are right, set data.check_masks=false"
+            )
         for tokens, supervised in _fitted(config, conversation, encoded, counts):
             counts.documents += 1
             counts.tokens += len(tokens)
@@ -304,6 +379,7 @@ def _count_read(counts: Counts, conversation: Conversation, encoded: Encoded, to
     counts.turns += encoded.num_turns
     counts.ended_turns += encoded.num_ended_turns
     counts.longest = max(counts.longest, len(encoded.tokens))
+    counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
     counts.control_tokens += tokenizer.special_in(conversation) is not None
 
 
@@ -348,13 +424,25 @@ def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
                 f"{name}: {c.dropped} of {c.conversations} conversations are longer than {limit} tokens; dropped"
             )
         if c.emptied:
-            said.append(f"{name}: {c.emptied} pieces are left out: cutting took everything that was supervised in them")
+            said.append(
+                f"{name}: {c.emptied} conversations or pieces are left out: cut at {limit} tokens, nothing supervised "
+                "remains in them; a larger policy.max_total_sequence_length keeps them"
+            )
         if c.unsupervised:
             said.append(f"{name}: {c.unsupervised} conversations in which nothing is supervised are left out")
         if c.ended_turns < c.turns:
             said.append(f"{name}: {c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token")
         if c.control_tokens:
             said.append(f"{name}: {c.control_tokens} conversations spell out special tokens in their text")
+        if c.repeated:
+            said.append(
+                f"{name}: {c.repeated} of {c.conversations} conversations repeat an earlier one, and count as often"
+            )
+        if c.reasoning_left_out:
+            said.append(
+                f"{name}: {c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat "
+                "template does not write out, so it is not learned"
+            )
         if c.also_in_train:
             said.append(f"{name}: {c.also_in_train} of {c.conversations} conversations are also in the training data")
     return said

@@ -12,9 +12,11 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from raylane.errors import ConfigError
 
@@ -42,13 +44,39 @@ def held(folders: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
+def _open_lock(path: Path) -> TextIO:
+    """Open the lock file for reading and writing, made if need be.
+
+    ValueError when it is a link, no plain file, or another user's: the file is emptied and written to, which must not
+    happen to a file that somebody else has chosen.
+    """
+    try:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link. Remove it, or choose another folder") from error
+        raise
+    found = os.fstat(opened)
+    wrong = None
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+        wrong = "is no plain file of its own"
+    elif found.st_uid != os.geteuid():
+        wrong = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    if wrong:
+        os.close(opened)
+        raise ValueError(f"{path} {wrong}. Remove it, or choose another folder")
+    return os.fdopen(opened, "r+", encoding="utf-8")
+
+
 @contextmanager
 def _lock(key: str, folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK_FILE).open("a+", encoding="utf-8")
+        file = _open_lock(folder / LOCK_FILE)
     except OSError as error:
         raise ConfigError(f"{key}={folder} cannot be written to: {error.strerror or error}", key=key) from error
+    except ValueError as error:
+        raise ConfigError(f"{key}={folder} is refused: {error}", key=key) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,6 +23,7 @@ __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversati
 
 # JSON can spell half of a character outside the first 65,536; half of one is no text, and no tokenizer takes it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+MAX_DEPTH = 100
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -73,9 +74,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def parse_conversation(line: str, where: str, messages_key: str = "messages") -> Conversation:
     """One line of JSON as a Conversation; DataError naming `where` when it is not one."""
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        record = json.loads(line, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
         raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+    _refuse_deep(record, where)
     if _SURROGATE.search(line):
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
@@ -84,6 +86,8 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         close = difflib.get_close_matches(messages_key, record, n=1)
         hint = f"set data.messages_key={close[0]}" if close else 'write {"messages": [{"role": ..., "content": ...}]}'
         raise DataError(f"{where}: no key {messages_key!r} among {sorted(record)}; {hint}")
+    if record.get("functions") and not record.get("tools"):
+        raise DataError(f"{where}: 'functions' is the old form of 'tools'; write each as an entry of 'tools'")
     messages = record[messages_key]
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {messages_key!r} must be a list of at least one message")
@@ -94,6 +98,26 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         if message["role"] == "assistant"
     )
     return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; ValueError for a repeated key, of which JSON would keep the last silently."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is repeated in an object")
+    return made
+
+
+def _refuse_deep(value: Any, where: str) -> None:
+    """Raise DataError for values nested so deep that templates and JSON writers would run out of stack."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise DataError(f"{where}: values are nested more than {MAX_DEPTH} deep")
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
 
 def _refuse_lone_surrogates(record: Any, where: str) -> None:
@@ -115,6 +139,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     # Keys that templates may read (name, tool_call_id, reasoning_content ...) stay; those that say nothing go.
     parsed = {key: value for key, value in message.items() if value is not None and key != "weight"}
     parsed["role"] = role
+    if message.get("function_call") is not None:
+        raise DataError(f"{where}: function_call is the old form of a call; write it as one entry of tool_calls")
     content = _content(message.get("content"), where)
     calls = _tool_calls(message.get("tool_calls"), where)
     if content is None and not (role == "assistant" and calls):
@@ -157,9 +183,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # as OpenAI writes it; chat templates expect the object
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+            arguments = json.loads(arguments, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
+        _refuse_deep(arguments, where)
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

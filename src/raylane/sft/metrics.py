@@ -94,6 +94,11 @@ class MetricsLog:
         self._live = self._stream.isatty()
         self._bar_width = 0
         self._began = time.perf_counter()
+        for name in (METRICS_FILE, "metrics.draft", "loss.html", "loss.png"):
+            if (self.run_dir / name).is_symlink():  # what it points to would be cut and written to
+                raise ConfigError(
+                    f"{self.run_dir / name} is a symbolic link; remove it, or choose another logger.log_dir"
+                )
         _drop_torn_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
@@ -220,6 +225,8 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
         try:
             record = json.loads(line)
             records.append({name: float(value) if isinstance(value, str) else value for name, value in record.items()})
-        except (ValueError, AttributeError) as error:
+            if not isinstance(records[-1]["step"], int | float):
+                raise TypeError(f"step is {records[-1]['step']!r}")
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}:{number} is no line of metrics: {error}") from error
     return records

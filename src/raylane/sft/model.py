@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.sft.model_config import attention_implementation
 from raylane.workers.batch import BatchDict
 
 if TYPE_CHECKING:
@@ -38,12 +39,16 @@ class SupervisedModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
 
-    def forward(self, batch: BatchDict, loss_fn: LossFunction | None) -> Tensor:
+    def forward(self, batch: BatchDict, loss_fn: LossFunction | None, *, hidden_only: bool = False) -> Tensor:
         """`input_ids`, `position_ids`, `labels`, int64 [B, T] -> the summed loss; without `loss_fn` logits [B, T, V].
+
+        With `hidden_only`: the hidden states [B, T, H] that the head would turn into logits.
 
         No attention mask is ever passed: transformers then keeps documents apart wherever `position_ids` restart
         (masking_utils.find_packed_sequence_indices, 5.23), while any mask, even of ones, lets them see each other.
         """
+        if hidden_only:
+            return self.hidden(batch)
         if isinstance(loss_fn, CrossEntropy):
             return loss_fn.from_hidden(self.hidden(batch), batch["labels"], self.causal_lm.get_output_embeddings())
         logits: Tensor = self.causal_lm(**_inputs(batch)).logits
@@ -71,12 +76,12 @@ def build_model(
     """
     if policy.model_name is None:
         torch.manual_seed(seed)
-        model = SupervisedModel(_causal_lm(hf_config))
+        model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
         _prepare(model, policy)
         _shard(model, policy, mesh)
         return model
     with torch.device("meta"):
-        model = SupervisedModel(_causal_lm(hf_config))
+        model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
     _prepare(model, policy)
     _shard(model, policy, mesh)
     model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)
@@ -86,16 +91,36 @@ def build_model(
     return model
 
 
-def _causal_lm(hf_config: Any) -> Any:
+def _causal_lm(hf_config: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, attn_implementation="sdpa")
+        return AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+    except ImportError as error:
+        raise ConfigError(
+            f"policy.hf_config_overrides.attn_implementation={attention!r} cannot be used here: {error}"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"no causal language model for model_type {hf_config.model_type!r}: {error}") from error
+        raise ConfigError(
+            f"no causal language model for model_type {hf_config.model_type!r} with attn_implementation={attention!r}: "
+            f"{error}"
+        ) from error
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
+    kept = [
+        f"{name}.{key}"
+        for name, module in model.causal_lm.named_modules()
+        for key in dict(module.named_buffers(recurse=False))
+        if key not in module._non_persistent_buffers_set
+    ]
+    if kept:
+        raise ConfigError(
+            f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which are "
+            "neither read from model folders nor saved; llama, qwen2 and qwen3 can be trained"
+        )
     if policy.dtensor_cfg.activation_checkpointing:
         lm = model.causal_lm  # renamed in transformers 5.x; the older name warns where there are both
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
@@ -140,7 +165,14 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no .safetensors file; other weight files are not read", path=str(folder))
     parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # a tied weight has one name here
     reader = HuggingFaceStorageReader(str(folder))
-    stored = set(reader.read_metadata().state_dict_metadata)
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors has a class of its own, and damaged headers raise more than that
+        raise CheckpointError(
+            f"the .safetensors files of {folder} cannot be read: {error}. Copy or download the folder again",
+            path=str(folder),
+        ) from error
+    stored = set(found)
     missing = sorted(set(parameters) - stored)
     if missing:
         raise CheckpointError(
@@ -148,11 +180,23 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             f"e.g. {missing[:3]}; it holds {sorted(stored)[:3]}",
             path=str(folder),
         )
+    _refuse_quantised({name: found[name] for name in parameters}, folder)
     try:
         load(parameters, storage_reader=reader)
     except CheckpointException as error:
         reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
+
+
+def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for numbers that mean something only together with scales, which are not read here."""
+    for name, one in stored.items():
+        dtype = one.properties.dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise CheckpointError(
+                f"{folder} holds {name} as {dtype}: a quantised model. Use one in bfloat16, float16 or float32",
+                path=str(folder),
+            )
 
 
 def sharded(model: SupervisedModel) -> FSDPModule:

@@ -16,11 +16,17 @@ from raylane.sft.overrides import suggest
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["ModelShape", "model_config", "model_shape"]
+__all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
 
 # Not attributes of a configuration object: how attention is computed, and the base of the rotary positions, which
 # transformers 5 keeps in rope_parameters (and overlooks as a keyword where config.json has rope_parameters).
-BESIDES = ("attn_implementation", "model_type", "rope_theta")
+BESIDES = ("model_type", "rope_theta")
+
+# Kernels whose masks transformers 5 makes from restarting positions, which is how packed documents are kept apart.
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+# Keys that a run decides elsewhere: an override of them would be accepted by transformers and change nothing.
+_DECIDED_ELSEWHERE = {"dtype": "policy.precision", "torch_dtype": "policy.precision"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,14 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
     own, but must have room for every token. Raises ConfigError: no such folder or model type, an override that this
     model does not know, or a vocabulary too small for the tokenizer.
     """
+    attention_implementation(policy)
     overrides = copy.deepcopy(policy.hf_config_overrides)
+    overrides.pop("attn_implementation", None)
+    for key in overrides:
+        if key in _DECIDED_ELSEWHERE:
+            raise ConfigError(
+                f"policy.hf_config_overrides.{key} has no effect here; set {_DECIDED_ELSEWHERE[key]} instead", key=key
+            )
     if policy.model_name is None:
         config = _from_scratch(overrides, vocab_size, pad_id, end_id)
     else:
@@ -58,6 +71,17 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             "own tokenizer, or leave vocab_size out of policy.hf_config_overrides"
         )
     return config
+
+
+def attention_implementation(policy: PolicyConfig) -> str:
+    """Return `policy.hf_config_overrides.attn_implementation`, sdpa if it is not set; ConfigError if it is unknown."""
+    chosen = policy.hf_config_overrides.get("attn_implementation") or "sdpa"
+    if chosen not in ATTENTION:
+        raise ConfigError(
+            f"policy.hf_config_overrides.attn_implementation must be one of {', '.join(ATTENTION)}, got {chosen!r}",
+            key="attn_implementation",
+        )
+    return str(chosen)
 
 
 def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None, end_id: int | None) -> Any:
@@ -74,25 +98,35 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
         raise ConfigError(f"policy.hf_config_overrides.model_type={model_type!r} is unknown; {hint}") from error
     overrides = _checked(overrides, default)
     given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
-    return _applied(known(model_type, **{**given, **overrides}), overrides)
+    try:
+        made = known(model_type, **{**given, **overrides})
+    except Exception as error:  # transformers and huggingface_hub have classes of their own for this
+        raise ConfigError(f"policy.hf_config_overrides cannot be used for a {model_type} model: {error}") from error
+    return _applied(made, overrides)
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
     if not Path(folder).is_dir():
         raise ConfigError(
             f"policy.model_name={folder!r} is no folder; give a local Hugging Face folder (config.json, safetensors), "
             "or null to start from random weights"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _read_config(folder, {})
         overrides = _checked(overrides, config)
         if not overrides:
             return config
-        return _applied(AutoConfig.from_pretrained(folder, local_files_only=True, **overrides), overrides)
-    except (OSError, KeyError) as error:
+        return _applied(_read_config(folder, overrides), overrides)
+    except ConfigError:
+        raise
+    except Exception as error:  # damaged files make transformers raise nearly anything
         raise ConfigError(f"transformers cannot read the model configuration in {folder}: {error}") from error
+
+
+def _read_config(folder: str, overrides: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **overrides)
 
 
 def _checked(overrides: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -134,12 +168,26 @@ def _applied(config: Any, overrides: dict[str, Any]) -> Any:
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used."""
+    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used.
+
+    ConfigError when transformers cannot build a causal language model from it, or it is built otherwise than those
+    that can be trained here.
+    """
+    try:
+        return _measured(config)
+    except Exception as error:  # from sizes that make no model, or from attributes that other architectures lack
+        raise ConfigError(
+            f"a {config.model_type} model of this configuration cannot be trained here: {type(error).__name__}: "
+            f"{error}. llama, qwen2 and qwen3 can be; check the sizes in policy.hf_config_overrides"
+        ) from error
+
+
+def _measured(config: Any) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     embedding = {
         id(p): p.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())

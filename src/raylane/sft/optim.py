@@ -17,25 +17,30 @@ __all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
 def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps: int) -> float:
     """Learning rate of the step counted from 0.
 
-    Rises linearly to `peak` over `warmup_steps` (its first step already moves), then falls to `min_lr_ratio * peak` at
-    the last step along half a cosine or a line, or stays. Has no state, so a resumed run has it right by itself.
+    Rises linearly to `peak` over w = `warmup_steps`, beginning at `first_step`, then falls along half a cosine or a
+    line to `min_lr_ratio * peak`, which is reached `min_lr_at`, or stays. Has no state, so a resumed run has it right
+    by itself.
     """
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / (schedule.warmup_steps + 1)
+    w = schedule.warmup_steps
+    if step < w:
+        begin, rises = {"1/(w+1)": (1, w + 1), "1/w": (1, w), "0": (0, w)}[schedule.first_step]
+        return peak * (step + begin) / rises
     if schedule.name == "constant":
         return peak
-    span = max(1, total_steps - 1 - schedule.warmup_steps)
+    last = total_steps - 1 if schedule.min_lr_at == "last_step" else total_steps
+    span = max(1, last - w)
     progress = min(1.0, (step - schedule.warmup_steps) / span)
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.name == "cosine" else 1 - progress
     return peak * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape)
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over all parameters; vectors (norms, biases) are not decayed: it would pull them off their scale."""
+    """Return AdamW over all parameters; `weight_decay_on` says whether vectors (norms, biases) are decayed too."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     kwargs = settings.kwargs.model_dump()
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    decay = settings.kwargs.weight_decay if settings.weight_decay_on == "all" else 0.0
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": decay}]
     return torch.optim.AdamW([group for group in groups if group["params"]], **kwargs)
 
 

@@ -25,10 +25,18 @@ __all__ = ["apply_overrides", "explain", "parse_override", "read_yaml", "refuse_
 # Keys of NeMo-RL that people bring along: what to write here instead, or why not.
 FROM_NEMO_RL = {
     "sft.only_unmask_final": "what is supervised is marked by {% generation %} in the chat template",
-    "policy.megatron_cfg": "there is no Megatron backend; remove it",
+    "policy.megatron_cfg": "there is no Megatron backend; remove it, or set its enabled to false",
     "policy.dynamic_batching": "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
-    "policy.sequence_packing.train_mb_tokens": "a row has policy.max_total_sequence_length tokens",
+    "policy.sequence_packing.train_mb_tokens": "a micro-batch has policy.max_total_sequence_length x "
+    "policy.train_micro_batch_size tokens; set those, and remove it",
+    "policy.sequence_packing.sequence_length_round": "rows have policy.max_total_sequence_length tokens, which must be "
+    "a multiple of it",
     "policy.dtensor_cfg.enabled": "it is always on; remove it",
+    "policy.dtensor_cfg.env_vars": "use cluster.env_vars",
+    "policy.tokenizer.chat_template_kwargs": "templates get no further values; write them into the template",
+    "logger.swanlab_enabled": "SwanLab is not supported; metrics.jsonl is always written",
+    "logger.monitor_gpus": "GPUs are not monitored; remove it",
+    "checkpointing.checkpoint_must_save_by": "send SIGTERM when time is up: the run saves and ends",
     "policy.dtensor_cfg.tensor_parallel_size": "tensor parallelism is not supported yet; remove it",
     "policy.dtensor_cfg.context_parallel_size": "context parallelism is not supported yet; remove it",
     "policy.dtensor_cfg.sequence_parallel": "sequence parallelism is not supported yet; remove it",
@@ -130,6 +138,10 @@ def _loader() -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "a key must be text, not a list or a mapping", key.start_mark
+                    )
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         None, None, f"key {key.value!r} is repeated", key.start_mark
@@ -149,6 +161,10 @@ def _parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_loader())  # a SafeLoader: see _loader
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deep") from error
+    except ValueError as error:  # a date that is none, a number of more than 4,300 digits
+        raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
 
 
 def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:

@@ -6,7 +6,7 @@ by whoever needs the number of steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
@@ -41,6 +41,7 @@ class Memory:
 
     parameters: int
     gradients: int
+    unreduced: int
     optimizer: int
     gathered: int
     activations: int
@@ -49,7 +50,7 @@ class Memory:
     @property
     def total(self) -> int:
         """All of it; what allocators and libraries take on top is not in here."""
-        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,13 @@ def _flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
-    """Bytes on each worker: float32 master weights, gradients and AdamW's two averages, all sharded; two gathered
-    units (the running one and the one fetched ahead) in the computing precision; what the backward pass needs of a
-    micro-batch; and the logits of one loss chunk with their gradient, in float32."""
+    """Bytes on each worker: float32 master weights, gradients and AdamW's two averages, all sharded; gradients that
+    are not reduced yet, in float32: those of the whole model between micro-batches, or of one unit when each
+    micro-batch is reduced; two gathered units (the running one and the one fetched ahead) in the computing precision;
+    what the backward pass needs of a micro-batch; and the logits of one loss chunk with their gradient, in float32."""
     policy = config.policy
+    rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, config.cluster.num_workers)
+    keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
     shard = config.cluster.num_workers // policy.dtensor_cfg.dp_replicate_size
     own = -(-shape.num_parameters // shard)
     size = 2 if policy.precision == "bfloat16" else 4
@@ -180,6 +184,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     return Memory(
         parameters=0 if offloaded else 4 * own,
         gradients=0 if offloaded else 4 * own,
+        unreduced=4 * (shape.num_parameters if keeps_whole else shape.largest_unit),
         optimizer=0 if offloaded else 8 * own,
         gathered=2 * size * shape.largest_unit,
         activations=size * tokens * kept,
@@ -193,7 +198,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
 def render(plan: RunPlan, config: RunConfig) -> str:
     """The plan for people to read: plain text, several lines."""
     lines = [
-        ("mesh", _mesh(plan)),
+        ("mesh", _mesh(plan) + _unused_gpus(config)),
         ("model", _model(plan, config)),
         ("train", _set(plan.train, config)),
         *([("validation", _set(plan.validation, config))] if plan.validation else []),
@@ -218,6 +223,12 @@ def _mesh(plan: RunPlan) -> str:
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     return f"dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard}: {workers}, {kind} over {over}"
+
+
+def _unused_gpus(config: RunConfig) -> str:
+    gpus = config.cluster.gpus_per_node * config.cluster.num_nodes
+    unused = gpus - config.cluster.num_workers
+    return f"; {unused} of {gpus} GPUs are not used" if unused > 0 else ""
 
 
 def _model(plan: RunPlan, config: RunConfig) -> str:
@@ -268,10 +279,8 @@ def _save(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    parts = (
-        (name, getattr(memory, name))
-        for name in ("parameters", "gradients", "optimizer", "gathered", "activations", "logits")
-    )
+    words = {"unreduced": "gradients not reduced yet"}
+    parts = ((words.get(field.name, field.name), getattr(memory, field.name)) for field in fields(memory))
     return f"about {_size(memory.total)} on each worker: " + ", ".join(f"{name} {_size(part)}" for name, part in parts)
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from raylane.errors import CheckpointError, RaylaneError, WorkerCallError
+from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError
 from raylane.sft import checkpoint
-from raylane.sft.config import RunConfig, dump
+from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import micro_batches
+from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
@@ -37,11 +38,49 @@ _log = logging.getLogger(__name__)
 
 
 def worker_options(config: RunConfig) -> WorkerOptions:
-    """What each worker asks of Ray: its CPUs (as threads too), and a GPU if the nodes lend any."""
+    """What each worker asks of Ray: its CPUs (as threads too), a GPU if the nodes lend any, and its node."""
+    cluster = config.cluster
     return WorkerOptions(
-        num_cpus=config.cluster.cpus_per_worker,
-        num_gpus=1 if config.cluster.gpus_per_node else 0,
-        env_vars={"TOKENIZERS_PARALLELISM": "false"},
+        num_cpus=cluster.cpus_per_worker,
+        num_gpus=1 if cluster.gpus_per_node else 0,
+        env_vars={"TOKENIZERS_PARALLELISM": "false", **cluster.env_vars},
+        workers_per_node=cluster.num_workers // cluster.num_nodes,
+        start_timeout_s=cluster.start_timeout_s,
+    )
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved description, with the defaults of keys that did not exist when it was written."""
+    plain = {key: value for key, value in saved.items() if key != "prepared"}
+    try:
+        return {**dump(build_config(plain)), "prepared": saved.get("prepared")}
+    except ConfigError:  # a key that is no longer there
+        return saved
+
+
+def _refuse_unshifted(batch: BatchDict) -> None:
+    """Raise ValueError for labels that repeat their own tokens: training would teach the model to copy its input.
+
+    transformers shifts labels within its models, so its users have them unshifted.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    learned = labels != IGNORED
+    unshifted = bool((labels == ids)[learned].all())
+    shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
+    if bool(learned.any()) and unshifted and not shifted:
+        raise ValueError(
+            "labels are not shifted: every label is the token of its own position. Give labels[:, i] = "
+            "input_ids[:, i + 1], and -100 where nothing is learned"
+        )
+
+
+def _for_workers(config: RunConfig) -> RunConfig:
+    """Return the configuration with an absolute `policy.model_name`: workers have a working directory of their own."""
+    name = config.policy.model_name
+    if name is None:
+        return config
+    return config.model_copy(
+        update={"policy": config.policy.model_copy(update={"model_name": str(Path(name).resolve())})}
     )
 
 
@@ -70,7 +109,7 @@ class Policy:
             options=worker_options(config),
         )
         try:
-            self.facts: dict[str, Any] = self._one("setup", config, prepared, total_steps)
+            self.facts: dict[str, Any] = self._one("setup", _for_workers(config), prepared, total_steps)
         except BaseException:
             self._group.shutdown(timeout_s=10)
             raise
@@ -107,6 +146,8 @@ class Policy:
     ) -> GroupFuture:
         """Send one step on a batch that the driver made: see `train`."""
         size = batch.size
+        if loss_fn is None:
+            _refuse_unshifted(batch)
         if gbs is not None and gbs != size:
             raise ValueError(f"gbs={gbs}, but the batch has {size} rows; one call is one step on one global batch")
         rows = mbs or self._config.policy.train_micro_batch_size
@@ -172,40 +213,67 @@ class Policy:
     def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
         """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; drop old ones.
 
-        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder.
+        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder,
+        after the state is complete: CheckpointError of the export leaves the checkpoint there, ready to resume from.
         """
         settings = self._config.checkpointing
         folder = Path(settings.checkpoint_dir)
         try:
-            saved = self._write(folder, metrics, with_hf)
-            _, removable = checkpoint.keep(checkpoint.list_saved(folder), settings)
+            saved = self._write(folder, metrics)
+            whole, damaged = checkpoint.list_whole(folder)
+            for damage in damaged:  # not removed: somebody may want to look at it
+                _log.warning("%s; it counts for neither keep_latest_k nor keep_top_k", damage)
+            _, removable = checkpoint.keep(whole, settings)
             for old in removable:
                 checkpoint.remove(old)
         except OSError as error:
             raise CheckpointError(
                 f"step {self._next} cannot be saved in {folder}: {error}", path=str(folder)
             ) from error
+        if with_hf:
+            self.export(saved)
         return saved
 
-    def _write(self, folder: Path, metrics: Mapping[str, float], with_hf: bool) -> Saved:
+    def _write(self, folder: Path, metrics: Mapping[str, float]) -> Saved:
         partial = checkpoint.begin(folder, self._next)
         try:
             self._one("save_state", str(partial / "state"), self._next)
-            if with_hf:
-                self._one("save_hf", str(partial / "hf"))
             return checkpoint.commit(partial, self._next, metrics, self._description())
         except (OSError, RaylaneError):
             shutil.rmtree(partial, ignore_errors=True)  # what is half written would only keep a full disk full
             raise
+
+    def export(self, saved: Saved) -> Path:
+        """Add the model as it is now to a checkpoint of this step as its folder `hf`; returns that folder.
+
+        Written beside the checkpoint and renamed into it, so the folder is whole or absent. On failure, CheckpointError
+        says that the checkpoint itself is complete.
+        """
+        partial = checkpoint.begin_export(saved)
+        try:
+            self._one("save_hf", str(partial))
+            return checkpoint.commit_export(saved, partial)
+        except (OSError, RaylaneError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(
+                f"the Hugging Face folder of step {saved.step} could not be made: {error}. The checkpoint {saved.path} "
+                "is complete: correct the cause and run the same command again, or set checkpointing.save_hf=false",
+                path=str(saved.path),
+            ) from error
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the model as a Hugging Face folder anywhere, e.g. without any checkpoint."""
         self._one("save_hf", str(Path(folder).resolve()))
 
     def load(self, path: str | Path) -> int:
-        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step."""
+        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step.
+
+        Runs no code from the folder. CheckpointDamagedError when its files are not whole, CheckpointError when they
+        belong to another user (see `checkpointing.allow_other_owner`) or to another model.
+        """
         saved = checkpoint.read(Path(path))
-        for difference in checkpoint.differences(saved.config, self._description()):
+        checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
+        for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
             _log.warning("resuming with another configuration, losses will differ: %s", difference)
         self._next = int(self._one("load_state", str((saved.path / "state").resolve())))
         return self._next

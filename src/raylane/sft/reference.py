@@ -33,8 +33,14 @@ Every key can be set on the command line as well:
 | `++policy.hf_config_overrides.rope_theta=1e6` | either of the two |
 | `~logger.log_dir` | take away what the file has set; the default applies |
 
-Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. A key that is not on this page is refused, with the nearest
-one that is. Paths start at the working directory. Key names are those of NeMo-RL where the same thing is meant.
+Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for another key's value, and
+`${mul:a,b}` and `${div:a,b}` for a product and a quotient (`\\${` is a plain `${`). A key that is not
+on this page is refused, with the nearest one that is. Paths start at the working directory.
+
+Key names are those of NeMo-RL where the same thing is meant. In a file, values of NeMo-RL such as
+`optimizer.name: torch.optim.AdamW` are understood, and keys of NeMo-RL that ask for nothing
+(`tensor_parallel_size: 1`, `megatron_cfg: {enabled: false}`) are left out and logged; those that ask for something
+which raylane does not do are refused. A list under `policy.scheduler` is refused: write its shape with the keys below.
 """
 
 

@@ -43,8 +43,10 @@ def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_t
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # it would land in the middle of the run's own lines
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_dir), local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_pretrained(str(hf_dir), local_files_only=True).eval()
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_dir), local_files_only=True, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(hf_dir), local_files_only=True, trust_remote_code=False
+        ).eval()
     finally:
         if shown:
             hf_logging.enable_progress_bar()

@@ -9,6 +9,8 @@ multiplied by their number before it is divided by the global count.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import SupervisedModel, sharded
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "forward_only", "optimize"]
+__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "optimize"]
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,24 @@ def count(batch: BatchDict, device: torch.device) -> Counts:
 
 
 def backward(
-    model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, counts: Counts, device: torch.device
+    model: SupervisedModel,
+    batch: BatchDict,
+    rows: int,
+    loss_fn: LossFunction,
+    counts: Counts,
+    device: torch.device,
+    reduce_each: bool = False,
 ) -> float:
-    """Leave the gradients of the global mean loss in `.grad`; returns that loss, the same on all workers."""
+    """Leave the gradients of the global mean loss in `.grad`; returns that loss, the same on all workers.
+
+    `reduce_each`: reduce after every micro-batch, so that each worker keeps only its shard of the gradients; otherwise
+    once, by the last one, and until then each worker keeps whole float32 gradients.
+    """
     scale = dist.get_world_size() / max(1, counts.supervised)
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
-        # Gradients are reduced once a step, by the last micro-batch: the others only add to them.
-        sharded(model).set_requires_gradient_sync(i == len(parts) - 1)
+        sharded(model).set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
@@ -59,12 +70,22 @@ def backward(
 def forward_only(
     model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device
 ) -> Tensor:
-    """Sum of the loss over this worker's rows, float64, without gradients."""
+    """Sum of the loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         for part in batch.micro_batches(rows):
             total += model(part.to(device), loss_fn)
     return total
+
+
+@contextmanager
+def evaluating(model: SupervisedModel) -> Iterator[None]:
+    """Put the model into evaluation mode for a `with` block, and back into training mode after it."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 def clip(model: SupervisedModel, max_norm: float | None) -> float:
@@ -86,10 +107,11 @@ def optimize(
     loss_fn: LossFunction,
     max_norm: float | None,
     device: torch.device,
+    reduce_each: bool = False,
 ) -> tuple[float, float, Counts]:
     """(loss, gradient norm, counts) of a step. FloatingPointError, before any weight is touched, if not finite."""
     counts = count(batch, device)
-    loss = backward(model, batch, rows, loss_fn, counts, device)
+    loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ from typing import Any
 import ray
 import torch
 
+from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerLostError
 from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
-from raylane.sft.config import RunConfig
+from raylane.sft.config import CheckpointingConfig, RunConfig
 from raylane.sft.curve import loss_curve
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import held
@@ -35,12 +37,14 @@ from raylane.sft.rows import RowSource, open_rows
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
-__all__ = ["RunResult", "StopRequest", "Trainer", "run"]
+__all__ = ["RunResult", "StopRequest", "Trainer", "how_to_go_on", "run"]
 
 _log = logging.getLogger(__name__)
 
 _SAMPLE_LIMIT = 200_000_000
 """Parameters up to which the driver loads the finished model to show an answer."""
+_REACHED_S = 15.0
+"""Seconds in which a Ray cluster must accept a connection."""
 _SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "data_time_s", "dispatch_time_s", "compute_time_s")
 
 
@@ -80,10 +84,39 @@ def run(config: RunConfig) -> RunResult:
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
     with held(_folders(config)), MetricsLog(config.logger, config.logger.log_dir) as log:
-        resumed = checkpoint.find(config.checkpointing) if config.checkpointing.enabled else None
-        if config.checkpointing.enabled:
-            checkpoint.refuse_later(config.checkpointing, resumed.step if resumed else 0)
+        resumed = _start_point(config.checkpointing) if config.checkpointing.enabled else None
         return _run_from(config, prepared, rows, total, resumed, log)
+
+
+def _start_point(settings: CheckpointingConfig) -> Saved | None:
+    for path in checkpoint.recover(Path(settings.checkpoint_dir)):
+        _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+    resumed = checkpoint.find(settings)
+    checkpoint.refuse_later(settings, resumed.step if resumed else 0)
+    return resumed
+
+
+@contextmanager
+def _lost_workers_told(config: RunConfig) -> Iterator[None]:
+    """Say what the user of a run can do about a lost worker; the group's own advice is for those who drive a group."""
+    try:
+        yield
+    except WorkerLostError as error:
+        reason = str(error.fields.get("reason", error))
+        raise WorkerLostError(f"{reason} The run has ended. {how_to_go_on(config)}", **error.fields) from error
+
+
+def how_to_go_on(config: RunConfig) -> str:
+    """Return a sentence on what the same command does after this run ended early. Reads the checkpoint folder."""
+    settings = config.checkpointing
+    try:
+        whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+    except CheckpointError as error:
+        return f"Which checkpoint the same command would resume from cannot be told: {error}"
+    if not whole:
+        return "No checkpoint was saved, so the same command begins anew; checkpointing.save_period saves on the way"
+    again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
+    return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}"
 
 
 def _folders(config: RunConfig) -> dict[str, str]:
@@ -100,7 +133,7 @@ def _run_from(
         with _sigterm_held_back():
             stack.enter_context(_connected(config))
             stop = stack.enter_context(StopRequest())
-        with Policy(config, prepared, total) as policy:
+        with _lost_workers_told(config), Policy(config, prepared, total) as policy:
             _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.go_on_from(resumed)
@@ -134,7 +167,7 @@ class Trainer:
     def go_on_from(self, saved: Saved | None) -> None:
         """Load a checkpoint (None: begin anew), and forget figures and leftovers of steps that will be run again."""
         if saved is not None:
-            step = self._policy.load(saved.path)
+            saved, step = self._load(saved)
             self.saved = saved
             _log.info("going on from %s, step %d of %d", saved.path, step, self.total_steps)
             self._log.rewind(self.done)
@@ -143,6 +176,14 @@ class Trainer:
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was never finished", path)
+
+    def _load(self, saved: Saved) -> tuple[Saved, int]:
+        """Load a checkpoint, or under resume=auto the newest earlier one that is not damaged."""
+        while True:
+            try:
+                return saved, self._policy.load(saved.path)
+            except CheckpointDamagedError as damage:
+                saved = checkpoint.fall_back(saved, self._config.checkpointing, damage)
 
     def fit(self) -> None:
         """All steps that are left."""
@@ -217,6 +258,9 @@ class Trainer:
         if self._measured is not None and self._measured[0] == self.done:
             metrics["val:loss"] = self._measured[1]
         if self.saved is not None and self.saved.step == self.done:  # written again, e.g. with the model beside it
+            if not set(metrics) - set(self.saved.metrics):
+                self._policy.export(self.saved)
+                return
             metrics = {**self.saved.metrics, **metrics}
         self.saved = self._policy.save(metrics, with_hf=with_hf)
         _log.info("saved %s", self.saved.path)
@@ -279,7 +323,8 @@ def _connected(config: RunConfig) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its default warns at every start
     level = logging.WARNING
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        _refuse_unreachable(address)
         ray.init(logging_level=level)
     else:
         wanted = config.cluster.num_workers * config.cluster.cpus_per_worker
@@ -291,12 +336,29 @@ def _connected(config: RunConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def _refuse_unreachable(address: str) -> None:
+    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port; Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():  # e.g. "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"the Ray cluster at RAY_ADDRESS={address} cannot be reached: {error}. Start it, correct RAY_ADDRESS, or "
+            "unset it to run on this machine alone"
+        ) from error
+
+
 def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: MetricsLog, parameters: int) -> RunResult:
     folder = hf_dir(trainer.saved)
     shown = None
     if folder is not None and parameters <= _SAMPLE_LIMIT:
         held_out = prepared.validation or prepared.train
-        shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
+        try:
+            shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
+        except Exception as error:  # the run is complete and saved; a model that cannot answer must not end it so
+            _log.warning("the model in %s was saved, but gave no sample answer: %r", folder, error)
     return RunResult(
         steps=trainer.done,
         stopped=trainer.done < trainer.total_steps,
@@ -304,6 +366,14 @@ def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: Me
         val_loss=trainer.losses.get("val:loss"),
         checkpoint=trainer.saved.path if trainer.saved else None,
         hf_dir=folder,
-        curve=loss_curve(log.run_dir) if trainer.losses else None,
+        curve=_curve(log) if trainer.losses else None,
         sample=shown,
     )
+
+
+def _curve(log: MetricsLog) -> Path | None:
+    try:
+        return loss_curve(log.run_dir)
+    except Exception as error:  # the run is complete and saved
+        _log.warning("the loss curve could not be drawn: %r", error)
+        return None

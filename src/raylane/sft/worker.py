@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from raylane.sft import order, selfcheck, state, step
+from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -52,6 +53,8 @@ class SftWorker:
         """Loss functions that the driver sent once, by name."""
         self._free_since: float | None = None
         """When the last step ended (monotonic seconds); None: something else has run since."""
+        self._ahead: ReadAhead[BatchDict] | None = None
+        """Rows of the next step, read while the current one computes; None before `setup`."""
 
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data; check that packing keeps documents apart. Replaces an earlier setup.
@@ -70,6 +73,9 @@ class SftWorker:
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead = ReadAhead(self.own_rows, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
         return {
@@ -83,12 +89,9 @@ class SftWorker:
     def train_step(self, number: int) -> dict[str, float]:
         """Step `number` on this worker's own rows of its global batch."""
         started = time.perf_counter()
-        sft, policy = self._config.sft, self._config.policy
-        rows = order.batch_rows(
-            self._train.num_rows, policy.train_global_batch_size, sft.seed, number, self._config.data.shuffle
-        )
-        batch = _batch(self._train, order.rank_slice(rows, self._rank, self._world))
-        return self._step(batch, number, self._loss, policy.train_micro_batch_size, started)
+        assert self._ahead is not None, "setup comes first"
+        batch = self._ahead.take(number)
+        return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
 
     def train_batch(
         self, data: BatchDict, number: int, loss: str | None, micro_batch_size: int, eval_mode: bool
@@ -121,7 +124,14 @@ class SftWorker:
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
         loss, norm, counts = step.optimize(
-            self._model, self._optimizer, batch, rows, loss_fn, policy.max_grad_norm, self._device
+            self._model,
+            self._optimizer,
+            batch,
+            rows,
+            loss_fn,
+            policy.max_grad_norm,
+            self._device,
+            policy.dtensor_cfg.reduce_every_micro_batch,
         )
         done = time.perf_counter()
         waited = 0.0 if self._free_since is None else started - self._free_since
@@ -161,7 +171,8 @@ class SftWorker:
         For tests and for looking into a model; gathers one parameter after the other.
         """
         counts = step.count(data, self._device)
-        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device)
+        reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
+        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
         found = {name: _whole(p.grad) for name, p in self._model.causal_lm.named_parameters() if p.grad is not None}
         self._optimizer.zero_grad(set_to_none=True)
         self._other_work_done()
@@ -216,6 +227,8 @@ class SftWorker:
 
     def teardown(self) -> None:
         """Leave the process group. All wait for all first: a process that leaves early can abort the others."""
+        if self._ahead is not None:
+            self._ahead.close()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["BatchDict", "inverse_order", "plan_token_budget"]
@@ -55,8 +56,11 @@ class BatchDict(dict[str, Any]):
         return cls({key: _join(key, [part[key] for part in parts], pad_values.get(key, 0)) for key in keys})
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> BatchDict:
-        """These rows in this order, repeats allowed; copies tensors. ValueError for a row that is not there."""
-        picked = [int(row) for row in rows]
+        """These rows in this order, repeats allowed; copies tensors.
+
+        ValueError for a row that is not there, TypeError for a mask or fractions.
+        """
+        picked = _indices(rows)
         size = self.size
         outside = [row for row in picked if not 0 <= row < size]
         if outside:
@@ -154,7 +158,9 @@ class BatchDict(dict[str, Any]):
 
 
 def inverse_order(order: Sequence[int]) -> list[int]:
-    """The order that undoes this one."""
+    """The order that undoes this one; ValueError if it is no permutation."""
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"order has {len(order)} entries and is not a permutation of 0 to {len(order) - 1}")
     inverse = [0] * len(order)
     for place, row in enumerate(order):
         inverse[row] = place
@@ -170,6 +176,10 @@ def plan_token_budget(
     `at_least` asks for that many groups, since ranks that train together need equally many: the largest are halved.
     Raises ValueError naming the row that is too long by itself, or when there are fewer rows than groups asked for.
     """
+    if round_to < 1:
+        raise ValueError(f"round_to must be at least 1 token, got {round_to}")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths cannot be negative, got {min(lengths)}")
     if at_least > len(lengths):
         raise ValueError(f"at least {at_least} micro-batches cannot be made of {len(lengths)} rows")
     groups: list[list[int]] = []
@@ -188,6 +198,17 @@ def plan_token_budget(
         half = len(groups[widest]) // 2
         groups[widest : widest + 1] = [groups[widest][:half], groups[widest][half:]]
     return [tuple(group) for group in groups]
+
+
+def _indices(rows: Sequence[int] | torch.Tensor) -> list[int]:
+    """Return row numbers as integers. A mask would pass for the rows 0 and 1, and a fraction for the row below it."""
+    listed = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+    for row in listed:
+        if isinstance(row, (bool, np.bool_)) or not hasattr(row, "__index__"):
+            raise TypeError(
+                f"rows are integers, got {row!r}; for a mask write mask.nonzero().flatten(), which lists its rows"
+            )
+    return [int(row) for row in listed]
 
 
 def _rows(key: str, value: Any) -> int:

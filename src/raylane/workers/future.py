@@ -117,11 +117,13 @@ def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
         kind = f"{type(cause).__name__}: {cause}" if cause is not None else "an exception"
         return WorkerCallError(f"{label} raised on rank {rank}: {kind}\n{_traceback(error)}", rank=rank, call=label)
     if isinstance(error, RayActorError):
+        reason = f"rank {rank} died during {label}, or before it: {_first_line(error)}"
         return WorkerLostError(
-            f"rank {rank} died during {label}, or before it: {_first_line(error)} The other workers are still there; "
-            "shut the group down and start a new one from the last checkpoint",
+            f"{reason} The other workers are still there; shut the group down and start a new one from the last "
+            "checkpoint",
             rank=rank,
             call=label,
+            reason=reason,
         )
     return WorkerCallError(
         f"{label} got no result from rank {rank}: {type(error).__name__}: {error}", rank=rank, call=label

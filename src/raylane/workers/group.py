@@ -9,8 +9,12 @@ A call never waits: `run_*` send and return a `GroupFuture`; `get_all_worker_res
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +25,8 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raylane.errors import WorkerGroupError
+from raylane import _ray
+from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import Call, Plan, check_nesting, plan_sharded, plan_some, take
@@ -74,6 +79,8 @@ class WorkerGroup:
         self._env: list[dict[str, str]] = []
         """Rank variables by rank."""
         self._placement: PlacementGroup | None = None
+        self._dropped: weakref.finalize[..., Any] | None = None
+        """Gives the placement group back if this object is dropped without `shutdown`."""
         self._closed = False
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
@@ -167,6 +174,9 @@ class WorkerGroup:
             check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
         slices = {path: _packed(_cut(args, kwargs, path)) for path in {call.path for call in plan.calls}}
         shared = _packed(dict(common))
+        if len(slices) > 1:  # one that cannot be pickled must not be found after others were sent
+            for one in slices.values():
+                _try_pickling(f"{self._class.__name__}.{method}", one)
         refs = tuple(
             self._actors[call.rank].call.remote(method, call.returns, slices[call.path], shared) for call in plan.calls
         )
@@ -175,19 +185,22 @@ class WorkerGroup:
     # Life -----------------------------------------------------------------------------------------------------------
 
     def _start(self, deadline: float) -> None:
-        bundles = [self._options.bundle() for _ in range(self.size)]
-        self._placement = placement_group(bundles, strategy=self._options.placement_strategy)
+        bundles, strategy = self._options.bundles(self.size)
+        self._placement = placement_group(bundles, strategy=strategy)
+        self._dropped = weakref.finalize(self, _release, self._placement)
+        self._dropped.atexit = False
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
+            limit = self._options.start_timeout_s
             raise WorkerGroupError(
-                f"the cluster could not place {self.size} workers of {bundles[0]} ({self._options.placement_strategy}) "
-                f"within {self._options.start_timeout_s} s; free now: {_amounts(ray.available_resources())}, "
+                f"the cluster could not place {self.size} workers of {self._options.bundle()} ({len(bundles)} bundles, "
+                f"{strategy}) within {limit} s; free now: {_amounts(ray.available_resources())}, "
                 f"in all: {_amounts(ray.cluster_resources())}"
             )
         remote_host = ray.remote(WorkerHost)
-        for rank in range(self.size):
-            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+        for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
+            seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
-            self._actors.append(remote_host.options(scheduling_strategy=strategy, **options).remote(rank))
+            self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank))
         seats = self._first_calls(
             "starting", [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)], deadline
         )
@@ -201,7 +214,18 @@ class WorkerGroup:
     def _first_calls(self, what: str, refs: list[Any], deadline: float) -> list[Any]:
         calls = tuple(Call(rank, (), returns=True) for rank in range(len(refs)))
         future = GroupFuture(f"{self._class.__name__}.{what}", Plan(calls, ()), tuple(refs))
-        return future.results(max(0.0, deadline - time.monotonic()))
+        try:
+            return future.results(max(0.0, deadline - time.monotonic()))
+        except WorkerCallError as error:
+            if "timeout_s" not in error.fields:
+                raise
+            limit = self._options.start_timeout_s
+            raise WorkerCallError(
+                f"{future.label}: ranks {error.fields['ranks']} are not ready {limit} s after the start. Look at "
+                "the logs of their processes, or raise start_timeout_s",
+                ranks=error.fields["ranks"],
+                timeout_s=limit,
+            ) from error
 
     def rebuild_worker(self, rank: int, timeout_s: float | None = None) -> None:
         """Construct the worker of a rank again, after Ray restarted its process (`max_restarts`); waits.
@@ -227,6 +251,8 @@ class WorkerGroup:
         if cleanup_method is not None and self._actors and ray.is_initialized():
             clean = self._clean_up(cleanup_method, timeout_s - min(_KILL_RESERVE_S, timeout_s / 2))
         self._closed = True
+        if self._dropped is not None:
+            self._dropped.detach()
         actors, self._actors = self._actors, []
         placement, self._placement = self._placement, None
         if not ray.is_initialized():  # Ray took everything with it
@@ -240,7 +266,7 @@ class WorkerGroup:
     def _clean_up(self, method: str, timeout_s: float) -> bool:
         try:
             self.get_all_worker_results(self.run_all_workers_single_data(method), timeout_s)
-        except WorkerGroupError as error:
+        except (WorkerGroupError, AttributeError, TypeError) as error:
             _log.warning("%r: cleanup before shutdown failed: %s", self, error)
             return False
         return True
@@ -262,6 +288,41 @@ def _cut(args: Sequence[Any], kwargs: Mapping[str, Any], path: tuple[int, ...] |
     return tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()}
 
 
+class _NoFile:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(memoryview(data))
+
+
+class _Trial(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
+    """Finds out whether a value can be pickled. Leaves references out: Ray never frees one that is pickled by hand."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "" if isinstance(value, ray.ObjectRef) else None
+
+
+def _try_pickling(call: str, value: Any) -> None:
+    try:
+        _Trial(_NoFile(), protocol=5).dump(value)
+    except Exception as error:
+        raise TypeError(f"{call}: an argument cannot be pickled, so nothing was sent: {error}") from error
+
+
+def _release(placement: PlacementGroup) -> None:
+    """Give back the placement group of a WorkerGroup that nobody shut down.
+
+    On a thread: this runs wherever the garbage collector does, and removing takes a call to Ray.
+    """
+    warnings.warn("a WorkerGroup was dropped without shutdown()", ResourceWarning, stacklevel=2)
+    threading.Thread(target=_remove_quietly, args=(placement,), name="raylane-release", daemon=True).start()
+
+
+def _remove_quietly(placement: PlacementGroup) -> None:
+    with suppress(Exception):  # Ray may have ended meanwhile, and took everything with it
+        remove_placement_group(placement)
+
+
 def _packed(value: Any) -> Any:
     """What stands for an argument in the call: itself if it is plain, else a reference to it, put once."""
     return put(value) if _carries_arrays(value) else value
@@ -274,6 +335,19 @@ def _carries_arrays(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_carries_arrays(item) for item in value.values())
     return isinstance(value, (list, tuple)) and any(_carries_arrays(item) for item in value)
+
+
+def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
+    """Return the bundle of each rank, so that ranks on one node are consecutive.
+
+    Ray numbers bundles without regard to nodes. With ranks that alternate between nodes, the neighbours of a mesh axis
+    would exchange everything over the network.
+    """
+    nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
+    first = {node: min(index for index, other in nodes.items() if other == node) for node in nodes.values()}
+    ordered = sorted(nodes, key=lambda index: (first[nodes[index]], index))
+    each = size // len(ordered)
+    return [index for index in ordered for _ in range(each)]
 
 
 def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:

@@ -6,8 +6,12 @@ caller. torch is imported here, at the top, so that all workers of a group load 
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+import pickle
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from raylane import _ray
 from raylane.errors import WorkerLostError
 
 __all__ = ["Seat", "WorkerHost"]
@@ -50,16 +55,15 @@ class WorkerHost:
         """
         address = ray.util.get_node_ip_address()
         if opens_store and self._store is None:
-            self._store = TCPStore(
-                address, 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-            )
+            self._store = _open_store(address)
         port = self._store.port if self._store else None
         return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
 
     def build(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any], env: Mapping[str, str]) -> None:
         """Set the rank variables in this process and construct the worker."""
         os.environ.update(env)
-        self._worker = worker_class(*args, **kwargs)
+        with _raised_as_sendable():
+            self._worker = worker_class(*args, **kwargs)
 
     def call(self, method: str, returns: bool, own: tuple[tuple[Any, ...], dict[str, Any]], common: Any) -> Any:
         """Run a method with this worker's own arguments and the common ones; a result that nobody wants stays here.
@@ -73,8 +77,50 @@ class WorkerHost:
             )
         args, kwargs = own
         named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
-        result = getattr(self._worker, method)(*map(_value, args), **named)
+        with _raised_as_sendable():
+            result = getattr(self._worker, method)(*map(_value, args), **named)
+            if inspect.isgenerator(result):  # Ray would take its first item for the result (2.60)
+                raise TypeError(f"{method} returned a generator; return a list instead")
         return result if returns else None
+
+
+def _open_store(address: str) -> TCPStore:
+    """Return a store that listens on a free port of this node's address alone.
+
+    Left to itself, TCPStore listens on every interface, and it asks nobody who connects for a proof. torch takes the
+    socket over, so it is detached here (torch 2.13, TCPStore's master_listen_fd).
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=512) as listening:
+        port: int = listening.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            None,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+            master_listen_fd=listening.detach(),
+        )
+
+
+@contextmanager
+def _raised_as_sendable() -> Iterator[None]:
+    """Raise a RuntimeError with the same text in place of an exception that cannot be pickled and unpickled.
+
+    Ray 2.60 ends the actor when an exception raises in its own `__reduce__`, and the group would be told of a death.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            pickle.loads(_ray.dumps(error))
+        except Exception as obstacle:
+            text = (
+                f"{type(error).__module__}.{type(error).__qualname__}: {error} (which cannot be pickled: {obstacle!r})"
+            )
+            raise RuntimeError(text) from error
+        raise
 
 
 def _value(argument: Any) -> Any:

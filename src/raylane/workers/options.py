@@ -49,6 +49,9 @@ class WorkerOptions:
     """Actors are named f"{name_prefix}-{rank}" when this is set; names must be free in the Ray namespace."""
     placement_strategy: str = "PACK"
     """How bundles are spread over nodes: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
+    workers_per_node: int | None = None
+    """Place exactly this many workers, with consecutive ranks, on each of size / this nodes. None: bundles are placed
+    one by one as `placement_strategy` says. In both cases ranks are consecutive within a node."""
     start_timeout_s: float = 120.0
     """Limit for placing, starting and constructing all workers."""
 
@@ -64,6 +67,19 @@ class WorkerOptions:
         """What one worker reserves in the placement group."""
         amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+    def bundles(self, size: int) -> tuple[list[dict[str, float]], str]:
+        """Return the bundles of a group of `size` workers and Ray's placement strategy for them.
+
+        With `workers_per_node` a bundle holds all workers of a node. ValueError when they do not divide.
+        """
+        each = self.workers_per_node
+        if each is None:
+            return [self.bundle() for _ in range(size)], self.placement_strategy
+        if size % each:
+            raise ValueError(f"workers_per_node={each} does not divide the {size} workers of this group")
+        node = {name: amount * each for name, amount in self.bundle().items()}
+        return [dict(node) for _ in range(size // each)], "STRICT_SPREAD"
 
     def remote_options(self, rank: int) -> dict[str, Any]:
         """Keyword arguments for Ray's `options(...)` of one worker; fresh containers each time."""
@@ -95,6 +111,8 @@ def _check_amounts(options: WorkerOptions) -> None:
         raise ValueError("a worker needs some resource to be placed by; set num_cpus, num_gpus or resources above 0")
     if options.max_concurrency < 1:
         raise ValueError(f"max_concurrency must be at least 1, got {options.max_concurrency}")
+    if options.workers_per_node is not None and options.workers_per_node < 1:
+        raise ValueError(f"workers_per_node must be at least 1, or None; got {options.workers_per_node}")
     if options.max_restarts < -1:
         raise ValueError(f"max_restarts is a count, or -1 for no limit; got {options.max_restarts}")
     if options.start_timeout_s <= 0:
