@@ -374,3 +374,17 @@ def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached
     ray.get(workers[1].release.remote())
     ray.get(workers[0].drop.remote())
     eventually(lambda: left_nothing(workers))
+
+
+FILL = (
+    "h = raylane.compile(raylane.bind(one.ones, 125_000), max_lent_bytes=5 << 19, timeout_s=600); "
+    "kept = [h.execute().get(), h.execute().get()]; waiting = h.execute()"
+)
+
+
+def test_lane_without_memory_leaves_a_killed_driver(detached: Any, eventually: Eventually) -> None:
+    namespace, workers = detached
+    driver = start_driver(namespace, "echo", "echo", check=FILL, end="time.sleep(600)")
+    driver.kill()
+    driver.communicate()
+    eventually(lambda: left_nothing(workers), within_s=10)

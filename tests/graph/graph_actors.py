@@ -70,6 +70,19 @@ class Worker:
 
         return np.ones(count)
 
+    def shared_ones(self, count: int) -> Any:
+        """An array that the actor keeps as well."""
+        import numpy as np
+
+        self.shared = np.ones(count)
+        return self.shared
+
+    def spoil(self) -> None:
+        self.shared[:] = 7
+
+    def forget_shared(self) -> None:
+        del self.shared
+
     def keep(self, x: Any) -> int:
         self.kept.append(x)
         return len(self.kept)
@@ -100,6 +113,23 @@ class Worker:
     def tick(self) -> int:
         self.calls += 1
         return self.calls
+
+    def set_grad(self, enabled: bool) -> None:
+        import torch
+
+        torch.set_grad_enabled(enabled)
+
+    def set_inference(self, enabled: bool) -> None:
+        """For the calling thread, for good."""
+        import torch
+
+        self.inference = torch.inference_mode(enabled)
+        self.inference.__enter__()
+
+    def modes(self, x: Any = None) -> tuple[bool, bool]:
+        import torch
+
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def count(self) -> int:
         return self.calls

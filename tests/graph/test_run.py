@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from ray import dag
+from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import GraphFullError, GraphPlanError, GraphTimeoutError
@@ -354,3 +355,25 @@ def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers
         with pytest.raises(GraphClosedError, match="interrupted"):
             g.execute(3)
         g.teardown()
+
+
+def test_later_graph_leaves_settings_of_earlier_graph(ray_session: None, graph: Compile) -> None:
+    worker = ray.remote(num_cpus=0.1)(Worker).remote()
+    try:
+        ray.get(worker.modes.remote())  # torch is imported
+        plain = graph(lambda x: raylane.bind(worker.modes, x))
+        assert plain.execute(1).get() == (True, False)
+        ray.get(worker.set_grad.remote(False))
+        without_grad = graph(lambda x: raylane.bind(worker.modes, x))
+        ray.get(worker.set_inference.remote(True))
+        inference = graph(lambda x: raylane.bind(worker.modes, x))
+        for _ in range(3):
+            assert plain.execute(1).get() == (True, False)
+            assert without_grad.execute(1).get() == (False, False)
+            assert inference.execute(1).get() == (False, True)
+        changed = graph(lambda x: raylane.bind(worker.set_grad, x))  # compiled under the settings of `inference`
+        changed.execute(True).get()
+        assert plain.execute(1).get() == (True, False)
+        assert inference.execute(1).get() == (True, True)
+    finally:
+        ray.kill(worker)

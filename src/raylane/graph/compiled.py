@@ -452,6 +452,8 @@ class CompiledGraph:
         """The graph has ended: whoever pumps fails what is pending. From any thread, also a finalizer's."""
         if self._end is None:
             self._end = error
+        if self._wiring.pool is not None:
+            self._wiring.pool.closed = True  # whoever hands an execution over waits for memory no more
         post(self._bell)
         self._awaiting.ring()
 

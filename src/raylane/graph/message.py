@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import pickletools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -37,6 +38,10 @@ class Message(NamedTuple):
     @property
     def nbytes(self) -> int:
         return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def copied(self) -> Message:
+        """The same message in memory of its own, which nobody else can change."""
+        return Message(self.kind, bytes(self.body), [bytes(memoryview(buffer).cast("B")) for buffer in self.buffers])
 
 
 _modules = sys.modules
@@ -202,10 +207,36 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
     return moved, [joined]
 
 
+_REF_MAKER = "_object_ref_deserializer"
+"""The function of Ray that makes a ref again (ray/_private/serialization.py)."""
+
+
 def _check_for_refs(data: bytes) -> None:
-    """Cloudpickle pickles refs by a way of its own."""
-    if b"_object_ref_deserializer" in data:
+    """Cloudpickle pickles refs by a way of its own: as a call of that function. Its name alone may be a user's text."""
+    if _REF_MAKER.encode() in data and _names_global(data, _REF_MAKER):
         _refuse(None)
+
+
+def _names_global(data: bytes, name: str) -> bool:
+    """Return True if a pickle refers to a global of that name. Reads the pickle's operations, which takes about 1 us
+    each."""
+    memo: dict[int, Any] = {}
+    top: Any = None  # the string that was pushed last, if nothing else was
+    for operation, argument, _ in pickletools.genops(data):
+        kind = operation.name
+        if kind == "STACK_GLOBAL" and top == name:
+            return True
+        if kind in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            top = argument
+        elif kind == "MEMOIZE":
+            memo[len(memo)] = top
+        elif kind in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = top
+        elif kind in ("BINGET", "LONG_BINGET"):
+            top = memo.get(argument)
+        elif kind != "FRAME":
+            top = None
+    return False
 
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:

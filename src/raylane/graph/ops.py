@@ -285,8 +285,8 @@ def _mean_tensor(values: Sequence[Any]) -> Any:
 
 def _is_of(module: str, name: str, value: Any) -> bool:
     """Whether a value is of a type of a module, without importing it."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name))
+    kind = getattr(sys.modules.get(module), name, None)  # None too while another thread still imports the module
+    return kind is not None and isinstance(value, kind)
 
 
 def _is_array(value: Any) -> bool:

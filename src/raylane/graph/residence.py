@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from raylane import _ray
@@ -54,7 +55,7 @@ class Residence:
             self._station.connect(program.hops, Deadline(program.timeout_s))
         # The owner admits an execution when the one `max_inflight` before it was read by everybody.
         read_within = program.max_inflight * len(program.outbound)
-        self._pool = LeasePool(program.max_lent_bytes, program.timeout_s, read_within)
+        self._pool = LeasePool(program.max_lent_bytes, program.timeout_s, read_within, waits=False)
         self._leases = LeaseReader()
         self._wake_fd: int | None = None
         self._encoder = m.Encoder()
@@ -80,6 +81,7 @@ class Residence:
             loop=loop,
             guard=lane.lane().exclusive if program.exclusive else None,
             exit=_ray.exit_this_actor,
+            timeout_s=program.timeout_s,
         )
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
@@ -99,6 +101,15 @@ class Residence:
     @property
     def taken(self) -> int:
         return self.resident.taken + self._control.sequence
+
+    @property
+    def impatient(self) -> bool:
+        """See `lane.Residence`."""
+        return self.resident.lacks_memory
+
+    def run_within(self, enter: Callable[[], None]) -> None:
+        """See `lane.Residence`."""
+        self.resident.enter = enter
 
     def advance(self) -> bool:
         """Run at most one task, or obey. False if there was nothing to do."""
@@ -154,6 +165,7 @@ class Residence:
     def close(self) -> None:
         """Let go of everything. What readers still hold of lent memory stays valid."""
         self._pool.closed = True
+        self.resident.leave()
         if self._owner is not None:
             self._owner.close()
         if self._station is not None:
@@ -170,9 +182,7 @@ class Residence:
 
 def hello(instance: Any) -> Hello:
     """Who and where this actor is. Makes its lane, which does not run yet."""
-    import sys
-
-    torch: Any = sys.modules.get("torch")
+    torch = context.loaded("torch")
     return Hello(
         place=here(),
         who=_ray.describe_self(),

@@ -19,10 +19,12 @@ from types import CoroutineType
 from typing import Any
 
 from raylane import _ray
+from raylane.core.deadline import Deadline
 from raylane.core.semaphore import try_wait
-from raylane.errors import GraphError, GraphPlanError, GraphValueError
+from raylane.errors import GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph import message as m
 from raylane.graph import ops
+from raylane.graph.channels.lease import NoRoom
 from raylane.graph.channels.ring import WAKE, RingReader, Taken
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.plan import Plan, Ref, Step, Task
@@ -69,6 +71,19 @@ class _Send:
         self.write = write
 
 
+class _Unsent:
+    """Messages of a task for which there was no memory yet. While they wait, the actor serves its other graphs."""
+
+    __slots__ = ("deadline", "returned", "started", "waiting", "work")
+
+    def __init__(self, work: _Work, waiting: list[tuple[_Send, Message]], deadline: Deadline, times: Any) -> None:
+        self.work = work
+        self.waiting = waiting
+        """In order; each in memory of its own, because code of the actor runs before they are sent."""
+        self.deadline = deadline
+        self.started, self.returned = times
+
+
 class _Work:
     """One task, ready to run."""
 
@@ -106,8 +121,9 @@ class Resident:
         loop: asyncio.AbstractEventLoop | None,
         guard: contextlib.AbstractContextManager[Any] | None,
         exit: Callable[[], None] = lambda: None,
+        timeout_s: float | None = None,
     ) -> None:
-        """`exit` is called when a method asks for its actor to exit."""
+        """`exit` is called when a method asks for its actor to exit; `timeout_s` limits the wait for memory."""
         self.plan = plan
         self.member = member
         self.sequence = 0
@@ -124,6 +140,10 @@ class Resident:
         self._guard = guard
         self._exit = exit
         self._exiting = False
+        self._timeout_s = timeout_s
+        self.enter: Callable[[], None] | None = None
+        """Called before code of the actor runs, if the lane has graphs of different thread settings."""
+        self._unsent: _Unsent | None = None
         self._encoder = Encoder()
         self._empty: list[Any] = [None] * len(plan.values)
         self._values = self._empty.copy()
@@ -164,21 +184,35 @@ class Resident:
             missing.pop()
             self._accept(inbound)
         self._run(self._work[self._next])
+        if self._unsent is not None:
+            self.advance = self._send_the_rest  # type: ignore[method-assign]  # until there is memory
+            return True
+        self._step()
+        return True
+
+    @property
+    def lacks_memory(self) -> bool:
+        """True while a message waits for memory that readers keep: nobody rings when it comes back."""
+        return self._unsent is not None
+
+    def _step(self) -> None:
+        """Go on to the next task."""
         self._next += 1
         if self._exiting:
             self.advance = _nothing  # type: ignore[method-assign]  # no method is called any more
             self._exit()
-            return True
+            return
         if self._next == len(self._work):
             self._next = 0
             self.sequence += 1
             self._flags = 0
             self._values = self._empty.copy()
         self._missing = self._work[self._next].needs.copy()
-        return True
 
     def _accept(self, inbound: _Inbound) -> None:
         self.taken += 1
+        if self.enter is not None:  # unpickling runs code, and makes tensors
+            self.enter()
         try:
             taken = inbound.reader.take()
         except (OSError, MemoryError) as error:  # out of descriptors or memory: that message is lost
@@ -213,6 +247,8 @@ class Resident:
     def _run(self, work: _Work) -> None:
         clock = time.perf_counter
         values = self._values
+        if self.enter is not None:
+            self.enter()
         started = clock()
         result: Any = None
         for value in work.reads:
@@ -224,9 +260,44 @@ class Resident:
         returned = clock()
         for value, steps in work.local:
             values[value] = self._selected(result, steps, work)
-        for send in work.sends:
-            self._send(send, result, work)
-        sent = clock()
+        for number, send in enumerate(work.sends):
+            try:
+                self._send(send, result, work)
+            except NoRoom:
+                waiting = [(later, self._message(later, result, work)) for later in work.sends[number:]]
+                self._unsent = _Unsent(work, waiting, Deadline(self._timeout_s), (started, returned))
+                return
+        self._account(work, started, returned)
+
+    def _send_the_rest(self) -> bool:
+        """In place of `advance` while messages wait for memory: send what can be sent. False if nothing could."""
+        unsent = self._unsent
+        assert unsent is not None
+        sent = False
+        while unsent.waiting:
+            send, message = unsent.waiting[0]
+            try:
+                send.write(self.sequence, message, self._flags)
+            except NoRoom as full:
+                if unsent.deadline.left_s() != 0:
+                    return sent
+                error: BaseException = GraphTimeoutError(full.complaint)
+                send.write(self.sequence, failed(error, unsent.work.label, error), self._flags)
+            except BaseException as error:
+                if message.kind == ERROR:
+                    raise
+                unsent.waiting[0] = send, failed(error, unsent.work.label, error)
+                continue
+            unsent.waiting.pop(0)
+            sent = True
+        self._unsent = None
+        del self.advance  # the method of the class again
+        self._account(unsent.work, unsent.started, unsent.returned)
+        self._step()
+        return True
+
+    def _account(self, work: _Work, started: float, returned: float) -> None:
+        sent = time.perf_counter()
         idle_since, self._idle_since = self._idle_since, sent
         self.records.append((work.index, self.sequence, idle_since, started, returned, sent))
         total = work.total
@@ -271,9 +342,24 @@ class Resident:
         try:
             message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
+        except NoRoom:
+            raise
         except BaseException as error:
             # It cannot be pickled, is too large, or there is no memory: the execution is answered with that.
             send.write(self.sequence, failed(error, work.label, error), self._flags)
+
+    def _message(self, send: _Send, result: Any, work: _Work) -> Message:
+        """What `_send` would send, in memory of its own."""
+        result = self._selected(result, send.steps, work)
+        try:
+            return result.message if type(result) is Failure else self._encoder.encode(result).copied()
+        except BaseException as error:
+            return failed(error, work.label, error)
+
+    def leave(self) -> None:
+        """Do nothing any more; let go of what was to be sent."""
+        self.advance = _nothing  # type: ignore[method-assign]  # no reference to itself: memory is freed now
+        self._unsent = None
 
     def stats(self) -> dict[str, Any]:
         """Counters, for the driver."""

@@ -316,7 +316,7 @@ class FanWriter:
         if self._ring is None:
             self._hop_bytes += message.nbytes
         else:
-            self._ring.write(sequence, message, flags)
+            self._ring.write(sequence, message, flags)  # may raise NoRoom: then nothing was sent over a hop either
         self.forward(sequence, message, flags)
 
     def forward(self, sequence: int, message: Message, flags: int) -> None:

@@ -100,7 +100,8 @@ class RingWriter:
         """Written in all, for statistics."""
 
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
-        """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors)."""
+        """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors).
+        After NoRoom nothing was written: write it again later."""
         kind, body, buffers, _ = message
         at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
         size = len(body)
@@ -146,7 +147,7 @@ class RingWriter:
     def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
         kind, body, buffers, _ = message
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        self.bytes += sum(sizes) + len(body)
+        nbytes = sum(sizes) + len(body)
         parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
         if lent := _lent_flags(len(body), sizes):
             whole = bool(lent & LENT_BODY)
@@ -154,6 +155,7 @@ class RingWriter:
             parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if whole else body
             flags |= lent
         self._fill(at, sequence, kind, parts, body, flags)
+        self.bytes += nbytes
 
     def _fill(self, at: int, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
         sizes = [len(part) for part in parts]
