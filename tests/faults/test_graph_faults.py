@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -185,6 +186,35 @@ def test_awaiting_tasks_learn_of_a_death(workers: list[Any]) -> None:
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+def killed(worker: Any) -> None:
+    """Kill the actor's process and wait until it has ended."""
+    pid = ray.get(worker.pid.remote())
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize("readers", ["driver", "actor"])
+def test_death_of_a_lender_is_no_value_error(workers: list[Any], readers: str, eventually: Eventually) -> None:
+    """The memory of a message that was sent, and not read yet, goes with its sender."""
+    a, b, c = workers
+    with raylane.InputNode() as x:
+        made = raylane.bind(a.ones, x)
+        y = made if readers == "driver" else raylane.bind(b.record, made=made, waited=raylane.bind(c.wait, x))
+    g = raylane.compile(y)
+    result = g.execute(100_000)
+    label = "Worker.ones" if readers == "driver" else "Worker#1.ones"
+    eventually(lambda: g.stats()["calls"][label]["count"])
+    killed(a)
+    ray.get(c.release.remote())
+    for _ in range(2):
+        with pytest.raises(GraphActorDiedError, match="Worker.* ended") as caught:
+            result.get(timeout=30)
+        assert caught.value.fields["actor"] == a._actor_id.hex()
+    g.teardown()
 
 
 def test_teardown_with_work_in_flight(workers: list[Any], eventually: Eventually) -> None:

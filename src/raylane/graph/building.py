@@ -111,7 +111,7 @@ class Builder:
             for filler, readers in self._fillers(route):
                 if self._maker(filler) == DRIVER:
                     names = [self.names[reader] for reader in readers]
-                    made = ring.make(names, self._slots_of[route.channel])
+                    made = ring.make(names, self._slots_of[route.channel], filler)
                     self._specs[route.channel, filler], self._segments[route.channel, filler] = made
 
     # Second, if the graph spans hosts: everybody's ends of the hops

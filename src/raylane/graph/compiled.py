@@ -21,12 +21,20 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post, try_wait
 from raylane.core.waiting import Waiter
-from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError, GraphValueError
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphClosedError,
+    GraphError,
+    GraphFullError,
+    GraphTimeoutError,
+    GraphValueError,
+)
 from raylane.graph import drawing, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.awaiting import Awaiting
 from raylane.graph.channels.hop import Writer
+from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.ring import WAKE, RingReader
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.outcome import Failed, conclude
@@ -365,7 +373,11 @@ class CompiledGraph:
             elif kind != NOTHING:
                 collected.bytes += len(body) + sum(len(buffer) for buffer in buffers)
                 arrived = m.decode(kind, body, buffers, shared=shared)
+                if kind == ERROR and type(arrived) is GraphActorDiedError:
+                    arrived = self._lost(arrived.fields["member"])
                 values[collected.value] = Failed(arrived) if kind == ERROR else arrived
+        except SegmentGone:
+            values[collected.value] = Failed(self._lost(reader.writer))
         except Exception as error:
             label = self.plan.source_label(collected.value)
             values[collected.value] = Failed(
@@ -384,6 +396,12 @@ class CompiledGraph:
         else:
             result.complete(output, None)
         return True
+
+    def _lost(self, member: int) -> GraphError:
+        """A message went with its sender, which is the first sign of its end: the watch may be milliseconds behind."""
+        error = self._wiring.trouble() or self._wiring.died(member)
+        self._fail(error)
+        return error
 
     # asyncio
 

@@ -207,35 +207,37 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
     return moved, [joined]
 
 
-_REF_MAKER = "_object_ref_deserializer"
-"""The function of Ray that makes a ref again (ray/_private/serialization.py)."""
+_REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
+"""The function of Ray that makes a ref again."""
 
 
 def _check_for_refs(data: bytes) -> None:
     """Cloudpickle pickles refs by a way of its own: as a call of that function. Its name alone may be a user's text."""
-    if _REF_MAKER.encode() in data and _names_global(data, _REF_MAKER):
+    if _REF_MAKER[1].encode() in data and _names_global(data, *_REF_MAKER):
         _refuse(None)
 
 
-def _names_global(data: bytes, name: str) -> bool:
-    """Return True if a pickle refers to a global of that name. Reads the pickle's operations, which takes about 1 us
+def _names_global(data: bytes, module: str, name: str) -> bool:
+    """Return True if a pickle refers to that global. Reads the pickle's operations, which takes about 1 us
     each."""
     memo: dict[int, Any] = {}
-    top: Any = None  # the string that was pushed last, if nothing else was
+    argument: Any
+    below: Any = None
+    top: Any = None  # the two values that were pushed last; None for what is no string
     for operation, argument, _ in pickletools.genops(data):
         kind = operation.name
-        if kind == "STACK_GLOBAL" and top == name:
+        if kind == "STACK_GLOBAL" and (below, top) == (module, name):
             return True
         if kind in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
-            top = argument
+            below, top = top, argument
         elif kind == "MEMOIZE":
             memo[len(memo)] = top
         elif kind in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = top
         elif kind in ("BINGET", "LONG_BINGET"):
-            top = memo.get(argument)
+            below, top = top, memo.get(argument)
         elif kind != "FRAME":
-            top = None
+            below, top = top, None
     return False
 
 

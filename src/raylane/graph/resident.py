@@ -21,10 +21,10 @@ from typing import Any
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import try_wait
-from raylane.errors import GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
+from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph import message as m
 from raylane.graph import ops
-from raylane.graph.channels.lease import NoRoom
+from raylane.graph.channels.lease import NoRoom, SegmentGone
 from raylane.graph.channels.ring import WAKE, RingReader, Taken
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
 from raylane.graph.plan import Plan, Ref, Step, Task
@@ -215,6 +215,9 @@ class Resident:
             self.enter()
         try:
             taken = inbound.reader.take()
+        except SegmentGone:
+            self._values[inbound.value] = self._lost(inbound)
+            return
         except (OSError, MemoryError) as error:  # out of descriptors or memory: that message is lost
             self._values[inbound.value] = self._unreadable(error, inbound.label)
             return
@@ -233,6 +236,14 @@ class Resident:
             self._values[inbound.value] = (
                 Failure(Message(ERROR, bytes(body))) if kind == ERROR else self._decoded(taken, inbound.label)
             )
+
+    def _lost(self, inbound: _Inbound) -> Failure:
+        """The sender has ended. The driver knows the field `member`, and names the actor by its id."""
+        me, writer = self.plan.members[self.member], inbound.reader.writer
+        error = GraphActorDiedError(
+            f"{self.plan.members[writer]} ended before {me} had read {inbound.label}", member=writer
+        )
+        return Failure(failed(error, me, error))
 
     def _decoded(self, taken: Taken, label: str) -> Any:
         try:

@@ -123,7 +123,7 @@ class Wiring:
                 line.answered += 1
                 return answer
             if member in self._dead:
-                raise self._died(member)
+                raise self.died(member)
             if left is not None and left <= 0:
                 raise GraphTimeoutError(
                     f"{self.hellos[member - 1].who} did not answer within {deadline.timeout_s} s: a method runs there"
@@ -196,7 +196,7 @@ class Wiring:
 
         def ended(member: int) -> None:
             self._dead.add(member)
-            fail(self._died(member))
+            fail(self.died(member))
 
         for member in range(1, len(self.plan.members)):
             if self.routes.lines[member - 1].control.relays:
@@ -209,7 +209,8 @@ class Wiring:
         if self.station is not None:
             self.station.listen(ended, lambda text: fail(GraphTimeoutError(f"{text}. Compile the graph again")))
 
-    def _died(self, member: int) -> GraphActorDiedError:
+    def died(self, member: int) -> GraphActorDiedError:
+        """The error for the end of a member."""
         who = self.hellos[member - 1].who
         return GraphActorDiedError(
             f"{who} ended, and with it the graph: its other actors live on. Ask Ray why "

@@ -70,6 +70,10 @@ class NoRoom(Exception):
         self.complaint = complaint
 
 
+class SegmentGone(FileNotFoundError):
+    """Raised for a message whose memory is not there any more: the process that lent it has ended or left the graph."""
+
+
 class _Lent:
     __slots__ = ("at", "capacity", "number", "owed", "readers", "segment")
 
@@ -284,7 +288,10 @@ class LeaseReader:
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
-                segment = self._mapped[key] = Segment.open(path)
+                try:
+                    segment = self._mapped[key] = Segment.open(path)
+                except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # what /proc says of a zombie
+                    raise SegmentGone(f"{path} cannot be opened any more: {error}") from error
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
             else:

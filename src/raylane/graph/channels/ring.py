@@ -52,6 +52,8 @@ class RingSpec(NamedTuple):
     readers: tuple[str, ...]
     """Names of the readers, in the order of their semaphores."""
     slots: int
+    writer: int = 0
+    """Number of the member that writes here: the sender, or the relay of this host."""
 
 
 class Taken(NamedTuple):
@@ -68,7 +70,7 @@ class Taken(NamedTuple):
         return len(self.body) + sum(len(buffer) for buffer in self.buffers)
 
 
-def make(readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
+def make(readers: Sequence[str], slots: int, writer: int = 0) -> tuple[RingSpec, Segment]:
     """A new ring. The segment's descriptor stays open for others; `Segment.close_fd` when all have opened it."""
     if len(readers) > MAX_READERS:
         raise GraphPlanError(
@@ -78,7 +80,7 @@ def make(readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
     segment = Segment.make(HEADER_BYTES + slots * SLOT_BYTES)
     for index in range(len(readers)):
         semaphore.init(segment.address + index * SEMAPHORE_BYTES)
-    return RingSpec(segment.path, tuple(readers), slots), segment
+    return RingSpec(segment.path, tuple(readers), slots, writer), segment
 
 
 class RingWriter:
@@ -194,13 +196,14 @@ class RingReader:
         self._index = index
         self._leases = leases
         self._shared = len(spec.readers) > 1
+        self.writer = spec.writer
         self.full = segment.address + index * SEMAPHORE_BYTES
         """Address of the semaphore: whoever takes one from it must `take` one message."""
         self.sequence = 0
         """Of the next message."""
 
     def take(self) -> Taken:
-        """The next message; only after one was taken from `full`."""
+        """The next message; only after one was taken from `full`. SegmentGone if its memory went with its writer."""
         memory = self._memory
         at = HEADER_BYTES + self.sequence % self._slots * SLOT_BYTES
         sequence, size, kind, flags, count = _HEAD.unpack_from(memory, at)

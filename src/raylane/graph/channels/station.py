@@ -74,7 +74,7 @@ class Station:
         """Make this process's rings and expect connections. Returns the rings by channel."""
         self._pools = {peer: self._pool() for peer in posting.peers}
         for order in posting.rings:
-            self.rings[order.channel] = ring.make(order.readers, order.slots)
+            self.rings[order.channel] = ring.make(order.readers, order.slots, self.directions.member)
         for relayed in posting.relayed:
             spec, segment = self._ring(relayed.onward, relayed.channel)
             bells = [open_shared(path, name) for path, name in zip(relayed.onward.bells, spec.readers, strict=True)]
