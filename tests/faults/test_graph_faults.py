@@ -211,7 +211,7 @@ def test_death_of_a_lender_is_no_value_error(workers: list[Any], readers: str, e
     killed(a)
     ray.get(c.release.remote())
     for _ in range(2):
-        with pytest.raises(GraphActorDiedError, match="Worker.* ended") as caught:
+        with pytest.raises(GraphActorDiedError, match=r"Worker.* ended") as caught:
             result.get(timeout=30)
         assert caught.value.fields["actor"] == a._actor_id.hex()
     g.teardown()

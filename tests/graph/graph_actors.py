@@ -142,6 +142,17 @@ class Worker:
         assert self.gate.wait(60)
         return x
 
+    def wait_unless(self, x: Any) -> Any:
+        """Return 1 at once; wait with any other value until `release`."""
+        return x if x == 1 else self.wait(x)
+
+    def fail_unless(self, x: Any) -> Any:
+        """Fail with what is negative."""
+        return self.fail(x) if x < 0 else x
+
+    def empty_unless(self, x: Any) -> Any:
+        return [x] if x >= 0 else []
+
     def release(self) -> None:
         self.gate.set()
 

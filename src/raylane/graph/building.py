@@ -36,6 +36,7 @@ from raylane.graph.program import (
     Relayed,
     RingOrder,
     only,
+    report_slots,
 )
 from raylane.graph.routing import Route
 from raylane.transport import endpoint as endpoints
@@ -73,6 +74,7 @@ class Builder:
         self.routes = wiring.routes = routing.routes(self.plan, self.hosts)
         self._slots_of = {route.channel: CONTROL_SLOTS for route in self.routes.all}
         self._slots_of |= {route.channel: self.slots for route in self.routes.edges}
+        self._slots_of |= {lines.report.channel: report_slots(self.slots) for lines in self.routes.lines}
         self._specs: dict[tuple[int, int], RingSpec] = {}
         """By channel and the member that writes there: the writer itself or a relay."""
         self._segments: dict[tuple[int, int], Segment] = {}
@@ -238,6 +240,7 @@ class Builder:
             timeout_s=self.timeout_s,
             max_lent_bytes=self.max_lent_bytes,
             exclusive=self.exclusive,
+            wake=(os.getpid(), self.wiring.wake_fd) if self.hosts[member] == self.hosts[DRIVER] else None,
             directions=self._directions(member) if spans else None,
             hops=self._hops_from(member) if spans else (),
         )

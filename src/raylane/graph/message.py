@@ -24,6 +24,7 @@ from raylane import _ray
 from raylane.errors import GraphValueError
 
 VALUE, TENSORS, ERROR, NOTHING = 0, 1, 2, 3
+KINDS = (VALUE, TENSORS, ERROR, NOTHING)
 """Kinds: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a mere signal."""
 
 

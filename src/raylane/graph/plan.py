@@ -116,11 +116,25 @@ class Plan:
     """Whether the output is a MultiOutputNode."""
     labels: tuple[str, ...] = field(default=())
     """For each task, how people call it: Class.method, numbered where one actor has it several times."""
+    leaves_are_fatal: bool = False
+    """Whether a failed leaf fails the result too."""
 
     @functools.cached_property
     def output_values(self) -> tuple[int, ...]:
         """The values that the output is put together from, each once: asked for in every execution."""
         return tuple(dict.fromkeys(values_in(self.output)))
+
+    @functools.cached_property
+    def fatal_tasks(self) -> frozenset[int]:
+        """Calls whose failure fails the result: those that the output needs, or all."""
+        return frozenset(task.index for task in self.tasks if self.leaves_are_fatal or not task.leaf)
+
+    @functools.cached_property
+    def fatal_values(self) -> frozenset[int]:
+        """Values whose failure fails the result: those of the output, and what its calls read; or all."""
+        if self.leaves_are_fatal:
+            return frozenset(range(len(self.values)))
+        return frozenset(self.output_values).union(*(self.tasks[task].reads for task in self.fatal_tasks))
 
     def edges_from(self, member: int) -> list[Edge]:
         return [edge for edge in self.edges if edge.writer == member]

@@ -24,13 +24,24 @@ from raylane.graph import context, guard, lane
 from raylane.graph import message as m
 from raylane.graph.channels.hop import Writer
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import WAKE, RingReader, RingSpec, RingWriter
 from raylane.graph.channels.station import Station, open_shared
 from raylane.graph.plan import DRIVER
-from raylane.graph.program import CONTROL_SLOTS, HOST_VARIABLE, TROUBLE, Hello, Outbound, Posted, Posting, Program
+from raylane.graph.program import (
+    CONTROL_SLOTS,
+    EXITED,
+    HOST_VARIABLE,
+    TROUBLE,
+    Hello,
+    Outbound,
+    Posted,
+    Posting,
+    Program,
+)
 from raylane.graph.resident import Resident
 from raylane.transport import endpoint as endpoints
 
+ANSWER_BYTES = 64 << 20
 ORDERS_EVERY = 64
 """Tasks that may run one after the other before the owner is heard."""
 
@@ -61,7 +72,8 @@ class Residence:
         self._encoder = m.Encoder()
         self._reports = 0
         self._control = self._reader(*program.control)
-        answers = LeasePool(program.max_lent_bytes, program.timeout_s)  # these are no part of an execution
+        limit_bytes = max(program.max_lent_bytes, ANSWER_BYTES)  # a trace may be larger than what an edge may lend
+        answers = LeasePool(limit_bytes, program.timeout_s)  # these are no part of an execution
         self._report = self._writer(program.report, program.report_channel, CONTROL_SLOTS, answers)
         readers = {edge: self._reader(spec, index) for edge, (spec, index) in program.inbound.items()}
         writers = {
@@ -71,6 +83,10 @@ class Residence:
             w for edge, w in writers.items() if DRIVER in program.plan.edges[edge].readers and isinstance(w, RingWriter)
         ]
         """Over a hop the driver's own thread wakes it."""
+        if isinstance(self._report, RingWriter):
+            self._to_driver.append(self._report)
+        self.wake_refused = None if program.wake is None else self._learn_to_wake(*program.wake)
+        """Why this process cannot wake the driver's asyncio loop, if so."""
         self._writers = writers
         self.resident = Resident(
             program.plan,
@@ -80,7 +96,8 @@ class Residence:
             {edge: writer.write for edge, writer in writers.items()},
             loop=loop,
             guard=lane.lane().exclusive if program.exclusive else None,
-            exit=_ray.exit_this_actor,
+            exit=self._exit,
+            tell=self._tell,
             timeout_s=program.timeout_s,
         )
 
@@ -124,7 +141,7 @@ class Residence:
         return True
 
     def _obey(self) -> None:
-        word, *rest = pickle.loads(self._control.take().body)
+        (word,) = pickle.loads(self._control.take().body)
         if word == "close":
             self.over = True
             answer: Any = None
@@ -134,15 +151,31 @@ class Residence:
             answer = self.resident.stats() | {"sent_bytes": sent, "lent_bytes": lent}
         elif word == "trace":
             answer = list(self.resident.records)
-        elif word == "wake":
-            answer = self._learn_to_wake(*rest)
         else:
             answer = GraphError(f"{self.who} does not know the order {word!r}")
-        self._report.write(self._reports, self._encoder.encode((word, answer)))
+        self._send_report(word, answer)
+
+    def _send_report(self, word: str, answer: Any, flags: int = 0) -> None:
+        self._report.write(self._reports, self._encoder.encode((word, answer)), flags)
         self._reports += 1
 
+    def _tell(self, execution: int, error: m.Message, flags: int) -> None:
+        """See `Resident`. Over a hop not by the line: its messages and those of the edges may overtake one another, and
+        the ring of the line would be overrun."""
+        told = m.Message(m.ERROR, pickle.dumps((execution, bytes(error.body)), 5))
+        if isinstance(self._report, RingWriter):
+            self._report.write(self._reports, told, flags & WAKE)
+            self._reports += 1
+        elif self._station is not None:
+            self._station.tell_driver(told)
+
+    def _exit(self) -> None:
+        """A method has asked for its actor to end, which takes Ray seconds: the driver is told at once."""
+        self._send_report(EXITED, None, WAKE)
+        _ray.exit_this_actor()
+
     def _learn_to_wake(self, pid: int, fd: int) -> str | None:
-        """Get hold of the owner's eventfd; the reason if the kernel says no."""
+        """Get hold of the owner's eventfd. Return the reason if the kernel says no."""
         try:
             self._wake_fd = wake.fetch(pid, fd)
         except OSError as error:
@@ -155,7 +188,7 @@ class Residence:
         """A defect of ours, or of this machine: tell the owner, and leave."""
         self.over = True
         text = f"{self.who} could not go on with the graph: {type(error).__name__}: {error}"
-        self._report.write(self._reports, self._encoder.encode((TROUBLE, text)))
+        self._send_report(TROUBLE, text)
 
     def orphaned(self) -> bool:
         if self._station is not None and self._station.owner_gone:
@@ -219,8 +252,9 @@ def abandon(instance: Any, graph: str) -> None:
         station.close()
 
 
-def enter(instance: Any, packed: bytes) -> None:
-    """Take part in a graph from now on. GraphPlanError if a method is missing or cannot be used."""
+def enter(instance: Any, packed: bytes) -> str | None:
+    """Take part in a graph from now on. Return why this process cannot wake the driver's asyncio loop, if so.
+    GraphPlanError if a method is missing or cannot be used."""
     program: Program = pickle.loads(packed)
     loop = _ray.actor_loop()
     if program.exclusive and loop is not None:
@@ -242,3 +276,4 @@ def enter(instance: Any, packed: bytes) -> None:
             station.close()
         raise
     lane.lane().adopt(residence, context.read())
+    return residence.wake_refused

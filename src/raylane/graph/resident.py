@@ -50,13 +50,15 @@ class Failure:
 class _Inbound:
     """One edge into this actor. `value` is where its messages go."""
 
-    __slots__ = ("bytes", "count", "full", "label", "reader", "value")
+    __slots__ = ("bytes", "count", "fatal", "full", "label", "reader", "value")
 
-    def __init__(self, reader: RingReader, value: int, label: str) -> None:
+    def __init__(self, reader: RingReader, value: int, label: str, fatal: bool) -> None:
         self.reader = reader
         self.full = reader.full
         self.value = value
         self.label = label
+        self.fatal = fatal
+        """Whether the result fails if it cannot be read."""
         self.count = 0
         self.bytes = 0
 
@@ -64,10 +66,11 @@ class _Inbound:
 class _Send:
     """One edge out of a task: what to select from its result, and the writer."""
 
-    __slots__ = ("steps", "write")
+    __slots__ = ("fatal", "steps", "write")
 
-    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None]) -> None:
+    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None], fatal: bool) -> None:
         self.steps = steps
+        self.fatal = fatal
         self.write = write
 
 
@@ -87,10 +90,14 @@ class _Unsent:
 class _Work:
     """One task, ready to run."""
 
-    __slots__ = ("call", "index", "label", "local", "needs", "only", "reads", "sends", "task", "total")
+    __slots__ = ("call", "fatal", "index", "label", "local", "needs", "only", "reads", "sends", "task", "total")
 
-    def __init__(self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound]) -> None:
+    def __init__(
+        self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound], fatal: bool
+    ) -> None:
         self.task = task
+        self.fatal = fatal
+        """Whether the result fails with this call."""
         self.label = label
         self.call = call
         self.index = task.index
@@ -103,7 +110,7 @@ class _Work:
         self.only: int | None = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
         """The value that is the one argument, the usual case."""
         self.sends: list[_Send] = []
-        self.local: list[tuple[int, tuple[Step, ...]]] = []
+        self.local: list[tuple[int, tuple[Step, ...], bool]] = []
         """Values of this task that later tasks of this actor use: they do not travel."""
 
 
@@ -120,10 +127,12 @@ class Resident:
         *,
         loop: asyncio.AbstractEventLoop | None,
         guard: contextlib.AbstractContextManager[Any] | None,
-        exit: Callable[[], None] = lambda: None,
+        exit: Callable[[], object],
+        tell: Callable[[int, Message, int], None],
         timeout_s: float | None = None,
     ) -> None:
-        """`exit` is called when a method asks for its actor to exit; `timeout_s` limits the wait for memory."""
+        """`exit` is called when a method asks for its actor to exit; `tell` when the result of an execution fails here,
+        once an execution at most and before any other member can know; `timeout_s` limits the wait for memory."""
         self.plan = plan
         self.member = member
         self.sequence = 0
@@ -133,13 +142,17 @@ class Resident:
         )
         """(task, execution, idle since, started, returned, sent), seconds on the monotonic clock."""
         self.inbound = {
-            edge: _Inbound(reader, plan.edges[edge].value, plan.source_label(plan.edges[edge].value))
+            edge: _Inbound(reader, value, plan.source_label(value), self._is_fatal_here(value))
             for edge, reader in readers.items()
+            for value in [plan.edges[edge].value]
         }
         self._loop = loop
         self._guard = guard
         self._exit = exit
         self._exiting = False
+        self._tell = tell
+        self._told = -1
+        """The last execution for which `tell` was called."""
         self._timeout_s = timeout_s
         self.enter: Callable[[], None] | None = None
         """Called before code of the actor runs, if the lane has graphs of different thread settings."""
@@ -154,6 +167,18 @@ class Resident:
         """Edges whose message the next task still needs."""
         self._idle_since = time.perf_counter()
 
+    def _is_fatal_here(self, value: int) -> bool:
+        tasks = self.plan.order[self.member]
+        return any(value in self.plan.tasks[task].reads for task in tasks if task in self.plan.fatal_tasks)
+
+    def _failed(self, message: Message, fatal: bool) -> Message:
+        """Something has failed here first. The driver is told at once: the failure itself goes the way of the values
+        and waits wherever they wait."""
+        if fatal and self._told != self.sequence:
+            self._told = self.sequence
+            self._tell(self.sequence, message, self._flags)
+        return message
+
     def _prepare(self, instance: Any, writers: dict[int, Callable[[int, Message, int], None]]) -> list[_Work]:
         plan, arrived, prepared = self.plan, set[int](), []
         by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
@@ -163,14 +188,15 @@ class Resident:
             task = plan.tasks[index]
             needs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in needs)
-            work = _Work(task, plan.labels[index], method_of(instance, task.method), needs)
+            fatal = index in plan.fatal_tasks
+            work = _Work(task, plan.labels[index], method_of(instance, task.method), needs, fatal)
             for value in plan.values:
                 if value.source == index and value.index in wanted:
-                    work.local.append((value.index, value.steps))
+                    work.local.append((value.index, value.steps, value.index in plan.fatal_values))
             for edge, write in writers.items():
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
-                    work.sends.append(_Send(value.steps, write))
+                    work.sends.append(_Send(value.steps, write, value.index in plan.fatal_values))
             prepared.append(work)
         return prepared
 
@@ -219,7 +245,7 @@ class Resident:
             self._values[inbound.value] = self._lost(inbound)
             return
         except (OSError, MemoryError) as error:  # out of descriptors or memory: that message is lost
-            self._values[inbound.value] = self._unreadable(error, inbound.label)
+            self._values[inbound.value] = self._unreadable(error, inbound)
             return
         kind, flags, body, buffers, _ = taken
         inbound.count += 1
@@ -230,11 +256,11 @@ class Resident:
                 self._values[inbound.value] = pickle.loads(body)
                 return
             except BaseException as error:  # unpickling runs code of the value's class
-                self._values[inbound.value] = self._unreadable(error, inbound.label)
+                self._values[inbound.value] = self._unreadable(error, inbound)
         elif kind != NOTHING:
             inbound.bytes += taken.nbytes
             self._values[inbound.value] = (
-                Failure(Message(ERROR, bytes(body))) if kind == ERROR else self._decoded(taken, inbound.label)
+                Failure(Message(ERROR, bytes(body))) if kind == ERROR else self._decoded(taken, inbound)
             )
 
     def _lost(self, inbound: _Inbound) -> Failure:
@@ -243,17 +269,18 @@ class Resident:
         error = GraphActorDiedError(
             f"{self.plan.members[writer]} ended before {me} had read {inbound.label}", member=writer
         )
-        return Failure(failed(error, me, error))
+        return Failure(self._failed(failed(error, me, error), inbound.fatal))
 
-    def _decoded(self, taken: Taken, label: str) -> Any:
+    def _decoded(self, taken: Taken, inbound: _Inbound) -> Any:
         try:
             return m.decode(taken.kind, taken.body, taken.buffers, shared=taken.shared)
         except BaseException as error:
-            return self._unreadable(error, label)
+            return self._unreadable(error, inbound)
 
-    def _unreadable(self, error: BaseException, label: str) -> Failure:
+    def _unreadable(self, error: BaseException, inbound: _Inbound) -> Failure:
         me = self.plan.members[self.member]
-        return Failure(failed(GraphValueError(f"{label} could not be unpickled by {me}: {error!r}"), me, error))
+        shown = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {error!r}")
+        return Failure(self._failed(failed(shown, me, error), inbound.fatal))
 
     def _run(self, work: _Work) -> None:
         clock = time.perf_counter
@@ -269,8 +296,8 @@ class Resident:
         else:
             result = self._call(work, values)
         returned = clock()
-        for value, steps in work.local:
-            values[value] = self._selected(result, steps, work)
+        for value, steps, fatal in work.local:
+            values[value] = self._selected(result, steps, work, fatal)
         for number, send in enumerate(work.sends):
             try:
                 self._send(send, result, work)
@@ -293,11 +320,12 @@ class Resident:
                 if unsent.deadline.left_s() != 0:
                     return sent
                 error: BaseException = GraphTimeoutError(full.complaint)
-                send.write(self.sequence, failed(error, unsent.work.label, error), self._flags)
+                message = self._failed(failed(error, unsent.work.label, error), send.fatal)
+                send.write(self.sequence, message, self._flags)
             except BaseException as error:
                 if message.kind == ERROR:
                     raise
-                unsent.waiting[0] = send, failed(error, unsent.work.label, error)
+                unsent.waiting[0] = send, self._failed(failed(error, unsent.work.label, error), send.fatal)
                 continue
             unsent.waiting.pop(0)
             sent = True
@@ -329,9 +357,9 @@ class Resident:
             return self._finish(result) if type(result) is CoroutineType else result
         except SystemExit as error:  # ray.actor.exit_actor
             self._exiting = True
-            return Failure(failed(GraphError(f"{work.label} exited its actor"), work.label, error))
+            return Failure(self._failed(failed(GraphError(f"{work.label} exited its actor"), work.label, error), False))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
-            return Failure(raised(error, work.label))
+            return Failure(self._failed(raised(error, work.label), work.fatal))
 
     def _finish(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does; this graph waits, the actor does not."""
@@ -339,17 +367,17 @@ class Resident:
             return asyncio.run(coroutine)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    def _selected(self, result: Any, steps: tuple[Step, ...], work: _Work) -> Any:
+    def _selected(self, result: Any, steps: tuple[Step, ...], work: _Work, fatal: bool) -> Any:
         if type(result) is Failure or not steps:
             return result
         try:
             return ops.select(result, steps)
         except Exception as error:
-            return Failure(failed(error, work.label, error))
+            return Failure(self._failed(failed(error, work.label, error), fatal))
 
     def _send(self, send: _Send, result: Any, work: _Work) -> None:
         if send.steps:
-            result = self._selected(result, send.steps, work)
+            result = self._selected(result, send.steps, work, send.fatal)
         try:
             message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
@@ -357,20 +385,22 @@ class Resident:
             raise
         except BaseException as error:
             # It cannot be pickled, is too large, or there is no memory: the execution is answered with that.
-            send.write(self.sequence, failed(error, work.label, error), self._flags)
+            message = self._failed(failed(error, work.label, error), send.fatal)
+            send.write(self.sequence, message, self._flags)
 
     def _message(self, send: _Send, result: Any, work: _Work) -> Message:
         """What `_send` would send, in memory of its own."""
-        result = self._selected(result, send.steps, work)
+        result = self._selected(result, send.steps, work, send.fatal)
         try:
             return result.message if type(result) is Failure else self._encoder.encode(result).copied()
         except BaseException as error:
-            return failed(error, work.label, error)
+            return self._failed(failed(error, work.label, error), send.fatal)
 
     def leave(self) -> None:
         """Do nothing any more; let go of what was to be sent."""
-        self.advance = _nothing  # type: ignore[method-assign]  # no reference to itself: memory is freed now
+        self.advance = _nothing  # type: ignore[method-assign]
         self._unsent = None
+        self._exit, self._tell = _nothing, _tell_nobody  # no references in a circle: memory is freed now
 
     def stats(self) -> dict[str, Any]:
         """Counters, for the driver."""
@@ -384,6 +414,10 @@ class Resident:
 
 def _nothing() -> bool:
     return False
+
+
+def _tell_nobody(sequence: int, error: Message, flags: int) -> None:
+    return
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:

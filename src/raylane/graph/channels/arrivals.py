@@ -19,19 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylane.errors import GraphError
+from raylane.errors import GraphError, ProtocolError
 from raylane.graph import message as m
 from raylane.graph.channels import frames
 from raylane.graph.channels.frames import FrameReader, Head
 from raylane.graph.channels.hop import FanWriter, keep_alive
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.ring import LEND_FROM_BYTES, RingWriter
+from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
 from raylane.graph.message import Message
 from raylane.transport import wire
 
 log = logging.getLogger("raylane.graph")
 
 JOIN_S = 2.0
+MAX_TOLD_BYTES = (1 << 17) - 1
+"""Of one alarm or failure: below `frames.JOIN_BELOW_BYTES`, so that whoever tells it does not wait for a receipt."""
 
 
 @dataclass
@@ -46,14 +48,21 @@ class Inbound:
     """All connections, one after the other, from one member at one level."""
 
     def __init__(
-        self, name: str, arrivals: dict[int, Arrival], pool: LeasePool, alarm: int, alarmed: Callable[[str], None]
+        self,
+        name: str,
+        arrivals: dict[int, Arrival],
+        pool: LeasePool,
+        alarm: int,
+        alarmed: Callable[[str], None],
+        failed: Callable[[bytes], None],
     ) -> None:
         self.name = name
         self.pool = pool
         self._arrivals = arrivals
         self._alarm = alarm
-        """The channel of it, whose messages are text for `alarmed`."""
+        """The channel of it, whose messages are text for `alarmed`, or (kind ERROR) for `failed`."""
         self._alarmed = alarmed
+        self._failed = failed
         self._lock = threading.RLock()  # guards _socket, _thread and _closed; a finalizer may `close`
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -112,27 +121,39 @@ class Inbound:
                 sock.close()
 
     def _receive(self, sock: socket.socket, reader: FrameReader, head: Head) -> None:
+        if head.buffers > m.MAX_BUFFERS or head.kind not in m.KINDS:
+            raise ProtocolError(
+                f"a frame of kind {head.kind} with {head.buffers} buffers; at most {m.MAX_BUFFERS} are allowed"
+            )
         sizes = frames.sizes_of(reader.exactly(8 * head.buffers), head.buffers) if head.buffers else ()
         expected = self._expected.get(head.channel, 0)
         if head.sequence < expected:  # sent again, and here already
             _skip(reader, sum(sizes) + head.body)
             self._confirm(sock, head)
             return
-        if head.sequence > expected:
-            raise AssertionError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
         if head.channel == self._alarm:
-            text = reader.exactly(head.body).decode()
-            self._expected[head.channel] = head.sequence + 1
-            self._alarmed(text)
+            self._receive_told(reader, head)
             return
+        if head.sequence > expected:
+            raise ProtocolError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
         arrival = self._arrivals[head.channel]
-        flags = head.flags & ~frames.RECEIPT
+        flags = head.flags & WAKE
         if not sizes and head.body < LEND_FROM_BYTES:  # fits into a slot
             message = Message(head.kind, reader.exactly(head.body))
             self._expected[head.channel] = head.sequence + 1
             self._hand_over(arrival, head.sequence, message, flags)
         else:
             self._receive_large(sock, reader, head, sizes, arrival, flags)
+
+    def _receive_told(self, reader: FrameReader, head: Head) -> None:
+        if head.body > MAX_TOLD_BYTES:
+            raise ProtocolError(f"an alarm of {head.body} bytes; at most {MAX_TOLD_BYTES} are allowed")
+        data = reader.exactly(head.body)
+        self._expected[head.channel] = head.sequence + 1
+        if head.kind == m.ERROR:
+            self._failed(data)
+        else:
+            self._alarmed(data.decode(errors="replace"))
 
     def _receive_large(
         self, sock: socket.socket, reader: FrameReader, head: Head, sizes: tuple[int, ...], arrival: Arrival, flags: int
