@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 from tests.faults.drivers import start_driver
-from tests.graph.graph_actors import Worker
+from tests.graph.graph_actors import AsyncWorker, Worker
 
 import raylane
 from raylane.errors import (
@@ -418,3 +418,23 @@ def test_lane_without_memory_leaves_a_killed_driver(detached: Any, eventually: E
     driver.kill()
     driver.communicate()
     eventually(lambda: left_nothing(workers), within_s=10)
+
+
+@pytest.mark.parametrize("kind", ["plain", "asyncio", "coroutine"])
+def test_exit_of_an_actor_fails_all_results_at_once(workers: list[Any], kind: str) -> None:
+    """Ray needs seconds to end an actor that has asked for it: nobody waits for that."""
+    cls = {"plain": Worker, "asyncio": AsyncWorker, "coroutine": AsyncWorker}[kind]
+    worker = ray.remote(num_cpus=0.1)(cls).remote()
+    exit = worker.exit_coroutine if kind == "coroutine" else worker.exit
+    with raylane.InputNode() as x:
+        node = raylane.MultiOutputNode([raylane.bind(exit, x), raylane.bind(workers[0].wait, x)])
+    g = raylane.compile(node, max_inflight=3)
+    made = [g.execute(i) for i in range(3)]
+    with pytest.raises(GraphError, match=r"exited its actor|ended, and with it the graph"):
+        made[0].get(timeout=20)
+    for result in made[1:]:
+        with pytest.raises(GraphActorDiedError, match="ended, and with it the graph"):
+            result.get(timeout=20)
+    ray.get(workers[0].release.remote())
+    g.teardown()
+    ray.kill(worker)

@@ -56,6 +56,15 @@ class Worker:
     def two(self, x: Any) -> tuple[Any, Any]:
         return x, x + 1
 
+    @ray.method(num_returns=2)
+    def declared_two(self, x: Any) -> Any:
+        return x
+
+    def append_to(self, one: list[Any], two: dict[str, Any], x: Any) -> list[Any]:
+        one.append(x)
+        two["deep"][0].append(x)
+        return [one, two]
+
     def record(self, **values: Any) -> dict[str, Any]:
         return values
 
@@ -197,3 +206,9 @@ class AsyncWorker:
         import asyncio
 
         return id(asyncio.get_running_loop())
+
+    def exit(self, x: Any) -> None:
+        ray.actor.exit_actor()
+
+    async def exit_coroutine(self, x: Any) -> None:
+        ray.actor.exit_actor()

@@ -109,12 +109,14 @@ class Builder:
     # First: rings of the driver's host
 
     def make_rings(self) -> None:
-        for route in self.routes.all:
-            for filler, readers in self._fillers(route):
-                if self._maker(filler) == DRIVER:
-                    names = [self.names[reader] for reader in readers]
-                    made = ring.make(names, self._slots_of[route.channel], filler)
-                    self._specs[route.channel, filler], self._segments[route.channel, filler] = made
+        wanted = {
+            (route.channel, filler): ([self.names[reader] for reader in readers], self._slots_of[route.channel], filler)
+            for route in self.routes.all
+            for filler, readers in self._fillers(route)
+            if self._maker(filler) == DRIVER
+        }
+        for at, made in zip(wanted, ring.make_all(list(wanted.values())), strict=True):
+            self._specs[at], self._segments[at] = made
 
     # Second, if the graph spans hosts: everybody's ends of the hops
 

@@ -199,9 +199,9 @@ class CompiledGraph:
         """What to send, and the values to begin the result with: inputs that are outputs too."""
         values = self._arguments.values(args, kwargs)
         kept = self._empty.copy()
-        for value in self._from_input:
-            kept[value] = values[value]
         encode = self._encoder.encode
+        for value in self._from_input:
+            kept[value] = m.duplicate(encode(values[value]))
         return [(writer, encode(values[value]), value) for writer, value in self._wiring.inputs], kept
 
     def _queue(self, timeout_s: float | None) -> None:

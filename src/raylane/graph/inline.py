@@ -77,7 +77,7 @@ class InlineGraph:
                 self._deliver(edge, message, places)
             for value in self.plan.collects:
                 if self.plan.values[value].source == INPUT:
-                    places[DRIVER][value] = inputs[value]
+                    places[DRIVER][value] = m.duplicate(self._encoder.encode(inputs[value]))
             for task in self._order:
                 self._run(task, result.number, places)
             conclude(self.plan, result, places[DRIVER])
@@ -113,8 +113,9 @@ class InlineGraph:
     def _call(self, task: Task, mine: list[Any]) -> Any:
         label = self.plan.labels[task.index]
         try:
-            args = [ops.evaluate(expression, mine) for expression in task.args]
-            kwargs = {key: ops.evaluate(expression, mine) for key, expression in task.kwargs}
+            made: dict[int, Any] = {}
+            args = [ops.evaluate(expression, mine, made) for expression in task.args]
+            kwargs = {key: ops.evaluate(expression, mine, made) for key, expression in task.kwargs}
             result = self._methods[task.index](*args, **kwargs)
             return self._finished(result) if type(result) is CoroutineType else result
         except SystemExit:  # what ends an actor

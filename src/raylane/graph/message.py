@@ -121,7 +121,7 @@ class Encoder:
             return _with_tensors(value)
         except Exception as error:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
             self._renew()
-            if isinstance(error, GraphValueError):
+            if isinstance(error, ray.exceptions.RayError):  # of a result inside: it has failed, or is not there in time
                 raise
         except BaseException:
             self._renew()
@@ -169,6 +169,8 @@ def _by_cloudpickle(value: Any) -> Message:
     try:
         _ray.CloudPickler(file, protocol=5, buffer_callback=_limited(buffers)).dump(value)
         raw = [buffer.raw() for buffer in buffers]
+    except ray.exceptions.RayError:
+        raise
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(file.getvalue())
@@ -182,6 +184,8 @@ def _with_tensors(value: Any) -> Message:
     try:
         skeleton, leaves = codec.encode(value)
         layout = codec.plan(leaves)
+    except ray.exceptions.RayError:
+        raise
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(skeleton)
@@ -268,6 +272,11 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
     if shared and any(spec.kind != codec.ARRAY for spec in specs):
         buffers = [bytearray(buffer) for buffer in buffers]
     return codec.decode(skeleton, codec.build(specs, buffers))
+
+
+def duplicate(message: Message) -> Any:
+    """The value of a message as an object of its own, as another process would receive it."""
+    return decode(message.kind, message.body, [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers])
 
 
 def encode_error(error: BaseException) -> Message:

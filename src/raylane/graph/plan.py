@@ -19,8 +19,9 @@ INPUT = -1
 """The source of values that come with `execute`."""
 
 Step: TypeAlias = tuple[Any, ...]
-"""How to select from a value: ("item", key), ("attr", name), ("part", index, count, axis), ("done",) for nothing but
-the fact that it was computed, or ("argument", how, key) for one argument of `execute`."""
+"""How to select from a value: ("item", key), ("attr", name), ("return", index, count) for one of the declared returns
+of a call, ("part", index, count, axis), ("done",) for nothing but the fact that it was computed, or
+("argument", how, key) for one argument of `execute`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Value:
 @dataclass(frozen=True)
 class Const:
     value: Any
+    renewed: bool = field(default=False, compare=False)
+    """Whether it is a container that a method could change: each call gets one of its own (`ops.renewed`)."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class Plan:
 def steps_label(steps: tuple[Step, ...]) -> str:
     text = ""
     for step in steps:
-        if step[0] == "item":
+        if step[0] in ("item", "return"):
             text += f"[{step[1]!r}]"
         elif step[0] == "attr":
             text += f".{step[1]}"

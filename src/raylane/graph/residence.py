@@ -18,7 +18,7 @@ from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
 from raylane.core.place import here
-from raylane.core.semaphore import try_wait
+from raylane.core.semaphore import Segment, try_wait
 from raylane.errors import GraphError, GraphPlanError
 from raylane.graph import context, guard, lane
 from raylane.graph import message as m
@@ -68,6 +68,7 @@ class Residence:
         read_within = program.max_inflight * len(program.outbound)
         self._pool = LeasePool(program.max_lent_bytes, program.timeout_s, read_within, waits=False)
         self._leases = LeaseReader()
+        self._segments: dict[str, Segment] = {}
         self._wake_fd: int | None = None
         self._encoder = m.Encoder()
         self._reports = 0
@@ -102,14 +103,20 @@ class Residence:
         )
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
-        return RingReader(open_shared(spec.path, self.owner_who), spec, index, self._leases)
+        return RingReader(self._opened(spec.path), spec, index, self._leases)
+
+    def _opened(self, path: str) -> Segment:
+        """A segment of rings, of which there is one for all rings that a process has made."""
+        if path not in self._segments:
+            self._segments[path] = open_shared(path, self.owner_who)
+        return self._segments[path]
 
     def _writer(self, out: Outbound, channel: int, slots: int, pool: LeasePool) -> Writer:
         """A ring's own writer where no message leaves this host: then nothing stands between."""
         own = None
         if out.ring is not None:
             bells = [open_shared(path, who) for path, who in zip(out.bells, out.ring.readers, strict=True)]
-            own = RingWriter(open_shared(out.ring.path, self.owner_who), out.ring, bells, pool)
+            own = RingWriter(self._opened(out.ring.path), out.ring, bells, pool)
         if self._station is not None and out.hops:
             return self._station.writer(own, channel, out.hops, slots)
         assert own is not None

@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from types import CoroutineType
 from typing import Any
 
+import ray
+
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import try_wait
@@ -350,12 +352,13 @@ class Resident:
             if work.only is not None and self._guard is None:
                 result = work.call(values[work.only])
             else:
-                args = [ops.evaluate(expression, values) for expression in work.task.args]
-                kwargs = {key: ops.evaluate(expression, values) for key, expression in work.task.kwargs}
+                made: dict[int, Any] = {}
+                args = [ops.evaluate(expression, values, made) for expression in work.task.args]
+                kwargs = {key: ops.evaluate(expression, values, made) for key, expression in work.task.kwargs}
                 with self._guard or _NO_GUARD:
                     result = work.call(*args, **kwargs)
             return self._finish(result) if type(result) is CoroutineType else result
-        except SystemExit as error:  # ray.actor.exit_actor
+        except (SystemExit, ray.exceptions.AsyncioActorExit) as error:  # ray.actor.exit_actor
             self._exiting = True
             return Failure(self._failed(failed(GraphError(f"{work.label} exited its actor"), work.label, error), False))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane

@@ -65,6 +65,8 @@ class Inbound:
         self._failed = failed
         self._lock = threading.RLock()  # guards _socket, _thread and _closed; a finalizer may `close`
         self._socket: socket.socket | None = None
+        self._next: socket.socket | None = None
+        """The connection to serve after this one. A newer one takes its place: a peer has one at a time."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._expected: dict[int, int] = {}
@@ -76,12 +78,13 @@ class Inbound:
             if self._closed:
                 sock.close()
                 return
-            before, broken = self._thread, self._socket
-            self._socket = sock
-            self._thread = threading.Thread(
-                target=self._serve, args=(sock, before, broken), name="raylane-hop", daemon=True
-            )
-            self._thread.start()
+            skipped, self._next = self._next, sock
+            if skipped is not None:
+                skipped.close()
+            _shut(self._socket)  # its thread may be waiting for memory, at most for the graph's timeout
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve_all, name="raylane-hop", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End the connection; the thread ends by itself."""
@@ -89,6 +92,9 @@ class Inbound:
             self._closed = True
             self.pool.closed = True
             sock = self._socket
+            skipped, self._next = self._next, None
+            if skipped is not None:
+                skipped.close()
         _shut(sock)
 
     def join(self, timeout_s: float) -> None:
@@ -96,11 +102,18 @@ class Inbound:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _serve(self, sock: socket.socket, before: threading.Thread | None, broken: socket.socket | None) -> None:
+    def _serve_all(self) -> None:
+        while True:
+            with self._lock:
+                sock, self._next = self._next, None
+                self._socket = sock
+                if sock is None:
+                    self._thread = None
+                    return
+            self._serve(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
         try:
-            if before is not None:
-                _shut(broken)
-                before.join()  # it may be waiting for memory, at most for the graph's timeout
             if sock.family != socket.AF_UNIX:
                 keep_alive(sock)
             sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
@@ -116,8 +129,7 @@ class Inbound:
                 self._alarmed(f"{self.name}: {type(error).__name__}: {error}")
         finally:
             with self._lock:  # not while `close` may use its number
-                if self._socket is sock:
-                    self._socket = None
+                self._socket = None
                 sock.close()
 
     def _receive(self, sock: socket.socket, reader: FrameReader, head: Head) -> None:
@@ -136,7 +148,9 @@ class Inbound:
             return
         if head.sequence > expected:
             raise ProtocolError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
-        arrival = self._arrivals[head.channel]
+        arrival = self._arrivals.get(head.channel)
+        if arrival is None:
+            raise ProtocolError(f"a message of channel {head.channel}, which does not arrive here")
         flags = head.flags & WAKE
         if not sizes and head.body < LEND_FROM_BYTES:  # fits into a slot
             message = Message(head.kind, reader.exactly(head.body))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import itertools
 import os
 import threading
@@ -271,6 +272,8 @@ class LeaseReader:
         """The message's parts, in place. The segment goes back when the last thing made from them is garbage."""
         segment = self._map(descriptor.path, descriptor.number)
         total = segment.nbytes - DATA_AT
+        if total < sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in descriptor.sizes) or total <= 0:
+            raise OSError(errno.EINVAL, f"{descriptor.path} is too small for what is said to lie there")
         memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_AT)
         back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
         back.atexit = False

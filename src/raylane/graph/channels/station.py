@@ -76,8 +76,8 @@ class Station:
     def post(self, posting: Posting) -> dict[int, RingSpec]:
         """Make this process's rings and expect connections. Returns the rings by channel."""
         self._pools = {peer: self._pool() for peer in posting.peers}
-        for order in posting.rings:
-            self.rings[order.channel] = ring.make(order.readers, order.slots, self.directions.member)
+        made = ring.make_all([(order.readers, order.slots, self.directions.member) for order in posting.rings])
+        self.rings |= {order.channel: found for order, found in zip(posting.rings, made, strict=True)}
         for relayed in posting.relayed:
             spec, segment = self._ring(relayed.onward, relayed.channel)
             bells = [open_shared(path, name) for path, name in zip(relayed.onward.bells, spec.readers, strict=True)]
@@ -139,8 +139,8 @@ class Station:
         """The listener's thread brings a connection."""
         with self._lock:
             inbound = self._inbounds.get((member, level))
-            if inbound is None and not self.closing.is_set():
-                pool = self._pools.get((member, level)) or self._pool()
+            pool = self._pools.get((member, level))  # of those that were announced: each costs a thread
+            if inbound is None and pool is not None and not self.closing.is_set():
                 name = f"hop of level {level} from {self.directions.names[member]}"
                 inbound = Inbound(name, self._arrivals, pool, self.directions.alarm, self.alarmed, self._failed)
                 self._inbounds[member, level] = inbound
