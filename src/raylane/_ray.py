@@ -20,6 +20,7 @@ What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what 
 | ObjectRef.task_id().actor_id() | which actor produced a ref |
 | _private.state.actors | leak checks ask which actors are alive |
 | ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
+| serialization._object_ref_deserializer, by name | graphs refuse refs in what cloudpickle has pickled |
 | ray.experimental.internal_kv | the cluster's secret and where producers listen |
 
 Nothing here keeps state beyond what Ray keeps.
@@ -44,6 +45,7 @@ from ray.experimental import internal_kv
 __all__ = [
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
+    "REF_MAKER",
     "CloudPickler",
     "actor_of",
     "actor_target",
@@ -78,6 +80,8 @@ METHOD_OPTIONS = (
     "enable_task_events",
 )
 """What `ray.method` may leave on a function, as `__ray_<name>__`."""
+REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
+"""Module and name of the function that makes a ref again where cloudpickle has pickled one."""
 _KV_NAMESPACE = b"raylane"
 
 

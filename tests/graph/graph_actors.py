@@ -60,7 +60,7 @@ class Worker:
     def declared_two(self, x: Any) -> Any:
         return x
 
-    def append_to(self, one: list[Any], two: dict[str, Any], x: Any) -> list[Any]:
+    def grow_both(self, one: list[Any], two: dict[str, Any], x: Any) -> list[Any]:
         one.append(x)
         two["deep"][0].append(x)
         return [one, two]

@@ -465,7 +465,7 @@ def test_input_that_is_an_output_is_a_copy(workers: list[Any], graph: Compile) -
 
 
 def test_containers_among_constants_are_new_in_each_call(workers: list[Any], graph: Compile) -> None:
-    g = graph(lambda x: raylane.bind(workers[0].append_to, [], {"deep": ([1],)}, x))
+    g = graph(lambda x: raylane.bind(workers[0].grow_both, [], {"deep": ([1],)}, x))
     assert [g.execute(i).get() for i in range(3)] == [[[i], {"deep": ([1, i],)}] for i in range(3)]
 
 

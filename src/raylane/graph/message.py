@@ -212,13 +212,10 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
     return moved, [joined]
 
 
-_REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
-"""The function of Ray that makes a ref again."""
-
-
 def _check_for_refs(data: bytes) -> None:
     """Cloudpickle pickles refs by a way of its own: as a call of that function. Its name alone may be a user's text."""
-    if _REF_MAKER[1].encode() in data and _names_global(data, *_REF_MAKER):
+    module, name = _ray.REF_MAKER
+    if name.encode() in data and _names_global(data, module, name):
         _refuse(None)
 
 

@@ -29,7 +29,7 @@ from raylane.graph import ops
 from raylane.graph.channels.lease import NoRoom, SegmentGone
 from raylane.graph.channels.ring import WAKE, RingReader, Taken
 from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
-from raylane.graph.plan import Plan, Ref, Step, Task
+from raylane.graph.plan import DRIVER, Plan, Ref, Step, Task
 
 log = logging.getLogger("raylane.graph")
 
@@ -68,11 +68,14 @@ class _Inbound:
 class _Send:
     """One edge out of a task: what to select from its result, and the writer."""
 
-    __slots__ = ("fatal", "steps", "write")
+    __slots__ = ("fatal", "steps", "tells", "write")
 
-    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None], fatal: bool) -> None:
+    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None], fatal: bool, to_driver: bool) -> None:
         self.steps = steps
         self.fatal = fatal
+        """Whether the result fails if this cannot be sent."""
+        self.tells = fatal and not to_driver
+        """Whether the driver has to be told of that: it does not get what is sent here."""
         self.write = write
 
 
@@ -92,14 +95,12 @@ class _Unsent:
 class _Work:
     """One task, ready to run."""
 
-    __slots__ = ("call", "fatal", "index", "label", "local", "needs", "only", "reads", "sends", "task", "total")
+    __slots__ = ("call", "index", "label", "local", "needs", "only", "reads", "sends", "task", "tells", "total")
 
-    def __init__(
-        self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound], fatal: bool
-    ) -> None:
+    def __init__(self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound]) -> None:
         self.task = task
-        self.fatal = fatal
-        """Whether the result fails with this call."""
+        self.tells = False
+        """Whether the result fails with this call, and the driver gets nothing of what it returns."""
         self.label = label
         self.call = call
         self.index = task.index
@@ -173,10 +174,10 @@ class Resident:
         tasks = self.plan.order[self.member]
         return any(value in self.plan.tasks[task].reads for task in tasks if task in self.plan.fatal_tasks)
 
-    def _failed(self, message: Message, fatal: bool) -> Message:
+    def _failed(self, message: Message, tell: bool) -> Message:
         """Something has failed here first. The driver is told at once: the failure itself goes the way of the values
         and waits wherever they wait."""
-        if fatal and self._told != self.sequence:
+        if tell and self._told != self.sequence:
             self._told = self.sequence
             self._tell(self.sequence, message, self._flags)
         return message
@@ -190,15 +191,17 @@ class Resident:
             task = plan.tasks[index]
             needs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in needs)
-            fatal = index in plan.fatal_tasks
-            work = _Work(task, plan.labels[index], method_of(instance, task.method), needs, fatal)
+            work = _Work(task, plan.labels[index], method_of(instance, task.method), needs)
             for value in plan.values:
                 if value.source == index and value.index in wanted:
                     work.local.append((value.index, value.steps, value.index in plan.fatal_values))
             for edge, write in writers.items():
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
-                    work.sends.append(_Send(value.steps, write, value.index in plan.fatal_values))
+                    to_driver = DRIVER in plan.edges[edge].readers
+                    work.sends.append(_Send(value.steps, write, value.index in plan.fatal_values, to_driver))
+            seen = any(send.fatal and not send.tells for send in work.sends)
+            work.tells = index in plan.fatal_tasks and not seen
             prepared.append(work)
         return prepared
 
@@ -362,7 +365,7 @@ class Resident:
             self._exiting = True
             return Failure(self._failed(failed(GraphError(f"{work.label} exited its actor"), work.label, error), False))
         except BaseException as error:  # a cancelled coroutine is a failed call, not the end of the lane
-            return Failure(self._failed(raised(error, work.label), work.fatal))
+            return Failure(self._failed(raised(error, work.label), work.tells))
 
     def _finish(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does; this graph waits, the actor does not."""
@@ -380,7 +383,7 @@ class Resident:
 
     def _send(self, send: _Send, result: Any, work: _Work) -> None:
         if send.steps:
-            result = self._selected(result, send.steps, work, send.fatal)
+            result = self._selected(result, send.steps, work, send.tells)
         try:
             message = result.message if type(result) is Failure else self._encoder.encode(result)
             send.write(self.sequence, message, self._flags)
@@ -388,7 +391,7 @@ class Resident:
             raise
         except BaseException as error:
             # It cannot be pickled, is too large, or there is no memory: the execution is answered with that.
-            message = self._failed(failed(error, work.label, error), send.fatal)
+            message = self._failed(failed(error, work.label, error), send.tells)
             send.write(self.sequence, message, self._flags)
 
     def _message(self, send: _Send, result: Any, work: _Work) -> Message:
