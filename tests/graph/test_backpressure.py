@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import ray
 from tests.graph.graph_actors import Worker
 
 import raylane
-from raylane.errors import GraphActorDiedError, GraphTimeoutError
+from raylane.errors import GraphActorDiedError, GraphFullError, GraphPlanError, GraphTimeoutError
 
 Compile = Callable[..., Any]
 pytestmark = pytest.mark.usefixtures("clean")
@@ -91,3 +93,37 @@ def test_execute_waiting_for_memory_ends_with_the_graph(ray_session: None, graph
     thread.join(30)
     assert not thread.is_alive()
     assert isinstance(caught[0], GraphActorDiedError)
+
+
+def test_nowait_and_asyncio_do_not_wait_for_memory(workers: list[Any], graph: Compile) -> None:
+    worker = workers[0]
+    g = graph(lambda x: raylane.bind(worker.keep, x), max_lent_bytes=3 << 20, timeout_s=60)
+    value = np.ones(COUNT)
+    assert [g.execute(value).get() for _ in range(2)] == [1, 2]
+    assert g.execute_nowait(value).get() == 3
+    with pytest.raises(GraphFullError, match="readers keep so much memory"):
+        g.execute_nowait(value)
+
+    async def main() -> int:
+        waiting = asyncio.ensure_future(g.execute_async(value))
+        for _ in range(10):  # the loop goes on
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
+        await asyncio.to_thread(lambda: ray.get(worker.drop.remote()))
+        return await (await waiting)
+
+    assert asyncio.run(main()) == 1
+    ray.get(worker.drop.remote())
+
+
+def test_trace_larger_than_what_edges_may_lend_is_written(workers: list[Any], graph: Compile, tmp_path: Path) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_lent_bytes=100_000, max_inflight=8)
+    made = [g.execute(i) for i in range(3000)]
+    assert [result.get() for result in made] == list(range(3000))
+    assert g.trace(tmp_path / "trace.json") == []
+    assert g.execute(1).get() == 1
+
+
+def test_channels_that_cannot_be_made_are_a_plan_error(workers: list[Any], graph: Compile) -> None:
+    with pytest.raises(GraphPlanError, match=r"cannot make the channels of 2 edges .* Lower max_inflight"):
+        graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=1 << 44)

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post, try_wait
@@ -32,10 +32,10 @@ from raylane.graph import drawing, forks, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.awaiting import Awaiting
-from raylane.graph.channels.hop import Writer
-from raylane.graph.channels.lease import SegmentGone
+from raylane.graph.channels.lease import LOOK_EVERY_S, SegmentGone
 from raylane.graph.channels.ring import WAKE
-from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
+from raylane.graph.handover import Busy, NoMemory, Sent, has_memory
+from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder
 from raylane.graph.outcome import conclude
 from raylane.graph.plan import INPUT, Plan, Ref
 from raylane.graph.resident import KEPT_RECORDS, failed
@@ -46,14 +46,6 @@ from raylane.graph.show import describe
 log = logging.getLogger("raylane.graph")
 
 LOOK_UP_S = 1.0
-
-
-class _Busy(GraphFullError):
-    """There may be a free place, but another thread is handing an execution over at the moment."""
-
-
-_Sent: TypeAlias = tuple[Writer, Message, int]
-"""A message, where it goes, and the value that it carries."""
 
 
 class CompiledGraph:
@@ -153,11 +145,14 @@ class CompiledGraph:
             try:
                 return self._execute(args, kwargs, 0)
             except GraphFullError as error:
-                busy = isinstance(error, _Busy)
+                kind = type(error)
             left = deadline.left_s()
             if left is not None and left <= 0:
                 raise self._no_place() from None
-            if busy:
+            if kind is NoMemory:
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
+            if kind is Busy:
                 await asyncio.get_running_loop().run_in_executor(None, self._until_handed_over, left)
                 continue
             try:
@@ -188,6 +183,10 @@ class CompiledGraph:
                 messages, kept = self._inputs(args, kwargs)
             if self._submitted - self._completed >= self.max_inflight:
                 self._make_room(timeout_s)
+            if timeout_s == 0 and not has_memory(self._wiring.pool, messages):
+                raise NoMemory(
+                    "readers keep so much memory that there is none for this input; try again, or drop arrays"
+                )
             if self._end is not None:
                 raise self._ended()
             return self._send(messages, kept)
@@ -195,7 +194,7 @@ class CompiledGraph:
             self._handing = False
             self._submitting.release()
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[_Sent], list[Any]]:
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Sent], list[Any]]:
         """What to send, and the values to begin the result with: inputs that are outputs too."""
         values = self._arguments.values(args, kwargs)
         kept = self._empty.copy()
@@ -207,7 +206,7 @@ class CompiledGraph:
     def _queue(self, timeout_s: float | None) -> None:
         """Wait until no other thread hands an execution over."""
         if timeout_s == 0:
-            raise _Busy(
+            raise Busy(
                 "another thread is handing an execution over at the moment; try again, or call execute, which waits"
             )
         deadline = Deadline(timeout_s)
@@ -233,7 +232,7 @@ class CompiledGraph:
         if not self.pump_until(room, Deadline(timeout_s)):
             raise self._full() if timeout_s == 0 else self._no_place()
 
-    def _send(self, messages: list[_Sent], kept: list[Any]) -> GraphResult:
+    def _send(self, messages: list[Sent], kept: list[Any]) -> GraphResult:
         number = self._submitted
         flagged = self._awaiting.active and asyncio._get_running_loop() is not None
         flags = WAKE if flagged else 0

@@ -322,11 +322,16 @@ def wire(
         refused = _call(plan, actors, entering, deadline)
         wiring.wake_refused = next(filter(None, refused.values()), None)
         wiring.wake_from_hops()
-    except BaseException:
+    except BaseException as error:
         wiring.close(0.0)
         os.close(wiring.wake_fd)
         for member in postings:
             actors[member - 1].__ray_call__.remote(residence.abandon, builder.graph)
+        if isinstance(error, OSError) and not isinstance(error, GraphError):
+            raise GraphPlanError(
+                f"cannot make the channels of {len(plan.edges)} edges with {max_inflight} slots each: {error}. Lower "
+                "max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared memory)"
+            ) from error
         raise
     finally:
         builder.close_descriptors()

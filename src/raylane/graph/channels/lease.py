@@ -149,6 +149,14 @@ class LeasePool:
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
         return Reserved(Descriptor(lent.segment.path, lent.number, tuple(sizes)), parts)
 
+    def has_room(self, capacities: Sequence[int]) -> bool:
+        """Return True if messages of these sizes could be lent now without a wait (or would be refused at once)."""
+        wanted = sum(size_class(max(capacity, 1)) for capacity in capacities)
+        if self.closed or wanted > self.limit_bytes or self._lent_bytes + wanted <= self.limit_bytes:
+            return True
+        self._settle(self._lent_count())
+        return self._lent_bytes + wanted <= self.limit_bytes
+
     def cancel(self, reserved: Reserved) -> None:
         """Nobody will be told of that memory."""
         for lent in self._lent:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
+from raylane.graph.channels.lease import ALIGNMENT, MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
 from raylane.graph.message import Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
@@ -147,6 +147,13 @@ class RingWriter:
             post(address)
         if flags & WAKE and self.wake_fd is not None:
             os.eventfd_write(self.wake_fd, 1)
+
+    def lends(self, message: Message) -> int:
+        """Bytes of a message for which memory would be lent; 0 if it goes into a slot."""
+        sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
+        lent = _lent_flags(len(message.body), sizes)
+        parts = [*sizes, len(message.body)] if lent & LENT_BODY else sizes
+        return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in parts) if lent else 0
 
     def wake_with(self, fd: int) -> None:
         """Write to this eventfd from now on for messages that ask for it. It is the ring's to close, when the ring
