@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 from tests.faults.drivers import start_driver
-from tests.graph.graph_actors import AsyncWorker, Worker
+from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
 
 import raylane
 from raylane.errors import (
@@ -438,3 +438,14 @@ def test_exit_of_an_actor_fails_all_results_at_once(workers: list[Any], kind: st
     ray.get(workers[0].release.remote())
     g.teardown()
     ray.kill(worker)
+
+
+def test_error_that_cannot_be_shown_fails_its_execution_alone(workers: list[Any]) -> None:
+    with chain(workers, "echo") as other, chain(workers, "echo") as g:
+        with pytest.raises(GraphValueError, match="input could not be unpickled by Worker: Speechless"):
+            g.execute(Poison(Speechless)).get(timeout=30)
+        assert g.execute(1).get() == other.execute(1).get() == 1
+    with chain(workers, "poison") as g:
+        with pytest.raises(GraphValueError, match="could not be unpickled by the driver: Speechless"):
+            g.execute(1).get(timeout=30)
+        assert g.execute(0).get(timeout=30) == 0

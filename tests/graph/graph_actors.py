@@ -32,6 +32,26 @@ class Explosive:
         raise SystemExit("no pickle")
 
 
+class Speechless(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def _speechless() -> None:
+    raise Speechless
+
+
+class Unreadable:
+    """Pickles well; unpickling raises what cannot be shown."""
+
+    def __reduce__(self) -> Any:
+        return _speechless, ()
+
+
 class Worker:
     """Methods in every shape that a graph can call."""
 
@@ -115,6 +135,9 @@ class Worker:
 
     def unpicklable(self, x: Any) -> Any:
         return threading.Lock()
+
+    def poison(self, x: int) -> Any:
+        return Unreadable() if x else 0
 
     def nothing(self, x: Any = None) -> None:
         self.calls += 1

@@ -323,3 +323,28 @@ def test_timeout_of_a_slow_part_still_loses_nothing(workers: list[Any], graph: C
         result.get(timeout=0.05)
     release(workers)
     assert result.get() == [2, 2]
+
+
+def test_failures_beside_questions_keep_their_order(workers: list[Any], graph: Compile) -> None:
+    """Answers and failures come on the same line, and two threads read it."""
+    release(workers)
+    g = graph(lambda x: merged_by_an_actor(x, workers), max_inflight=2)
+    over = threading.Event()
+    unanswered: list[Any] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            unanswered.extend(g.stats()["unanswered"])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for number in range(400):
+            made = [g.execute(-1), g.execute(number)]
+            with pytest.raises(ValueError, match="cannot do -1"):
+                made[0].get()
+            assert made[1].get() == 2 * number
+    finally:
+        over.set()
+        thread.join()
+    assert unanswered == []

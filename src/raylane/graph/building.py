@@ -17,6 +17,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
+from raylane.graph import message as m
 from raylane.graph import routing
 from raylane.graph.channels import ring
 from raylane.graph.channels.hop import Writer
@@ -220,8 +221,7 @@ class Builder:
             return _ray.dumps(self._program(member, spans))
         except Exception as error:
             raise GraphPlanError(
-                f"a constant in the calls of {self.plan.members[member]} cannot be pickled: "
-                f"{type(error).__name__}: {error}"
+                f"a constant in the calls of {self.plan.members[member]} cannot be pickled: {m.shown(error)}"
             ) from error
 
     def _program(self, member: int, spans: bool) -> Program:

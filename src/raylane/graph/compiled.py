@@ -251,7 +251,9 @@ class CompiledGraph:
                         self.nudge()
         except BaseException as error:
             # Interrupted half way, by Ctrl-C for one: some actors have this execution and others do not.
-            self._fail(GraphClosedError(f"execution {number} was interrupted while it was handed over: {error!r}"))
+            self._fail(
+                GraphClosedError(f"execution {number} was interrupted while it was handed over: {m.shown(error, repr)}")
+            )
             raise
         return result
 
@@ -372,7 +374,7 @@ class CompiledGraph:
             if self._failures:
                 completed |= self._fail_early()
         except BaseException as error:
-            self._fail(GraphClosedError(f"reading results was interrupted: {error!r}"))
+            self._fail(GraphClosedError(f"reading results was interrupted: {m.shown(error, repr)}"))
             raise
         if self._end is not None and self._pending:
             self._fail_pending(self._end)
@@ -401,7 +403,7 @@ class CompiledGraph:
             failure = self._lost(reader.writer)
         except Exception as error:
             label = self.plan.source_label(collected.value)
-            failure = GraphValueError(f"{label} could not be unpickled by the driver: {type(error).__name__}: {error}")
+            failure = GraphValueError(f"{label} could not be unpickled by the driver: {m.shown(error)}")
         failed_now = failure is not None and self._arrived_broken(result, collected.value, failure)
         result._left -= 1
         if result._left:
@@ -448,7 +450,7 @@ class CompiledGraph:
 
     def _lost(self, member: int) -> GraphError:
         """A message went with its sender, which is the first sign of its end: the watch may be milliseconds behind."""
-        error = self._wiring.listen() or self._wiring.died(member)
+        error = self._wiring.lost(member)
         self._fail(error)
         return error
 

@@ -168,7 +168,9 @@ class InlineGraph:
                 arrived = m.decode(message.kind, message.body, buffers, shared=shared)
             except Exception as error:
                 what, who = self.plan.source_label(edge.value), self.plan.members[reader]
-                arrived = _failed(GraphValueError(f"{what} could not be unpickled by {who}: {error!r}"), who)
+                arrived = _failed(
+                    GraphValueError(f"{what} could not be unpickled by {who}: {m.shown(error, repr)}"), who
+                )
                 self._note(arrived, self._is_fatal_to(reader, edge.value))
             places[reader][edge.value] = arrived
 

@@ -143,7 +143,7 @@ class Lane:
                     moved |= residence.advance()
                 except BaseException as error:  # whatever it is, it costs this graph its life, not others theirs
                     log.exception("graph %s in %s", residence.name, residence.who)
-                    residence.give_up(error)
+                    self._give_up(residence, error)
                 if residence.over:
                     self._dismiss(residence)
                     moved = True
@@ -159,6 +159,14 @@ class Lane:
                 self._rung += 1
             if time.monotonic() >= self._look_up_at:
                 self._look_up()
+
+    def _give_up(self, residence: Residence, error: BaseException) -> None:
+        """End one graph. Whatever fails on the way: this thread serves the others."""
+        try:
+            residence.give_up(error)
+        except BaseException:
+            log.exception("graph %s in %s could not tell its driver that it ends", residence.name, residence.who)
+        residence.over = True
 
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting. True if there were any: then look again, for a

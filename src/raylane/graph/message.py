@@ -245,8 +245,7 @@ def _names_global(data: bytes, module: str, name: str) -> bool:
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:
     return GraphValueError(
-        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: "
-        f"{type(error).__name__}: {error}"
+        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: {shown(error)}"
     )
 
 
@@ -276,13 +275,17 @@ def duplicate(message: Message) -> Any:
     return decode(message.kind, message.body, [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers])
 
 
+def shown(error: BaseException, of: Callable[[BaseException], str] | None = None) -> str:
+    """An error as text: `Class: message`, or what `of` makes of it. The class alone where its own code fails."""
+    try:
+        return f"{type(error).__name__}: {error}" if of is None else of(error)
+    except Exception:
+        return type(error).__name__
+
+
 def encode_error(error: BaseException) -> Message:
     """An exception as a message. What cannot be pickled is replaced by a GraphValueError that shows it."""
-    try:
-        shown = f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ fails
-        shown = type(error).__name__
-    for attempt in (error, GraphValueError(shown)):
+    for attempt in (error, GraphValueError(shown(error))):
         file = io.BytesIO()
         try:
             _ray.CloudPickler(file, protocol=5).dump(attempt)

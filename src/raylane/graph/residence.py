@@ -59,7 +59,6 @@ class Residence:
         self._undisturbed = 0
         """Tasks since the last look for orders."""
         self._guarded = instance if program.exclusive else None
-        self._owner = None if program.owner is None else lane.Watched(program.owner)
         self._station = _stations.pop(program.graph, None)
         """This actor's connections to other hosts, if it has any."""
         if self._station is not None:
@@ -86,8 +85,6 @@ class Residence:
         """Over a hop the driver's own thread wakes it."""
         if isinstance(self._report, RingWriter):
             self._to_driver.append(self._report)
-        self.wake_refused = None if program.wake is None else self._learn_to_wake(*program.wake)
-        """Why this process cannot wake the driver's asyncio loop, if so."""
         self._writers = writers
         self.resident = Resident(
             program.plan,
@@ -101,6 +98,10 @@ class Residence:
             tell=self._tell,
             timeout_s=program.timeout_s,
         )
+        # Last, when nothing can fail any more: these are descriptors, and nobody closes a residence that was not made.
+        self._owner = None if program.owner is None else lane.Watched(program.owner)
+        self.wake_refused = None if program.wake is None else self._learn_to_wake(*program.wake)
+        """Why this process cannot wake the driver's asyncio loop, if so."""
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
         return RingReader(self._opened(spec.path), spec, index, self._leases)
@@ -194,7 +195,7 @@ class Residence:
     def give_up(self, error: BaseException) -> None:
         """A defect of ours, or of this machine: tell the owner, and leave."""
         self.over = True
-        text = f"{self.who} could not go on with the graph: {type(error).__name__}: {error}"
+        text = f"{self.who} could not go on with the graph: {m.shown(error)}"
         self._send_report(TROUBLE, text)
 
     def orphaned(self) -> bool:

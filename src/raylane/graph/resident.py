@@ -284,8 +284,8 @@ class Resident:
 
     def _unreadable(self, error: BaseException, inbound: _Inbound) -> Failure:
         me = self.plan.members[self.member]
-        shown = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {error!r}")
-        return Failure(self._failed(failed(shown, me, error), inbound.fatal))
+        refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {m.shown(error, repr)}")
+        return Failure(self._failed(failed(refused, me, error), inbound.fatal))
 
     def _run(self, work: _Work) -> None:
         clock = time.perf_counter

@@ -18,6 +18,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ import ray
 from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import here
+from raylane.core.place import alive, here
 from raylane.core.semaphore import Segment, block, init, try_wait
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph import message as m
@@ -46,6 +47,7 @@ log = logging.getLogger("raylane.graph")
 
 REASON_S = 5.0
 """How long to wait for the reason of an actor that has left, when another one has noticed it."""
+ENDS_WITHIN_S = 1.0
 KEPT_FREE = 1
 """Slots of a control line that only the order to close may take: it must get through to an actor that is busy."""
 
@@ -152,8 +154,9 @@ class Wiring:
             if line.answers:
                 line.answered += 1
                 return line.answers.popleft()
-            if self._trouble is not None:
-                raise self._trouble
+            trouble = self._trouble
+            if trouble is not None:  # a new object: the traceback of one that is kept would keep this wiring
+                raise type(trouble)(trouble.message, **trouble.fields)
             if member in self._dead:
                 raise self.died(member)
             if left is not None and left <= 0:
@@ -243,6 +246,26 @@ class Wiring:
                 ended(member)
         if self.station is not None:
             self.station.listen(ended, lambda text: fail(GraphTimeoutError(f"{text}. Compile the graph again")), told)
+
+    def lost(self, member: int) -> GraphError:
+        """The error for a message whose memory could not be opened any more. As a rule its sender has been killed, and
+        its files are closed a moment before its process has ended."""
+        trouble = self.listen()
+        if trouble is not None:
+            return trouble
+        mine, place = here(), self.hellos[member - 1].place
+        deadline = Deadline(ENDS_WITHIN_S)
+        while member and place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
+            if deadline.left_s() == 0:
+                break
+            time.sleep(0.005)
+        else:
+            if member:
+                return self.died(member)
+        return GraphClosedError(
+            f"{self.plan.members[member]} has sent a value whose memory cannot be opened, although the process lives: "
+            "it has left the graph, or closed its /proc entries to this user. Compile the graph again"
+        )
 
     def died(self, member: int) -> GraphActorDiedError:
         """The error for the end of a member."""

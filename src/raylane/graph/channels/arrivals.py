@@ -126,7 +126,7 @@ class Inbound:
         except Exception as error:  # a defect of ours: the graph cannot go on
             if not self._closed:
                 log.exception("%s", self.name)
-                self._alarmed(f"{self.name}: {type(error).__name__}: {error}")
+                self._alarmed(f"{self.name}: {m.shown(error)}")
         finally:
             with self._lock:  # not while `close` may use its number
                 self._socket = None
