@@ -1,4 +1,4 @@
-"""What the driver hands over in one execution, and why it could not without waiting. Used by `compiled`."""
+"""Messages that the driver sends for one execution, and the reasons for which it cannot send them without waiting."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._residences: tuple[Residence, ...] = ()
         self._settings: dict[Residence, _Settings] = {}
-        """What each graph here was compiled under; equal ones are one object."""
+        """Settings under which each graph here was compiled; equal ones are one object."""
         self._current: _Settings | None = None
         """The settings that the lane's thread has at the moment."""
         self._waiter = Waiter()

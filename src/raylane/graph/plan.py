@@ -37,7 +37,7 @@ class Value:
 class Const:
     value: Any
     renewed: bool = field(default=False, compare=False)
-    """Whether it is a container that a method could change: each call gets one of its own (`ops.renewed`)."""
+    """True for a container that a method could change: each call gets one of its own (`ops.renewed`)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Plan:
     labels: tuple[str, ...] = field(default=())
     """For each task, how people call it: Class.method, numbered where one actor has it several times."""
     leaves_are_fatal: bool = False
-    """Whether a failed leaf fails the result too."""
+    """True if a failed leaf fails the result too."""
 
     @functools.cached_property
     def output_values(self) -> tuple[int, ...]:

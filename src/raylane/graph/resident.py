@@ -60,7 +60,7 @@ class _Inbound:
         self.value = value
         self.label = label
         self.fatal = fatal
-        """Whether the result fails if it cannot be read."""
+        """True if the result fails when the message cannot be read."""
         self.count = 0
         self.bytes = 0
 
@@ -73,9 +73,9 @@ class _Send:
     def __init__(self, steps: tuple[Step, ...], write: Callable[..., None], fatal: bool, to_driver: bool) -> None:
         self.steps = steps
         self.fatal = fatal
-        """Whether the result fails if this cannot be sent."""
+        """True if the result fails when the message cannot be sent."""
         self.tells = fatal and not to_driver
-        """Whether the driver has to be told of that: it does not get what is sent here."""
+        """True if the driver must be told of that: this edge does not lead to it."""
         self.write = write
 
 
@@ -100,7 +100,7 @@ class _Work:
     def __init__(self, task: Task, label: str, call: Callable[..., Any], needs: Sequence[_Inbound]) -> None:
         self.task = task
         self.tells = False
-        """Whether the result fails with this call, and the driver gets nothing of what it returns."""
+        """True if the result fails with this call, and no edge leads from the call to the driver."""
         self.label = label
         self.call = call
         self.index = task.index
@@ -395,7 +395,7 @@ class Resident:
             send.write(self.sequence, message, self._flags)
 
     def _message(self, send: _Send, result: Any, work: _Work) -> Message:
-        """What `_send` would send, in memory of its own."""
+        """Return the message that `_send` would send, in memory of its own."""
         result = self._selected(result, send.steps, work, send.fatal)
         try:
             return result.message if type(result) is Failure else self._encoder.encode(result).copied()

@@ -105,7 +105,7 @@ class Wiring:
         """Messages read from lines: each has rung the driver's bell."""
         self._trouble: GraphError | None = None
         self._told: Callable[[int, Any], None] = lambda execution, body: None
-        """What `watch` was given."""
+        """Callback for failures, set by `watch`."""
         self._dead: set[int] = set()
         """Members whose process has ended."""
         self._watched: list[Watch] = []

@@ -42,7 +42,7 @@ KEPT_OPEN = 64
 """When more segments are lent, those that all readers have mapped go without a descriptor: arrays may be kept for ever,
 and `ulimit -n` is 1024 in many places. Their segments are not lent again."""
 LOOK_EVERY_S = 0.01
-"""How often whoever waits for memory asks whether some has come back: readers post no doorbell for it."""
+"""Seconds between two looks for memory that has come back: readers post no doorbell for it."""
 _ASKED = 16
 """Segments that each `lend` asks whether they have come back, in turn: readers may keep thousands. So at most one
 segment in this many has come back unnoticed, except where room is short: then all are asked."""

@@ -55,7 +55,7 @@ class RingSpec(NamedTuple):
     writer: int = 0
     """Number of the member that writes here: the sender, or the relay of this host."""
     offset: int = 0
-    """Where in the segment it begins."""
+    """Offset of the ring in its segment, in bytes."""
 
 
 class Taken(NamedTuple):
