@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import pickle
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -485,17 +484,14 @@ def test_errors_of_one_ended_graph_are_separate_objects(workers: list[Any], grap
     assert max(len(list(traceback.walk_tb(error.__traceback__))) for error in seen) < 10
 
 
-def test_result_that_is_kept_lets_its_actors_go(ray_session: None, eventually: Callable[..., None]) -> None:
-    actor = ray.remote(num_cpus=0.1)(Worker).remote()
-    pid = ray.get(actor.pid.remote())
+def test_result_that_is_kept_lets_its_actors_go(workers: list[Any], eventually: Callable[..., None]) -> None:
     with raylane.InputNode() as x:
-        g = raylane.compile(raylane.bind(actor.echo, x))
+        g = raylane.compile(raylane.bind(workers[0].echo, x))
     result = g.execute(5)
     assert result.get() == 5
-    g.teardown()
-    del g, actor, x
-    gc.collect()  # nodes refer to their input, and it to them
-    eventually(lambda: not os.path.exists(f"/proc/{pid}"), within_s=30)
+    graph, wiring = weakref.ref(g), weakref.ref(g._wiring)  # which holds the handles of the actors
+    del g
+    eventually(lambda: graph() is None and wiring() is None)
     assert result.get() == 5
 
 

@@ -310,6 +310,7 @@ class Wiring:
                     continue
         for watch in self._watched:
             watch.forget()
+        self._watched.clear()  # they refer to this wiring, which holds the actors: it is freed now
         if self.station is not None:
             self.station.close(min(timeout_s, JOIN_S))
 
