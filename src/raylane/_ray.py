@@ -21,6 +21,7 @@ What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what 
 | ObjectRef.task_id().actor_id() | which actor produced a ref |
 | _private.state.actors | leak checks ask which actors are alive |
 | ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
+| serialization._object_ref_deserializer, by name | graphs refuse refs in what cloudpickle has pickled |
 | ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | the cluster's secret and where producers listen |
 
 Nothing here keeps state beyond what Ray keeps.
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import os
 import random
 import threading
@@ -45,6 +47,7 @@ from ray.experimental import internal_kv
 __all__ = [
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
+    "REF_MAKER",
     "CloudPickler",
     "actor_of",
     "actor_target",
@@ -81,6 +84,8 @@ METHOD_OPTIONS = (
     "enable_task_events",
 )
 """What `ray.method` may leave on a function, as `__ray_<name>__`."""
+REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
+"""Module and name of the function that makes a ref again where cloudpickle has pickled one."""
 _KV_NAMESPACE = b"raylane"
 
 
@@ -292,9 +297,27 @@ def actor_id_of(actor: Any) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """By cloudpickle: classes and functions of a script, refs and handles included."""
-    data: bytes = ray.cloudpickle.dumps(value)
-    return data
+    """By cloudpickle: classes and functions of a script, refs and handles included. TypeError for nodes of `ray.dag`,
+    which would arrive as values that no execution computes."""
+    import sys
+
+    dag: Any = sys.modules.get("ray.dag")
+    if dag is None:
+        data: bytes = ray.cloudpickle.dumps(value)
+        return data
+
+    class Refusing(CloudPickler):  # type: ignore[misc]  # Ray gives mypy no types
+        def reducer_override(self, found: Any) -> Any:
+            if isinstance(found, dag.DAGNode):
+                raise TypeError(
+                    f"{type(found).__name__} of ray.dag has no value yet: nodes may stand by themselves or in lists, "
+                    "tuples and values of dicts, not inside other objects"
+                )
+            return super().reducer_override(found)
+
+    file = io.BytesIO()
+    Refusing(file).dump(value)
+    return file.getvalue()
 
 
 def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseException:
@@ -399,7 +422,7 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
         return "attribute", node._dag_input_node, how, node._key
     if isinstance(node, dag.MultiOutputNode):
         return "multiple", list(node.get_args())
-    if isinstance(node, dag.ClassMethodNode):
+    if type(node) is dag.ClassMethodNode:  # a collective is one of a class derived from it
         if node.is_class_method_output:
             return "output", node.class_method_call, node.output_idx
         actor = node._get_actor_handle()
@@ -407,6 +430,11 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
             bound = node.get_args(), node.get_kwargs()
             return "call", actor, node.get_method_name(), *bound, node.num_returns, node._get_bind_index()
     return ("other",)
+
+
+def dag_users(node: Any) -> list[Any]:
+    """The nodes of `ray.dag` that were made from this one."""
+    return list(getattr(node, "_downstream_nodes", ()))
 
 
 def actor_loop() -> Any:

@@ -230,6 +230,36 @@ def test_a_path_that_now_means_another_segment_is_refused() -> None:
     assert Segment.open(other.path).nbytes == 4096
 
 
+def test_segment_size_cannot_be_changed_by_a_peer() -> None:
+    """A peer that shortened it would end every reader with SIGBUS."""
+    segment = Segment.make(8192)
+    fd = os.open(segment.path.partition("#")[0], os.O_RDWR)
+    for size in (0, 4096, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("how", ["file", "other memfd", "unsealed"])
+def test_open_refuses_what_is_no_segment(tmp_path: Path, how: str) -> None:
+    if how == "file":
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("raylane" if how == "unsealed" else "other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)  # all zero
+    with pytest.raises(FileNotFoundError):
+        Segment.open(f"/proc/{os.getpid()}/fd/{fd}#0")
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/passwd", "/proc/1/fd/3", "/proc/1/fd/3#", "/proc/1/fd/3#zz", "../x#1", "/proc/1/fd/../mem#1"]
+)
+def test_open_refuses_a_malformed_path(path: str) -> None:
+    with pytest.raises(OSError, match="is no path of a segment"):
+        Segment.open(path)
+
+
 def test_a_segment_closes_its_descriptor_when_it_is_garbage() -> None:
     before = open_memfds()
     for _ in range(50):
@@ -296,12 +326,15 @@ def test_a_failed_mapping_closes_its_descriptor_once(monkeypatch: pytest.MonkeyP
     close = os.close
     monkeypatch.setattr("os.close", lambda fd: (closed.append(fd), close(fd)))
     before = open_memfds()
-    for make in (lambda: Segment.make(0), lambda: Segment.make(1 << 60), lambda: Segment.open("/dev/null")):
+    null = os.open("/dev/null", os.O_RDWR)
+    path = f"/proc/{os.getpid()}/fd/{null}#0"
+    for make in (lambda: Segment.make(0), lambda: Segment.make(1 << 60), lambda: Segment.open(path)):
         closed.clear()
         with pytest.raises((ValueError, OSError, OverflowError)):
             make()
         gc.collect()
         assert len(closed) == 1  # a second time it could be the descriptor of somebody else
+    close(null)
     assert open_memfds() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 from tests.faults.drivers import start_driver
-from tests.graph.graph_actors import Worker
+from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
 
 import raylane
 from raylane.errors import (
@@ -185,6 +186,35 @@ def test_awaiting_tasks_learn_of_a_death(workers: list[Any]) -> None:
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+def killed(worker: Any) -> None:
+    """Kill the actor's process and wait until it has ended."""
+    pid = ray.get(worker.pid.remote())
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([pidfd], [], [], 30)[0]
+    os.close(pidfd)
+
+
+@pytest.mark.parametrize("readers", ["driver", "actor"])
+def test_death_of_a_lender_is_no_value_error(workers: list[Any], readers: str, eventually: Eventually) -> None:
+    """The memory of a message that was sent, and not read yet, goes with its sender."""
+    a, b, c = workers
+    with raylane.InputNode() as x:
+        made = raylane.bind(a.ones, x)
+        y = made if readers == "driver" else raylane.bind(b.record, made=made, waited=raylane.bind(c.wait, x))
+    g = raylane.compile(y)
+    result = g.execute(100_000)
+    label = "Worker.ones" if readers == "driver" else "Worker#1.ones"
+    eventually(lambda: g.stats()["calls"][label]["count"])
+    killed(a)
+    ray.get(c.release.remote())
+    for _ in range(2):
+        with pytest.raises(GraphActorDiedError, match=r"Worker.* ended") as caught:
+            result.get(timeout=30)
+        assert caught.value.fields["actor"] == a._actor_id.hex()
+    g.teardown()
 
 
 def test_teardown_with_work_in_flight(workers: list[Any], eventually: Eventually) -> None:
@@ -374,3 +404,48 @@ def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached
     ray.get(workers[1].release.remote())
     ray.get(workers[0].drop.remote())
     eventually(lambda: left_nothing(workers))
+
+
+FILL = (
+    "h = raylane.compile(raylane.bind(one.ones, 125_000), max_lent_bytes=5 << 19, timeout_s=600); "
+    "kept = [h.execute().get(), h.execute().get()]; waiting = h.execute()"
+)
+
+
+def test_lane_without_memory_leaves_a_killed_driver(detached: Any, eventually: Eventually) -> None:
+    namespace, workers = detached
+    driver = start_driver(namespace, "echo", "echo", check=FILL, end="time.sleep(600)")
+    driver.kill()
+    driver.communicate()
+    eventually(lambda: left_nothing(workers), within_s=10)
+
+
+@pytest.mark.parametrize("kind", ["plain", "asyncio", "coroutine"])
+def test_exit_of_an_actor_fails_all_results_at_once(workers: list[Any], kind: str) -> None:
+    """Ray needs seconds to end an actor that has asked for it: nobody waits for that."""
+    cls = {"plain": Worker, "asyncio": AsyncWorker, "coroutine": AsyncWorker}[kind]
+    worker = ray.remote(num_cpus=0.1)(cls).remote()
+    exit = worker.exit_coroutine if kind == "coroutine" else worker.exit
+    with raylane.InputNode() as x:
+        node = raylane.MultiOutputNode([raylane.bind(exit, x), raylane.bind(workers[0].wait, x)])
+    g = raylane.compile(node, max_inflight=3)
+    made = [g.execute(i) for i in range(3)]
+    with pytest.raises(GraphError, match=r"exited its actor|ended, and with it the graph"):
+        made[0].get(timeout=20)
+    for result in made[1:]:
+        with pytest.raises(GraphActorDiedError, match="ended, and with it the graph"):
+            result.get(timeout=20)
+    ray.get(workers[0].release.remote())
+    g.teardown()
+    ray.kill(worker)
+
+
+def test_error_that_cannot_be_shown_fails_its_execution_alone(workers: list[Any]) -> None:
+    with chain(workers, "echo") as other, chain(workers, "echo") as g:
+        with pytest.raises(GraphValueError, match="input could not be unpickled by Worker: Speechless"):
+            g.execute(Poison(Speechless)).get(timeout=30)
+        assert g.execute(1).get() == other.execute(1).get() == 1
+    with chain(workers, "poison") as g:
+        with pytest.raises(GraphValueError, match="could not be unpickled by the driver: Speechless"):
+            g.execute(1).get(timeout=30)
+        assert g.execute(0).get(timeout=30) == 0

@@ -32,6 +32,26 @@ class Explosive:
         raise SystemExit("no pickle")
 
 
+class Speechless(Exception):
+    """Cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+def _speechless() -> None:
+    raise Speechless
+
+
+class Unreadable:
+    """Pickles well; unpickling raises what cannot be shown."""
+
+    def __reduce__(self) -> Any:
+        return _speechless, ()
+
+
 class Worker:
     """Methods in every shape that a graph can call."""
 
@@ -56,6 +76,15 @@ class Worker:
     def two(self, x: Any) -> tuple[Any, Any]:
         return x, x + 1
 
+    @ray.method(num_returns=2)
+    def declared_two(self, x: Any) -> Any:
+        return x
+
+    def grow_both(self, one: list[Any], two: dict[str, Any], x: Any) -> list[Any]:
+        one.append(x)
+        two["deep"][0].append(x)
+        return [one, two]
+
     def record(self, **values: Any) -> dict[str, Any]:
         return values
 
@@ -69,6 +98,19 @@ class Worker:
         import numpy as np
 
         return np.ones(count)
+
+    def shared_ones(self, count: int) -> Any:
+        """An array that the actor keeps as well."""
+        import numpy as np
+
+        self.shared = np.ones(count)
+        return self.shared
+
+    def spoil(self) -> None:
+        self.shared[:] = 7
+
+    def forget_shared(self) -> None:
+        del self.shared
 
     def keep(self, x: Any) -> int:
         self.kept.append(x)
@@ -94,12 +136,32 @@ class Worker:
     def unpicklable(self, x: Any) -> Any:
         return threading.Lock()
 
+    def poison(self, x: int) -> Any:
+        return Unreadable() if x else 0
+
     def nothing(self, x: Any = None) -> None:
         self.calls += 1
 
     def tick(self) -> int:
         self.calls += 1
         return self.calls
+
+    def set_grad(self, enabled: bool) -> None:
+        import torch
+
+        torch.set_grad_enabled(enabled)
+
+    def set_inference(self, enabled: bool) -> None:
+        """For the calling thread, for good."""
+        import torch
+
+        self.inference = torch.inference_mode(enabled)
+        self.inference.__enter__()
+
+    def modes(self, x: Any = None) -> tuple[bool, bool]:
+        import torch
+
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def count(self) -> int:
         return self.calls
@@ -111,6 +173,17 @@ class Worker:
         """Until `release`, which is an ordinary call."""
         assert self.gate.wait(60)
         return x
+
+    def wait_unless(self, x: Any) -> Any:
+        """Return 1 at once; wait with any other value until `release`."""
+        return x if x == 1 else self.wait(x)
+
+    def fail_unless(self, x: Any) -> Any:
+        """Fail with what is negative."""
+        return self.fail(x) if x < 0 else x
+
+    def empty_unless(self, x: Any) -> Any:
+        return [x] if x >= 0 else []
 
     def release(self) -> None:
         self.gate.set()
@@ -156,3 +229,9 @@ class AsyncWorker:
         import asyncio
 
         return id(asyncio.get_running_loop())
+
+    def exit(self, x: Any) -> None:
+        ray.actor.exit_actor()
+
+    async def exit_coroutine(self, x: Any) -> None:
+        ray.actor.exit_actor()

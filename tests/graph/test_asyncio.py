@@ -115,10 +115,27 @@ async def _of(awaitable: Any) -> Any:
 def test_without_pidfd_getfd_a_thread_waits(
     workers: list[Any], graph: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    g = graph(lambda x: raylane.bind(workers[0].echo, x))
     monkeypatch.setattr(wake, "make", lambda: 10**6)  # a descriptor that nobody can fetch
     close = os.close
     monkeypatch.setattr("os.close", lambda fd: None if fd == 10**6 else close(fd))
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    assert not g._awaiting.active
+
+    async def use() -> Any:
+        return [await g.execute(i) for i in range(3)]
+
+    assert asyncio.run(use()) == [0, 1, 2]
+    g.teardown()  # while that descriptor can be closed
+
+
+def test_graph_compiled_while_its_lane_is_busy_wakes_asyncio(workers: list[Any], graph: Compile) -> None:
+    other = graph(lambda x: raylane.bind(workers[0].wait, x))
+    running = other.execute(1)
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    assert g._awaiting.active
+    ray.get(workers[0].release.remote())
+    assert running.get() == 1
+    ray.get(workers[0].hold_again.remote())
 
     async def use() -> Any:
         return [await g.execute(i) for i in range(3)]

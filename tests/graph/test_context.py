@@ -64,10 +64,13 @@ def no_grad() -> None:
     torch.set_grad_enabled(False)
 
 
+_kept: list[Any] = []
+
+
 def inference() -> None:
     mode = torch.inference_mode()
     mode.__enter__()
-    context._entered.append(mode)  # dropping it would leave the mode
+    _kept.append(mode)  # dropping it would leave the mode
 
 
 def meta() -> None:
@@ -169,6 +172,50 @@ def test_the_next_graph_brings_its_own() -> None:
     for first, _ in contexts:
         for second, sees in contexts:
             assert adopted(first, second) == (second, sees)
+
+
+def test_context_toggled_often_leaves_no_modes() -> None:
+    on, _ = after(inference)
+    off, _ = after()
+
+    def toggle() -> tuple[int, bool]:
+        for _ in range(50):
+            context.adopt(on)
+            context.adopt(off)
+        return len(context._entered.modes), torch.is_inference_mode_enabled()
+
+    assert on_a_thread(toggle) == (0, False)
+
+
+IMPORTING = """
+import sys, threading, types
+from raylane.graph import context
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            from importlib.machinery import ModuleSpec
+            return ModuleSpec("numpy", self)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        begun.set()
+        go_on.wait(20)
+        module.geterr, module.geterrcall = (lambda: {"divide": "warn"}), (lambda: None)
+begun, go_on = threading.Event(), threading.Event()
+for name in [name for name in sys.modules if name.split(".")[0] == "numpy"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=__import__, args=("numpy",))
+thread.start()
+begun.wait(20)
+threading.Timer(0.1, go_on.set).start()
+answer = context.read().errstate
+thread.join()
+"""
+
+
+def test_context_read_during_an_import_waits_for_it() -> None:
+    assert start_code(IMPORTING).result() == {"divide": "warn"}
 
 
 def test_reading_changes_nothing_and_other_threads_stay_as_they_are() -> None:

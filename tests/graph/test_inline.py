@@ -202,7 +202,10 @@ def test_the_callers_objects_are_not_touched(graph: Compile) -> None:
     mine = [1]
     changed, untouched = g.execute(mine).get()
     assert (mine, changed, untouched) == ([1], [1, "seen"], [1])
-    assert untouched is mine
+    assert untouched is not mine  # it is as it was when execute was called
+    result = graph(lambda x, a, b, c: MultiOutputNode([bind(a.echo, x), x])).execute(mine)
+    mine.append(2)
+    assert result.get() == [[1], [1]]
 
 
 def test_each_reader_has_its_own(graph: Compile) -> None:
@@ -243,7 +246,7 @@ def test_constants_belong_to_each_object(graph: Compile) -> None:
     )
     assert [g.execute(i).get() for i in range(2)] == [
         [["constant", 0], 1, True],
-        [["constant", 0, 1], 1, True],  # an actor's constants are its own from then on
+        [["constant", 1], 1, True],  # each call gets containers of its own
     ]
     assert constant == ["constant"]
 

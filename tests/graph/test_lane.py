@@ -58,3 +58,17 @@ def test_whatever_is_raised_costs_one_graph_alone() -> None:
     assert not stays.closed.is_set()
     stays.over = True
     assert stays.closed.wait(20)
+
+
+def test_graph_that_cannot_even_give_up_leaves_others_running() -> None:
+    class Worse(Busy):
+        def give_up(self, error: BaseException) -> None:
+            raise OSError("no")
+
+    lane, stays, fails = Lane(), Busy("stays"), Worse("fails", error=ValueError("no"))
+    for residence in (stays, fails):
+        lane.adopt(residence, ThreadContext())
+    assert fails.closed.wait(20)
+    assert not stays.closed.is_set()
+    stays.over = True
+    assert stays.closed.wait(20)

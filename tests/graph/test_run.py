@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pickle
 import threading
+import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import ray
 from ray import dag
+from tests.graph.graph_actors import Worker
 
 import raylane
-from raylane.errors import GraphFullError, GraphPlanError, GraphTimeoutError
+from raylane.errors import GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
 from raylane.graph import result as results
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -354,3 +357,218 @@ def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers
         with pytest.raises(GraphClosedError, match="interrupted"):
             g.execute(3)
         g.teardown()
+
+
+def test_later_graph_leaves_settings_of_earlier_graph(ray_session: None, graph: Compile) -> None:
+    worker = ray.remote(num_cpus=0.1)(Worker).remote()
+    try:
+        ray.get(worker.modes.remote())  # torch is imported
+        plain = graph(lambda x: raylane.bind(worker.modes, x))
+        assert plain.execute(1).get() == (True, False)
+        ray.get(worker.set_grad.remote(False))
+        without_grad = graph(lambda x: raylane.bind(worker.modes, x))
+        ray.get(worker.set_inference.remote(True))
+        inference = graph(lambda x: raylane.bind(worker.modes, x))
+        for _ in range(3):
+            assert plain.execute(1).get() == (True, False)
+            assert without_grad.execute(1).get() == (False, False)
+            assert inference.execute(1).get() == (False, True)
+        changed = graph(lambda x: raylane.bind(worker.set_grad, x))  # compiled under the settings of `inference`
+        changed.execute(True).get()
+        assert plain.execute(1).get() == (True, False)
+        assert inference.execute(1).get() == (True, True)
+    finally:
+        ray.kill(worker)
+
+
+def test_leaf_calls_of_rays_nodes_run_too(workers: list[Any]) -> None:
+    a, b = workers[:2]
+    calls = ray.get(b.count.remote())
+    with dag.InputNode() as inp:
+        middle = a.add.bind(inp[0], inp[1])
+        b.echo.bind(middle)
+        b.echo.bind(b.fail.bind(inp[0]))
+        node = a.echo.bind(middle)
+    with raylane.compile(node) as g:
+        result = g.execute(1, 2)
+        assert result.get() == 3
+        assert [str(error.cause) for error in result.leaf_errors] == ["cannot do 1"]
+        assert ray.get(b.count.remote()) == calls + 1
+
+
+def test_collectives_of_rays_nodes_are_refused(workers: list[Any]) -> None:
+    from ray.dag.collective_node import CollectiveOutputNode
+
+    with dag.InputNode() as inp:
+        middle = workers[0].echo.bind(inp)
+    collective = CollectiveOutputNode.__new__(CollectiveOutputNode)
+    with pytest.raises(GraphPlanError, match=r"CollectiveOutputNode of ray.dag has no counterpart"):
+        raylane.compile(collective)
+    del middle
+
+
+def test_rays_node_inside_an_object_is_refused(workers: list[Any]) -> None:
+    with dag.InputNode() as inp:
+        node = workers[0].describe.bind(Opaque(inp))
+        assert node is not None
+    with pytest.raises(GraphPlanError, match=r"InputNode of ray.dag has no value yet"):
+        raylane.compile(node)
+
+
+def test_wrong_number_of_returns_is_an_error(workers: list[Any], graph: Compile) -> None:
+    a, b = workers[:2]
+
+    def write(x: Any) -> Any:
+        one, two = raylane.bind(a.declared_two, x)
+        return raylane.MultiOutputNode([raylane.bind(b.echo, one), two])
+
+    g = graph(write)
+    assert g.execute([1, 2]).get() == [1, 2]
+    for wrong in ([1, 2, 3], [1], []):
+        with pytest.raises(ValueError, match=rf"declares num_returns=2 and returned {len(wrong)} values"):
+            g.execute(wrong).get()
+    with pytest.raises(TypeError, match="declares num_returns=2 and returned"):
+        g.execute(5).get()
+
+
+def test_pending_result_as_input_is_waited_for_once(workers: list[Any], graph: Compile) -> None:
+    slow = graph(lambda x: raylane.bind(workers[0].wait, x), timeout_s=0.4)
+    failing = graph(lambda x: raylane.bind(workers[2].fail, x))
+    g = graph(lambda x: raylane.bind(workers[1].echo, x))
+    ray.get(workers[0].hold_again.remote())
+    pending = slow.execute(1)
+    waits: list[float | None] = []
+    finish = slow.finish
+    slow.finish = lambda *args: (waits.append(args[1]), finish(*args))[1]
+    with pytest.raises(GraphTimeoutError, match=r"did not end within 0\.4 s"):
+        g.execute([pending])
+    assert waits == [0.4]
+    ray.get(workers[0].release.remote())
+    assert g.execute([pending]).get() == [1]
+    with pytest.raises(ValueError, match="cannot do 7"):
+        g.execute({"failed": failing.execute(7)})
+    assert g.execute(1).get() == 1
+
+
+def test_input_that_is_an_output_is_a_copy(workers: list[Any], graph: Compile) -> None:
+    import numpy as np
+
+    g = graph(lambda x: raylane.MultiOutputNode([x, raylane.bind(workers[0].echo, x)]))
+    value = [1, np.zeros(5)]
+    result = g.execute(value)
+    value.append(2)
+    value[1][:] = 7
+    copy, echoed = result.get()
+    assert len(copy) == len(echoed) == 2
+    assert copy[1].sum() == echoed[1].sum() == 0
+
+
+def test_containers_among_constants_are_new_in_each_call(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].grow_both, [], {"deep": ([1],)}, x))
+    assert [g.execute(i).get() for i in range(3)] == [[[i], {"deep": ([1, i],)}] for i in range(3)]
+
+
+def test_errors_of_one_ended_graph_are_separate_objects(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].wait, x), max_inflight=3)
+    ray.get(workers[0].hold_again.remote())
+    made = [g.execute(i) for i in range(3)]
+    g.teardown(0.1)
+    ray.get(workers[0].release.remote())
+    seen = []
+    for _ in range(100):
+        for result in made:
+            with pytest.raises(GraphClosedError) as caught:
+                result.get()
+            seen.append(caught.value)
+    assert len({id(error) for error in seen}) == len(seen)
+    assert max(len(list(traceback.walk_tb(error.__traceback__))) for error in seen) < 10
+
+
+def test_result_that_is_kept_lets_its_actors_go(workers: list[Any], eventually: Callable[..., None]) -> None:
+    with raylane.InputNode() as x:
+        g = raylane.compile(raylane.bind(workers[0].echo, x))
+    result = g.execute(5)
+    assert result.get() == 5
+    graph, wiring = weakref.ref(g), weakref.ref(g._wiring)  # which holds the handles of the actors
+    del g
+    eventually(lambda: graph() is None and wiring() is None)
+    assert result.get() == 5
+
+
+def test_wait_over_graphs_does_not_poll(workers: list[Any], graph: Compile) -> None:
+    ray.get([worker.hold_again.remote() for worker in workers])
+    graphs = [graph(lambda x, w=worker: raylane.bind(w.wait, x)) for worker in workers]
+    made = [g.execute(index) for index, g in enumerate(graphs)]
+    looks = 0
+    for g in graphs:
+        drain = g._drain
+
+        def counted(drain: Any = drain) -> bool:
+            nonlocal looks
+            looks += 1
+            return drain()
+
+        g._drain = counted
+    timer = threading.Timer(0.5, lambda: ray.get(workers[2].release.remote()))
+    timer.start()
+    assert raylane.graph.wait(made, timeout=60) == ([made[2]], [made[0], made[1], made[3]])
+    timer.join()
+    assert looks < 40
+    with pytest.raises(TypeError, match="wait: None is no GraphResult"):
+        raylane.graph.wait([made[0], None])
+    ray.get([worker.release.remote() for worker in workers])
+    assert raylane.graph.wait(made, num_returns=4) == (made, [])
+    assert not any(thread.name == "raylane-wait" for thread in threading.enumerate())
+
+
+def test_busy_submission_is_not_called_full(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=8)
+    pickling, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=g.execute, args=(Slow(pickling, go_on),))
+    thread.start()
+    assert pickling.wait(30)
+    with pytest.raises(GraphFullError, match="another thread is handing an execution over"):
+        g.execute_nowait(1)
+    go_on.set()
+    thread.join()
+    assert g.execute(1).get() == 1
+
+
+class Slow:
+    """Takes its time to be pickled."""
+
+    def __init__(self, pickling: threading.Event, go_on: threading.Event) -> None:
+        self.events = pickling, go_on
+
+    def __reduce__(self) -> Any:
+        pickling, go_on = self.events
+        pickling.set()
+        assert go_on.wait(30)
+        return int, (3,)
+
+
+def test_more_edges_than_descriptors_compile() -> None:
+    from core.processes import start_code  # here: actors import this module, and not that one
+
+    assert start_code(MANY_EDGES).result() == list(range(300))
+
+
+MANY_EDGES = """
+import os, resource
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+import ray
+import raylane
+from tests.graph.graph_actors import Worker
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+actor = ray.remote(num_cpus=0.1)(Worker).remote()
+ray.get(actor.count.remote())
+used = max(map(int, os.listdir("/proc/self/fd")))
+with raylane.InputNode() as x:
+    node = raylane.MultiOutputNode([raylane.bind(actor.echo, x[i]) for i in range(300)])
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
+g = raylane.compile(node)
+answer = g.execute(*range(300)).get()
+g.teardown()
+ray.shutdown()
+"""

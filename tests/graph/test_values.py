@@ -208,3 +208,19 @@ def test_handles_travel_and_refs_are_refused(workers: list[Any], graph: Compile)
             g.execute(value)
     handle = g.execute(workers[1]).get()
     assert ray.get(handle.add.remote(1, 2)) == 3
+
+
+def _object_ref_deserializer() -> int:
+    return 5
+
+
+def test_text_of_rays_source_travels(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    name = "_object_ref_deserializer"
+    text = f"def {name}(binary, call_site): ..."
+    for value in ([text, name, torch.ones(3)], {name: lambda: 1, "text": text}):
+        got = g.execute(value).get()
+        assert list(got)[:1] == list(value)[:1]
+    assert g.execute([lambda: _object_ref_deserializer()]).get()[0]() == 5  # a function that uses the name
+    with pytest.raises(GraphValueError, match="an ObjectRef cannot travel in a graph"):
+        g.execute([name, text, torch.ones(3), ray.put(1)])

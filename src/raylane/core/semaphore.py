@@ -9,8 +9,11 @@ lock (0.2 us for a pair instead of 0.35); only the wait that blocks lets go of i
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import re
 import secrets
 import struct
 import time
@@ -104,8 +107,19 @@ def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
     return memory
 
 
+_NAME = "raylane"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PATH = re.compile(r"(/proc/[0-9]{1,10}/fd/[0-9]{1,10})#([0-9a-f]{1,16})")
 _KEY = struct.Struct("<Q")
 _KEY_AT = 4088
+
+
+def _is_segment(fd: int) -> bool:
+    """Return True for memory that `Segment.make` has made: a memfd of that name whose size is sealed."""
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
+        return False
+    seals: int = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    return seals & _SEALS == _SEALS
 
 
 class Segment:
@@ -134,27 +148,33 @@ class Segment:
     @classmethod
     def make(cls, nbytes: int) -> Segment:
         """A new one of at least 4096 bytes, all zero but for its key. Its pages cost memory once they are touched."""
-        fd = os.memfd_create("raylane", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             segment = cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
         segment.fd = fd
-        key = secrets.randbits(64)
+        key = secrets.randbits(64) | 1  # never that of memory nobody has written to
         _KEY.pack_into(segment.view, _KEY_AT, key)
         segment.path = f"/proc/{os.getpid()}/fd/{fd}#{key:x}"
         return segment
 
     @classmethod
     def open(cls, path: str) -> Segment:
-        """Map what another process made. FileNotFoundError if it is gone, PermissionError if it is somebody else's."""
-        file, _, key = path.partition("#")
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        """Map what another process made. FileNotFoundError if it is gone, PermissionError if it is somebody else's,
+        OSError if the path is none that `make` gives."""
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise OSError(errno.EINVAL, f"{path!r:.200} is no path of a segment")
+        file, key = match.groups()
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             nbytes = os.fstat(fd).st_size
-            if nbytes >= _KEY_AT + _KEY.size:
+            # Only what cannot shrink is mapped: memory that another process takes away ends this one with SIGBUS.
+            if nbytes >= _KEY_AT + _KEY.size and _is_segment(fd):
                 segment = cls(fd, nbytes)
                 if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
                     return segment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ def compile(
     timeout_s: float | None = None,
     backend: str = "ray",
     exclusive: bool = False,
+    fail_fast: str = "output",
     order: Mapping[Any, Sequence[nodes.Node]] | None = None,
     max_lent_bytes: int = DEFAULT_MAX_LENT_BYTES,
 ) -> Any:
@@ -32,6 +34,8 @@ def compile(
     timeout_s: limit of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
     backend: "ray", or "inline" to run plain objects in this process, without Ray, for tests.
     exclusive: methods of the graph and ordinary calls of the same actor never run at the same time.
+    fail_fast: a result fails as soon as a call that its output needs has failed, without waiting for the others; with
+    "leaves" also as soon as a call has failed whose result nobody reads.
     order: for an actor, all its calls in the order in which they shall run (default: as bound).
     max_lent_bytes: how much memory each process may have lent to readers that keep large arrays.
 
@@ -44,11 +48,14 @@ def compile(
         _check_number("timeout_s", timeout_s, int | float, "a number of seconds, or None", least=0)
     if backend not in ("ray", "inline"):
         raise ValueError(f"backend={backend!r}: there are ray and inline")
+    if fail_fast not in ("output", "leaves"):
+        raise ValueError(f"fail_fast must be 'output' or 'leaves', got {fail_fast!r}")
     timeout_s = default_timeout_s() if timeout_s is None else timeout_s
     output = translate.from_ray(node)
     inline = backend == "inline"
     identify = _identify_object if inline else _identify
     plan, actors = planning.plan(output, identify=identify, name=_ray.class_name_of, order=order)
+    plan = dataclasses.replace(plan, leaves_are_fatal=fail_fast == "leaves")
     schedule.check(plan, max_inflight)
     if inline:
         from raylane.graph.inline import InlineGraph

@@ -37,14 +37,11 @@ class Awaiting:
         """In order, because the limit is the same for all."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, tell_actors: Callable[[int, int], str | None]) -> None:
-        """Make the eventfd and have the actors fetch it; `tell_actors` returns why one of them could not."""
-        fd = self._fd = wake.make()
-        refused = tell_actors(os.getpid(), fd)
+    def start(self, fd: int, refused: str | None) -> None:
+        """Use this eventfd, which the actors have fetched, and close it in the end. `refused`: why one could not."""
+        self._fd = fd
         self.active = refused is None
-        if (
-            refused is not None
-        ):  # the descriptor stays open: an actor that comes late must not find another in its place
+        if refused is not None:
             log.info("asyncio waits on a thread: %s", refused)
 
     def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:

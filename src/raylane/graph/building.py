@@ -17,6 +17,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
+from raylane.graph import message as m
 from raylane.graph import routing
 from raylane.graph.channels import ring
 from raylane.graph.channels.hop import Writer
@@ -36,6 +37,7 @@ from raylane.graph.program import (
     Relayed,
     RingOrder,
     only,
+    report_slots,
 )
 from raylane.graph.routing import Route
 from raylane.transport import endpoint as endpoints
@@ -73,6 +75,7 @@ class Builder:
         self.routes = wiring.routes = routing.routes(self.plan, self.hosts)
         self._slots_of = {route.channel: CONTROL_SLOTS for route in self.routes.all}
         self._slots_of |= {route.channel: self.slots for route in self.routes.edges}
+        self._slots_of |= {lines.report.channel: report_slots(self.slots) for lines in self.routes.lines}
         self._specs: dict[tuple[int, int], RingSpec] = {}
         """By channel and the member that writes there: the writer itself or a relay."""
         self._segments: dict[tuple[int, int], Segment] = {}
@@ -107,12 +110,14 @@ class Builder:
     # First: rings of the driver's host
 
     def make_rings(self) -> None:
-        for route in self.routes.all:
-            for filler, readers in self._fillers(route):
-                if self._maker(filler) == DRIVER:
-                    names = [self.names[reader] for reader in readers]
-                    made = ring.make(names, self._slots_of[route.channel])
-                    self._specs[route.channel, filler], self._segments[route.channel, filler] = made
+        wanted = {
+            (route.channel, filler): ([self.names[reader] for reader in readers], self._slots_of[route.channel], filler)
+            for route in self.routes.all
+            for filler, readers in self._fillers(route)
+            if self._maker(filler) == DRIVER
+        }
+        for at, made in zip(wanted, ring.make_all(list(wanted.values())), strict=True):
+            self._specs[at], self._segments[at] = made
 
     # Second, if the graph spans hosts: everybody's ends of the hops
 
@@ -216,8 +221,7 @@ class Builder:
             return _ray.dumps(self._program(member, spans))
         except Exception as error:
             raise GraphPlanError(
-                f"a constant in the calls of {self.plan.members[member]} cannot be pickled: "
-                f"{type(error).__name__}: {error}"
+                f"a constant in the calls of {self.plan.members[member]} cannot be pickled: {m.shown(error)}"
             ) from error
 
     def _program(self, member: int, spans: bool) -> Program:
@@ -238,6 +242,7 @@ class Builder:
             timeout_s=self.timeout_s,
             max_lent_bytes=self.max_lent_bytes,
             exclusive=self.exclusive,
+            wake=(os.getpid(), self.wiring.wake_fd) if self.hosts[member] == self.hosts[DRIVER] else None,
             directions=self._directions(member) if spans else None,
             hops=self._hops_from(member) if spans else (),
         )

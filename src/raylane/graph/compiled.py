@@ -9,59 +9,43 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-import os
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post, try_wait
 from raylane.core.waiting import Waiter
-from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError, GraphValueError
-from raylane.graph import drawing, view
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphClosedError,
+    GraphError,
+    GraphFullError,
+    GraphTimeoutError,
+    GraphValueError,
+)
+from raylane.graph import drawing, forks, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.awaiting import Awaiting
-from raylane.graph.channels.hop import Writer
-from raylane.graph.channels.ring import WAKE, RingReader
-from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder, Message
-from raylane.graph.outcome import Failed, conclude
+from raylane.graph.channels.lease import LOOK_EVERY_S, SegmentGone
+from raylane.graph.channels.ring import WAKE
+from raylane.graph.handover import Busy, NoMemory, Sent, has_memory
+from raylane.graph.message import ERROR, NOTHING, VALUE, Encoder
+from raylane.graph.outcome import conclude
 from raylane.graph.plan import INPUT, Plan, Ref
 from raylane.graph.resident import KEPT_RECORDS, failed
-from raylane.graph.result import GraphResult
-from raylane.graph.setup import Wiring
+from raylane.graph.result import Departure, Failed, GraphResult
+from raylane.graph.setup import Collected, Wiring
 from raylane.graph.show import describe
 
 log = logging.getLogger("raylane.graph")
 
 LOOK_UP_S = 1.0
-
-
-class _Arrival:
-    """Awaits a result without taking its value, or its error."""
-
-    def __init__(self, result: GraphResult) -> None:
-        self._result = result
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        if not self._result.done():
-            yield from self._result.arrival()
-
-
-class _Collected:
-    """One edge into the driver."""
-
-    __slots__ = ("bytes", "full", "reader", "value")
-
-    def __init__(self, reader: RingReader, value: int) -> None:
-        self.reader = reader
-        self.full = reader.full
-        self.value = value
-        self.bytes = 0
 
 
 class CompiledGraph:
@@ -87,9 +71,13 @@ class CompiledGraph:
         """Set while _pumping is held, from right after taking it to right before letting go."""
         self._readings = 0
         """How often it was set."""
-        self._collected = [_Collected(reader, plan.edges[edge].value) for edge, reader in wiring.readers.items()]
+        self._collected = [Collected(reader, plan.edges[edge].value) for edge, reader in wiring.readers.items()]
         self._pending: collections.deque[GraphResult] = collections.deque()
-        """Executions under way, oldest first. Appended to under _submitting, before anything is sent."""
+        """Executions under way, oldest first. Appended to under _submitting, before anything is sent. One that has
+        failed stays until all its messages were read: until then its slots in the rings are in use."""
+        self._failures: collections.deque[tuple[int, Any]] = collections.deque()
+        """(execution, pickled error) as told by actors, before the messages of the execution come. From any thread."""
+        self._fatal = plan.fatal_values
         self._completed = 0
         self._rung = 0
         """Times the bell was heard."""
@@ -111,6 +99,7 @@ class CompiledGraph:
         whole = len(wiring.inputs) == 1 and not self._from_input and plan.values[wiring.inputs[0][1]].steps == ()
         self._one_input = wiring.inputs[0][0] if whole else None
         """Where the whole input goes, if that is all that `execute` sends: the usual case."""
+        self._one_value = wiring.inputs[0][1] if whole else -1
         self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
         """(execution, submitted, completed), seconds on the monotonic clock."""
         weak = weakref.ref(self)
@@ -120,9 +109,16 @@ class CompiledGraph:
             if graph is not None:
                 graph._fail(error)
 
-        _living.add(self)
-        wiring.watch(ended)
-        self._awaiting.start(wiring.tell_to_wake)
+        forks.register(self)
+
+        def told(execution: int, body: Any) -> None:
+            graph = weak()
+            if graph is not None:
+                graph._failures.append((execution, body))
+                graph.nudge()
+
+        wiring.watch(ended, told)
+        self._awaiting.start(wiring.wake_fd, wiring.wake_refused)
         weakref.finalize(self, self._awaiting.close)
         weakref.finalize(self, wiring.close, 0.0)  # forgotten, or at exit: the actors are told, nobody waits
 
@@ -148,16 +144,29 @@ class CompiledGraph:
         while True:
             try:
                 return self._execute(args, kwargs, 0)
-            except GraphFullError:
-                left = deadline.left_s()
-                if left is not None and left <= 0:
-                    raise self._no_place() from None
+            except GraphFullError as error:
+                kind = type(error)
+            left = deadline.left_s()
+            if left is not None and left <= 0:
+                raise self._no_place() from None
+            if kind is NoMemory:
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
+            if kind is Busy:
+                await asyncio.get_running_loop().run_in_executor(None, self._until_handed_over, left)
+                continue
             try:
                 oldest = self._pending[0]
-            except IndexError:  # a thread is just handing over, or the place has just become free
+            except IndexError:  # the place has just become free
                 await asyncio.sleep(0)
             else:
-                await _Arrival(oldest)
+                await Departure(self, oldest)
+
+    def _until_handed_over(self, timeout_s: float | None) -> None:
+        """On a thread: wait until no other thread hands an execution over, or not for longer than this."""
+        submitting = self._submitting
+        if submitting.acquire(timeout=LOOK_UP_S if timeout_s is None else min(timeout_s, LOOK_UP_S)):
+            submitting.release()
 
     def _execute(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         if self._end is not None:
@@ -169,11 +178,15 @@ class CompiledGraph:
             self._handing = True
             if self._one_input is not None and len(args) == 1 and not kwargs:
                 kept = self._empty.copy()
-                messages = [(self._one_input, self._encoder.encode(args[0]))]
+                messages = [(self._one_input, self._encoder.encode(args[0]), self._one_value)]
             else:
                 messages, kept = self._inputs(args, kwargs)
             if self._submitted - self._completed >= self.max_inflight:
                 self._make_room(timeout_s)
+            if timeout_s == 0 and not has_memory(self._wiring.pool, messages):
+                raise NoMemory(
+                    "readers keep so much memory that there is none for this input; try again, or drop arrays"
+                )
             if self._end is not None:
                 raise self._ended()
             return self._send(messages, kept)
@@ -181,19 +194,21 @@ class CompiledGraph:
             self._handing = False
             self._submitting.release()
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[tuple[Writer, Message]], list[Any]]:
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Sent], list[Any]]:
         """What to send, and the values to begin the result with: inputs that are outputs too."""
         values = self._arguments.values(args, kwargs)
         kept = self._empty.copy()
-        for value in self._from_input:
-            kept[value] = values[value]
         encode = self._encoder.encode
-        return [(writer, encode(values[value])) for writer, value in self._wiring.inputs], kept
+        for value in self._from_input:
+            kept[value] = m.duplicate(encode(values[value]))
+        return [(writer, encode(values[value]), value) for writer, value in self._wiring.inputs], kept
 
     def _queue(self, timeout_s: float | None) -> None:
-        """Another thread is at it."""
+        """Wait until no other thread hands an execution over."""
         if timeout_s == 0:
-            raise self._full()
+            raise Busy(
+                "another thread is handing an execution over at the moment; try again, or call execute, which waits"
+            )
         deadline = Deadline(timeout_s)
         while True:
             left = deadline.left_s()
@@ -217,7 +232,7 @@ class CompiledGraph:
         if not self.pump_until(room, Deadline(timeout_s)):
             raise self._full() if timeout_s == 0 else self._no_place()
 
-    def _send(self, messages: list[tuple[Writer, Message]], kept: list[Any]) -> GraphResult:
+    def _send(self, messages: list[Sent], kept: list[Any]) -> GraphResult:
         number = self._submitted
         flagged = self._awaiting.active and asyncio._get_running_loop() is not None
         flags = WAKE if flagged else 0
@@ -225,14 +240,20 @@ class CompiledGraph:
         try:
             self._pending.append(result)
             self._submitted = number + 1
-            for writer, message in messages:
+            for writer, message, value in messages:
                 try:
                     writer.write(number, message, flags)
                 except (GraphError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
-                    writer.write(number, failed(error, "execute", error), flags)
+                    broken = failed(error, "execute", error)
+                    writer.write(number, broken, flags)
+                    if value in self._fatal:
+                        self._failures.append((number, broken.body))
+                        self.nudge()
         except BaseException as error:
             # Interrupted half way, by Ctrl-C for one: some actors have this execution and others do not.
-            self._fail(GraphClosedError(f"execution {number} was interrupted while it was handed over: {error!r}"))
+            self._fail(
+                GraphClosedError(f"execution {number} was interrupted while it was handed over: {m.shown(error, repr)}")
+            )
             raise
         return result
 
@@ -296,14 +317,20 @@ class CompiledGraph:
                 return
             if self._settle():
                 continue
+            if self._rung > self._taken + self._wiring.heard:  # it rang, and not for a message of an edge
+                heard = self._wiring.heard
+                self._look()
+                if self._wiring.heard > heard or self._failures:
+                    continue
+                self._rung = self._taken + heard  # a nudge
             if self._waiter.wait(bell, LOOK_UP_S if left is None else min(left, LOOK_UP_S)):
                 self._rung += 1
             else:
                 self._look()
 
     def _look(self) -> None:
-        """Nothing came: has an actor something to say that is no result?"""
-        trouble = self._wiring.trouble()
+        """Read what actors say unasked: failures, and what ends the graph."""
+        trouble = self._wiring.listen()
         if trouble is not None:
             self._fail(trouble)
 
@@ -330,7 +357,7 @@ class CompiledGraph:
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting; True if there were any: look again then."""
         found = False
-        while self._rung < self._taken and not try_wait(self._bell):
+        while self._rung < self._taken + self._wiring.heard and not try_wait(self._bell):
             self._rung += 1
             found = True
         return found
@@ -344,46 +371,88 @@ class CompiledGraph:
             for collected in self._collected:
                 while self._pending and not try_wait(collected.full):
                     completed |= self._accept(collected)
+            if self._failures:
+                completed |= self._fail_early()
         except BaseException as error:
-            self._fail(GraphClosedError(f"reading results was interrupted: {error!r}"))
+            self._fail(GraphClosedError(f"reading results was interrupted: {m.shown(error, repr)}"))
             raise
         if self._end is not None and self._pending:
             self._fail_pending(self._end)
             completed = True
         return completed
 
-    def _accept(self, collected: _Collected) -> bool:
+    def _accept(self, collected: Collected) -> bool:
         reader = collected.reader
         result = self._pending[reader.sequence - self._completed]
         self._taken += 1
         values: Any = result._values
+        failure: BaseException | None = None
         try:
             kind, _, body, buffers, shared = reader.take()
             if kind == VALUE and not buffers:
                 collected.bytes += len(body)
-                values[collected.value] = pickle.loads(body)
+                if not result._done:
+                    values[collected.value] = pickle.loads(body)
             elif kind != NOTHING:
                 collected.bytes += len(body) + sum(len(buffer) for buffer in buffers)
-                arrived = m.decode(kind, body, buffers, shared=shared)
-                values[collected.value] = Failed(arrived) if kind == ERROR else arrived
+                if kind == ERROR:
+                    failure = self._error_in(body)
+                elif not result._done:
+                    values[collected.value] = m.decode(kind, body, buffers, shared=shared)
+        except SegmentGone:
+            failure = self._lost(reader.writer)
         except Exception as error:
             label = self.plan.source_label(collected.value)
-            values[collected.value] = Failed(
-                GraphValueError(f"{label} could not be unpickled by the driver: {type(error).__name__}: {error}")
-            )
+            failure = GraphValueError(f"{label} could not be unpickled by the driver: {m.shown(error)}")
+        failed_now = failure is not None and self._arrived_broken(result, collected.value, failure)
         result._left -= 1
         if result._left:
-            return False
+            return failed_now
         # In order: an edge's messages come in order, so no later execution can be complete before this one.
         self._pending.popleft()
         self._completed += 1
         self.records.append((result.number, result.submitted_s, time.perf_counter()))
-        output = None if self._alone is None else values[self._alone]
-        if self._alone is None or type(output) is Failed:
-            conclude(self.plan, result, values)
+        if self._alone is not None and not result._done:
+            result.complete(values[self._alone], None)
         else:
-            result.complete(output, None)
+            conclude(self.plan, result, values)
+        result.end()
+        if result._error is not None:
+            self._wiring.listen(to_all=True)  # what was told of this execution is here: see `program.report_slots`
         return True
+
+    def _arrived_broken(self, result: GraphResult, value: int, error: BaseException) -> bool:
+        """An error has come in the place of a value. True if the result fails with it, now."""
+        assert result._values is not None
+        result._values[value] = Failed(error)
+        if result._done or value not in self._fatal:
+            return False
+        result.fail(error)
+        return True
+
+    def _fail_early(self) -> bool:
+        """Fail results of which actors have told that they cannot succeed. True if there were any."""
+        found = False
+        while self._failures:
+            execution, body = self._failures.popleft()
+            index = execution - self._completed
+            if 0 <= index < len(self._pending) and not (result := self._pending[index])._done:
+                result.fail(self._error_in(body))
+                found = True
+        return found
+
+    def _error_in(self, body: Any) -> BaseException:
+        """The error of a message of kind ERROR."""
+        error: BaseException = m.decode(ERROR, body, ())
+        if type(error) is GraphActorDiedError:  # from whoever could not read what the dead one had lent
+            return self._lost(error.fields["member"])
+        return error
+
+    def _lost(self, member: int) -> GraphError:
+        """A message went with its sender, which is the first sign of its end: the watch may be milliseconds behind."""
+        error = self._wiring.lost(member)
+        self._fail(error)
+        return error
 
     # asyncio
 
@@ -401,9 +470,11 @@ class CompiledGraph:
         try:
             self._readings += 1
             self._reading = True
-            if not self._drain():
-                self._look()
+            self._drain()
             self._settle()
+            self._look()
+            if self._failures:
+                self._drain()
         finally:
             self._reading = False
             self._pumping.release()  # before any call: Ctrl-C comes at calls
@@ -452,6 +523,12 @@ class CompiledGraph:
         """The graph has ended: whoever pumps fails what is pending. From any thread, also a finalizer's."""
         if self._end is None:
             self._end = error
+        if self._wiring.pool is not None:
+            self._wiring.pool.closed = True  # whoever hands an execution over waits for memory no more
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Have whoever waits look again. From any thread."""
         post(self._bell)
         self._awaiting.ring()
 
@@ -463,13 +540,16 @@ class CompiledGraph:
         self._wiring.disown()
         pending, self._pending = self._pending, collections.deque()
         for result in pending:
-            result.complete(None, self._end)
+            if not result._done:
+                result.complete(None, self._end)
 
     def _fail_pending(self, error: BaseException) -> None:
         while self._pending:
             result = self._pending.popleft()
             self._completed += 1
-            result.complete(None, error)
+            if not result._done:
+                result.complete(None, error)
+            result.end()
 
     def _ended(self) -> GraphError:
         assert self._end is not None
@@ -516,15 +596,3 @@ class CompiledGraph:
     def __repr__(self) -> str:
         state = "ended" if self._end is not None else f"{self._submitted - self._completed} under way"
         return f"CompiledGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} actors, {state})"
-
-
-_living: weakref.WeakSet[CompiledGraph] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """A forked child has copies of the graphs, and no part in them: what it did would pass for its parent's doing."""
-    for graph in list(_living):
-        graph.disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)

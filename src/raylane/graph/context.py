@@ -7,7 +7,9 @@ graph is compiled. torch is looked at only if the process has imported it.
 
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +31,25 @@ class ThreadContext:
     """Whom NumPy calls where the reaction is "call"."""
 
 
-_entered: list[Any] = []
+_entered = threading.local()
+"""`modes`: what this thread has entered and not left, in order; dropping one would leave it."""
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def loaded(name: str) -> Any:
+    """Return a module if this process has imported it, else None. Wait while another thread is importing it: until then
+    most of its names are missing."""
+    module = sys.modules.get(name)
+    if module is not None and getattr(module.__spec__, "_initializing", False):
+        return importlib.import_module(name)  # waits for the lock of that module
+    return module
 
 
 def read() -> ThreadContext:
     """The calling thread's."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     errstate, errcall = (None, None) if numpy is None else (numpy.geterr(), numpy.geterrcall())
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None:
         return ThreadContext(errstate=errstate, errcall=errcall)
     return ThreadContext(
@@ -57,17 +69,15 @@ def read() -> ThreadContext:
 
 def adopt(context: ThreadContext) -> None:
     """Make the calling thread's settings these, for good."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy = loaded("numpy")
     if numpy is not None and context.errstate is not None:
         numpy.seterr(**context.errstate)
         numpy.seterrcall(context.errcall)
-    torch: Any = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or context.num_threads is None:
         return
     if context.inference != torch.is_inference_mode_enabled():
-        mode = torch.inference_mode(context.inference)
-        mode.__enter__()
-        _entered.append(mode)  # dropping it would leave the mode
+        _toggle_inference(torch, context.inference)
     torch.set_grad_enabled(context.grad)
     if context.device != str(torch.get_default_device()):
         torch.set_default_device(context.device)
@@ -78,3 +88,14 @@ def adopt(context: ThreadContext) -> None:
     for device, enabled, dtype in context.autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
+
+
+def _toggle_inference(torch: Any, wanted: bool) -> None:
+    """Leave the mode that was entered last, which restores the opposite; where there is none, enter one."""
+    modes = _entered.__dict__.setdefault("modes", [])
+    if modes:
+        modes.pop().__exit__(None, None, None)
+    if torch.is_inference_mode_enabled() != wanted:
+        mode = torch.inference_mode(wanted)
+        mode.__enter__()
+        modes.append(mode)

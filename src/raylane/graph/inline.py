@@ -26,11 +26,11 @@ from raylane.graph import drawing, ops, view
 from raylane.graph import message as m
 from raylane.graph.arguments import Arguments
 from raylane.graph.channels.ring import LEND_FROM_BYTES
-from raylane.graph.outcome import Failed, conclude
+from raylane.graph.outcome import conclude
 from raylane.graph.plan import DRIVER, INPUT, Edge, Plan, Step, Task
 from raylane.graph.program import only
 from raylane.graph.resident import KEPT_RECORDS, method_of
-from raylane.graph.result import GraphResult
+from raylane.graph.result import Failed, GraphResult
 from raylane.graph.show import describe
 from raylane.graph.tracing import chrome_trace
 
@@ -50,6 +50,8 @@ class InlineGraph:
         self._count = 0
         self._end: GraphError | None = None
         """Why there are no more executions."""
+        self._running: GraphResult
+        """Of the execution that runs."""
         self._loop: _Loop | None = None
         """Where coroutine methods run; made for the first of them."""
         self._bytes = [0] * len(plan.edges)
@@ -70,11 +72,12 @@ class InlineGraph:
             result = GraphResult(self, self._count, 0, [], False)
             self._count += 1
             places: list[list[Any]] = [[None] * len(inputs) for _ in self.plan.members]
+            self._running = result
             for edge, message in sent:
                 self._deliver(edge, message, places)
             for value in self.plan.collects:
                 if self.plan.values[value].source == INPUT:
-                    places[DRIVER][value] = inputs[value]
+                    places[DRIVER][value] = m.duplicate(self._encoder.encode(inputs[value]))
             for task in self._order:
                 self._run(task, result.number, places)
             conclude(self.plan, result, places[DRIVER])
@@ -92,6 +95,7 @@ class InlineGraph:
         result: Any = next((mine[value] for value in task.reads if type(mine[value]) is Failed), None)
         if result is None:
             result = self._call(task, mine)
+            self._note(result, task.index in self.plan.fatal_tasks)
         returned = time.perf_counter()
         for value in self.plan.values:
             if value.source == task.index:
@@ -101,11 +105,17 @@ class InlineGraph:
         self._spent_s[task.index][1] += sent - returned
         self._records.append((task.index, number, started, started, returned, sent))
 
+    def _note(self, found: Any, fatal: bool) -> None:
+        """The first failure that the output cannot do without is the result, as with actors; the other calls go on."""
+        if fatal and type(found) is Failed and not self._running._done:
+            self._running.complete(None, found.error)
+
     def _call(self, task: Task, mine: list[Any]) -> Any:
         label = self.plan.labels[task.index]
         try:
-            args = [ops.evaluate(expression, mine) for expression in task.args]
-            kwargs = {key: ops.evaluate(expression, mine) for key, expression in task.kwargs}
+            made: dict[int, Any] = {}
+            args = [ops.evaluate(expression, mine, made) for expression in task.args]
+            kwargs = {key: ops.evaluate(expression, mine, made) for key, expression in task.kwargs}
             result = self._methods[task.index](*args, **kwargs)
             return self._finished(result) if type(result) is CoroutineType else result
         except SystemExit:  # what ends an actor
@@ -132,6 +142,7 @@ class InlineGraph:
     def _hand_on(self, value: int, found: Any, task: Task, places: list[list[Any]]) -> None:
         """To the task's own object as it is, to all others by a message."""
         places[task.member][value] = found
+        self._note(found, value in self.plan.fatal_values)
         for edge in self.plan.edges:
             if edge.value != value:
                 continue
@@ -142,6 +153,7 @@ class InlineGraph:
                 arrived = found
             except GraphError as error:
                 arrived = _failed(error, self.plan.labels[task.index])
+                self._note(arrived, value in self.plan.fatal_values)
             for reader in edge.readers:
                 places[reader][value] = arrived
 
@@ -156,8 +168,17 @@ class InlineGraph:
                 arrived = m.decode(message.kind, message.body, buffers, shared=shared)
             except Exception as error:
                 what, who = self.plan.source_label(edge.value), self.plan.members[reader]
-                arrived = _failed(GraphValueError(f"{what} could not be unpickled by {who}: {error!r}"), who)
+                arrived = _failed(
+                    GraphValueError(f"{what} could not be unpickled by {who}: {m.shown(error, repr)}"), who
+                )
+                self._note(arrived, self._is_fatal_to(reader, edge.value))
             places[reader][edge.value] = arrived
+
+    def _is_fatal_to(self, reader: int, value: int) -> bool:
+        if reader == DRIVER:
+            return value in self.plan.fatal_values
+        tasks = [task for task in self.plan.fatal_tasks if self.plan.tasks[task].member == reader]
+        return any(value in self.plan.tasks[task].reads for task in tasks)
 
     # Seeing
 
@@ -204,6 +225,9 @@ class InlineGraph:
 
     def future(self, loop: asyncio.AbstractEventLoop) -> None:
         return None
+
+    def nudge(self) -> None:
+        return
 
     def waiting_for(self, number: int) -> str:
         return "nothing"

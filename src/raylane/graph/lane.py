@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -21,6 +22,7 @@ from raylane.core.place import Place, alive, here
 from raylane.core.semaphore import Segment, init, post, try_wait
 from raylane.core.waiting import Waiter
 from raylane.graph import context
+from raylane.graph.channels.lease import LOOK_EVERY_S
 from raylane.graph.context import ThreadContext
 
 log = logging.getLogger("raylane.graph")
@@ -45,13 +47,32 @@ class Residence(Protocol):
     def taken(self) -> int:
         """Messages read so far."""
 
+    @property
+    def impatient(self) -> bool:
+        """True while it waits for what rings no doorbell: `advance` is called every LOOK_EVERY_S seconds."""
+
     def advance(self) -> bool: ...
 
     def give_up(self, error: BaseException) -> None: ...
 
     def orphaned(self) -> bool: ...
 
+    def run_within(self, enter: Callable[[], None]) -> None:
+        """Call `enter` before any code of the actor runs for this graph."""
+
     def close(self) -> None: ...
+
+
+class _Settings:
+    """Thread settings that graphs share: those compiled under equal settings. What a method changes stays changed for
+    these graphs, and for no others."""
+
+    __slots__ = ("at_first", "now")
+
+    def __init__(self, context: ThreadContext) -> None:
+        self.at_first = context
+        self.now = context
+        """As of the last time that another graph's settings took their place."""
 
 
 class Lane:
@@ -66,6 +87,10 @@ class Lane:
         self._arriving: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
         self._residences: tuple[Residence, ...] = ()
+        self._settings: dict[Residence, _Settings] = {}
+        """Settings under which each graph here was compiled; equal ones are one object."""
+        self._current: _Settings | None = None
+        """The settings that the lane's thread has at the moment."""
         self._waiter = Waiter()
         self._look_up_at = 0.0
         self._busy = 0
@@ -88,8 +113,24 @@ class Lane:
 
     def _admit(self, residence: Residence, settings: ThreadContext) -> None:
         self._rung -= 1  # the ring of `adopt`, which comes with no message
-        context.adopt(settings)
+        known = next((other for other in self._settings.values() if other.at_first == settings), None)
+        self._settings[residence] = mine = known or _Settings(settings)
         self._residences = (*self._residences, residence)
+        if self._current is None:
+            self._enter(mine)
+        if any(other is not mine for other in self._settings.values()):  # from now on each graph enters its own
+            for each, wanted in self._settings.items():
+                each.run_within(functools.partial(self._enter, wanted))
+
+    def _enter(self, settings: _Settings) -> None:
+        """Make the thread's settings these. Nothing to do as long as graphs of the same settings run."""
+        current = self._current
+        if current is settings:
+            return
+        if current is not None:
+            current.now = context.read()
+        context.adopt(settings.now)
+        self._current = settings
 
     def _serve(self) -> None:
         bell = self.bell.address
@@ -102,7 +143,7 @@ class Lane:
                     moved |= residence.advance()
                 except BaseException as error:  # whatever it is, it costs this graph its life, not others theirs
                     log.exception("graph %s in %s", residence.name, residence.who)
-                    residence.give_up(error)
+                    self._give_up(residence, error)
                 if residence.over:
                     self._dismiss(residence)
                     moved = True
@@ -113,10 +154,19 @@ class Lane:
                 continue
             if self._settle():
                 continue
-            if self._waiter.wait(bell, LOOK_UP_S):
+            limit_s = LOOK_EVERY_S if any(residence.impatient for residence in self._residences) else LOOK_UP_S
+            if self._waiter.wait(bell, limit_s):
                 self._rung += 1
             if time.monotonic() >= self._look_up_at:
                 self._look_up()
+
+    def _give_up(self, residence: Residence, error: BaseException) -> None:
+        """End one graph. Whatever fails on the way: this thread serves the others."""
+        try:
+            residence.give_up(error)
+        except BaseException:
+            log.exception("graph %s in %s could not tell its driver that it ends", residence.name, residence.who)
+        residence.over = True
 
     def _settle(self) -> bool:
         """Take the rings of messages that were found without waiting. True if there were any: then look again, for a
@@ -135,6 +185,7 @@ class Lane:
                 self._arriving.popleft()()
             if self._residences:
                 return True
+            self._current = None  # the next thread has the system's settings
             self._thread = None
             return False
 
@@ -148,6 +199,7 @@ class Lane:
     def _dismiss(self, residence: Residence) -> None:
         self._residences = tuple(other for other in self._residences if other is not residence)
         self._rung -= residence.taken
+        del self._settings[residence]
         residence.close()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import pickletools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +24,7 @@ from raylane import _ray
 from raylane.errors import GraphValueError
 
 VALUE, TENSORS, ERROR, NOTHING = 0, 1, 2, 3
+KINDS = (VALUE, TENSORS, ERROR, NOTHING)
 """Kinds: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a mere signal."""
 
 
@@ -37,6 +39,10 @@ class Message(NamedTuple):
     @property
     def nbytes(self) -> int:
         return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def copied(self) -> Message:
+        """The same message in memory of its own, which nobody else can change."""
+        return Message(self.kind, bytes(self.body), [bytes(memoryview(buffer).cast("B")) for buffer in self.buffers])
 
 
 _modules = sys.modules
@@ -115,7 +121,7 @@ class Encoder:
             return _with_tensors(value)
         except Exception as error:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
             self._renew()
-            if isinstance(error, GraphValueError):
+            if isinstance(error, ray.exceptions.RayError):  # of a result inside: it has failed, or is not there in time
                 raise
         except BaseException:
             self._renew()
@@ -163,6 +169,8 @@ def _by_cloudpickle(value: Any) -> Message:
     try:
         _ray.CloudPickler(file, protocol=5, buffer_callback=_limited(buffers)).dump(value)
         raw = [buffer.raw() for buffer in buffers]
+    except ray.exceptions.RayError:
+        raise
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(file.getvalue())
@@ -176,6 +184,8 @@ def _with_tensors(value: Any) -> Message:
     try:
         skeleton, leaves = codec.encode(value)
         layout = codec.plan(leaves)
+    except ray.exceptions.RayError:
+        raise
     except Exception as error:
         raise _unpicklable(value, error) from error
     _check_for_refs(skeleton)
@@ -203,15 +213,39 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
 
 
 def _check_for_refs(data: bytes) -> None:
-    """Cloudpickle pickles refs by a way of its own."""
-    if b"_object_ref_deserializer" in data:
+    """Cloudpickle pickles refs by a way of its own: as a call of that function. Its name alone may be a user's text."""
+    module, name = _ray.REF_MAKER
+    if name.encode() in data and _names_global(data, module, name):
         _refuse(None)
+
+
+def _names_global(data: bytes, module: str, name: str) -> bool:
+    """Return True if a pickle refers to that global. Reads the pickle's operations, which takes about 1 us
+    each."""
+    memo: dict[int, Any] = {}
+    argument: Any
+    below: Any = None
+    top: Any = None  # the two values that were pushed last; None for what is no string
+    for operation, argument, _ in pickletools.genops(data):
+        kind = operation.name
+        if kind == "STACK_GLOBAL" and (below, top) == (module, name):
+            return True
+        if kind in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
+            below, top = top, argument
+        elif kind == "MEMOIZE":
+            memo[len(memo)] = top
+        elif kind in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = top
+        elif kind in ("BINGET", "LONG_BINGET"):
+            below, top = top, memo.get(argument)
+        elif kind != "FRAME":
+            below, top = top, None
+    return False
 
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:
     return GraphValueError(
-        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: "
-        f"{type(error).__name__}: {error}"
+        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: {shown(error)}"
     )
 
 
@@ -236,13 +270,22 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
     return codec.decode(skeleton, codec.build(specs, buffers))
 
 
+def duplicate(message: Message) -> Any:
+    """The value of a message as an object of its own, as another process would receive it."""
+    return decode(message.kind, message.body, [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers])
+
+
+def shown(error: BaseException, of: Callable[[BaseException], str] | None = None) -> str:
+    """An error as text: `Class: message`, or what `of` makes of it. The class alone where its own code fails."""
+    try:
+        return f"{type(error).__name__}: {error}" if of is None else of(error)
+    except Exception:
+        return type(error).__name__
+
+
 def encode_error(error: BaseException) -> Message:
     """An exception as a message. What cannot be pickled is replaced by a GraphValueError that shows it."""
-    try:
-        shown = f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ fails
-        shown = type(error).__name__
-    for attempt in (error, GraphValueError(shown)):
+    for attempt in (error, GraphValueError(shown(error))):
         file = io.BytesIO()
         try:
             _ray.CloudPickler(file, protocol=5).dump(attempt)

@@ -98,7 +98,8 @@ class CallNode(Node):
 
 
 class ItemNode(Node):
-    """An item (`how="item"`) or attribute (`how="attr"`; on an input also an argument's name) of another node."""
+    """An item (`how="item"`) or attribute (`how="attr"`; on an input also an argument's name) of another node, or one
+    of the declared returns of a call (`how="return"`)."""
 
     def __init__(self, base: Node, how: str, key: int | str) -> None:
         self.base = base
@@ -181,7 +182,7 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
             "result, or a declared number of them; return a list instead of yielding"
         )
     node = CallNode(actor, name, args, kwargs, num_returns=num_returns)
-    return node if num_returns <= 1 else tuple(ItemNode(node, "item", index) for index in range(num_returns))
+    return node if num_returns <= 1 else tuple(ItemNode(node, "return", index) for index in range(num_returns))
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:

@@ -24,31 +24,73 @@ from typing import Any
 
 from raylane.graph.plan import Build, Const, Expression, Join, Ref, Select, Step
 
-__all__ = ["evaluate", "gather", "mean", "select", "split"]
+__all__ = ["evaluate", "gather", "is_mutable", "mean", "renewed", "select", "split"]
 
 
-def evaluate(expression: Expression, values: Any) -> Any:
-    """What an expression stands for; `values[index]` is the value with this index. Constants are not copied."""
+def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = None) -> Any:
+    """What an expression stands for; `values[index]` is the value with this index. Containers among constants are made
+    anew, and what they contain is not copied; `made` holds those of the same call, so that what is one object in
+    several arguments stays one."""
     kind = type(expression)
     if kind is Ref:
         return values[expression.value]  # type: ignore[union-attr]
     if kind is Const:
-        return expression.value  # type: ignore[union-attr]
+        constant: Any = expression
+        return renewed(constant.value, made) if constant.renewed else constant.value
     if isinstance(expression, Build):
-        items = [evaluate(item, values) for item in expression.items]
+        items = [evaluate(item, values, made) for item in expression.items]
         if expression.kind == "dict":
             return dict(zip(expression.keys, items, strict=True))
         return tuple(items) if expression.kind == "tuple" else items
     if isinstance(expression, Select):
-        return select(evaluate(expression.base, values), expression.steps)
+        return select(evaluate(expression.base, values, made), expression.steps)
     assert isinstance(expression, Join), expression
-    return _join(expression, values)
+    return _join(expression, values, made)
 
 
-def _join(expression: Join, values: Any) -> Any:
+_MUTABLE = (list, dict, set, bytearray)
+
+
+def is_mutable(value: Any) -> bool:
+    """Return True if a constant is or holds a plain container that a method could change."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if type(found) in _MUTABLE:
+            return True
+        if type(found) is tuple and id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(found)
+    return False
+
+
+def renewed(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """The same lists, dicts, sets, tuples and bytearrays as new objects, at any depth. All else (arrays, tensors,
+    objects) is not copied."""
+    kind = type(value)
+    if kind is not tuple and kind not in _MUTABLE:
+        return value
+    made = {} if made is None else made
+    if id(value) in made:  # met before: shared, or inside itself
+        return made[id(value)]
+    new: Any
+    if kind is list:
+        new = made[id(value)] = []
+        new.extend([renewed(item, made) for item in value])
+    elif kind is dict:
+        new = made[id(value)] = {}
+        new.update({key: renewed(item, made) for key, item in value.items()})
+    elif kind is tuple:
+        new = made[id(value)] = tuple([renewed(item, made) for item in value])
+    else:
+        new = made[id(value)] = kind(value)
+    return new
+
+
+def _join(expression: Join, values: Any, made: dict[int, Any] | None) -> Any:
     if expression.how == "first":
-        return evaluate(expression.items[0], values)
-    items = [evaluate(item, values) for item in expression.items]
+        return evaluate(expression.items[0], values, made)
+    items = [evaluate(item, values, made) for item in expression.items]
     return gather(items, expression.axis) if expression.how == "gather" else mean(items)
 
 
@@ -64,12 +106,25 @@ def select(value: Any, steps: Sequence[Step]) -> Any:
             value = _item(value, step[1])
         elif how == "part":
             value = split(value, step[1], step[2], step[3])
+        elif how == "return":
+            value = _returned(value, step[1], step[2])
         elif how == "attr":
             value = _attribute(value, step[1])
         else:
             assert how == "done", f"the step {step!r} is not for select"
             value = None
     return value
+
+
+def _returned(value: Any, index: int, count: int) -> Any:
+    """One of the returns that a method declares with num_returns."""
+    try:
+        size = len(value)
+    except TypeError as error:
+        raise TypeError(f"the method declares num_returns={count} and returned {_described(value)}") from error
+    if size != count:
+        raise ValueError(f"the method declares num_returns={count} and returned {size} values")
+    return value[index]
 
 
 def _item(value: Any, key: int | str) -> Any:
@@ -285,8 +340,8 @@ def _mean_tensor(values: Sequence[Any]) -> Any:
 
 def _is_of(module: str, name: str, value: Any) -> bool:
     """Whether a value is of a type of a module, without importing it."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name))
+    kind = getattr(sys.modules.get(module), name, None)  # None too while another thread still imports the module
+    return kind is not None and isinstance(value, kind)
 
 
 def _is_array(value: Any) -> bool:

@@ -7,22 +7,17 @@ from typing import Any
 
 from raylane.graph import ops
 from raylane.graph.plan import Plan
-from raylane.graph.result import GraphResult
+from raylane.graph.result import Failed, GraphResult
 
 log = logging.getLogger("raylane.graph")
 
 
-class Failed:
-    """In the place of a value: the error that came instead."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 def conclude(plan: Plan, result: GraphResult, values: list[Any]) -> None:
-    """Complete a result from its values. Errors of leaves are logged and kept with the result."""
+    """Complete a result from its values, unless it has failed before. Errors of leaves are logged and kept with it."""
+    if plan.leaves:
+        _report_leaves(plan, result, values)
+    if result._done:
+        return
     for value in plan.output_values:
         if type(values[value]) is Failed:
             output, error = None, values[value].error
@@ -32,8 +27,6 @@ def conclude(plan: Plan, result: GraphResult, values: list[Any]) -> None:
             output, error = ops.evaluate(plan.output, values), None
         except Exception as failure:  # such as a gather of values that do not fit together
             output, error = None, failure
-    if plan.leaves:
-        _report_leaves(plan, result, values)
     result.complete(output, error)
 
 

@@ -19,8 +19,9 @@ INPUT = -1
 """The source of values that come with `execute`."""
 
 Step: TypeAlias = tuple[Any, ...]
-"""How to select from a value: ("item", key), ("attr", name), ("part", index, count, axis), ("done",) for nothing but
-the fact that it was computed, or ("argument", how, key) for one argument of `execute`."""
+"""How to select from a value: ("item", key), ("attr", name), ("return", index, count) for one of the declared returns
+of a call, ("part", index, count, axis), ("done",) for nothing but the fact that it was computed, or
+("argument", how, key) for one argument of `execute`."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Value:
 @dataclass(frozen=True)
 class Const:
     value: Any
+    renewed: bool = field(default=False, compare=False)
+    """True for a container that a method could change: each call gets one of its own (`ops.renewed`)."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,25 @@ class Plan:
     """Whether the output is a MultiOutputNode."""
     labels: tuple[str, ...] = field(default=())
     """For each task, how people call it: Class.method, numbered where one actor has it several times."""
+    leaves_are_fatal: bool = False
+    """True if a failed leaf fails the result too."""
 
     @functools.cached_property
     def output_values(self) -> tuple[int, ...]:
         """The values that the output is put together from, each once: asked for in every execution."""
         return tuple(dict.fromkeys(values_in(self.output)))
+
+    @functools.cached_property
+    def fatal_tasks(self) -> frozenset[int]:
+        """Calls whose failure fails the result: those that the output needs, or all."""
+        return frozenset(task.index for task in self.tasks if self.leaves_are_fatal or not task.leaf)
+
+    @functools.cached_property
+    def fatal_values(self) -> frozenset[int]:
+        """Values whose failure fails the result: those of the output, and what its calls read; or all."""
+        if self.leaves_are_fatal:
+            return frozenset(range(len(self.values)))
+        return frozenset(self.output_values).union(*(self.tasks[task].reads for task in self.fatal_tasks))
 
     def edges_from(self, member: int) -> list[Edge]:
         return [edge for edge in self.edges if edge.writer == member]
@@ -142,7 +159,7 @@ class Plan:
 def steps_label(steps: tuple[Step, ...]) -> str:
     text = ""
     for step in steps:
-        if step[0] == "item":
+        if step[0] in ("item", "return"):
             text += f"[{step[1]!r}]"
         elif step[0] == "attr":
             text += f".{step[1]}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes as n
-from raylane.graph import schedule
+from raylane.graph import ops, schedule
 from raylane.graph.plan import (
     DRIVER,
     INPUT,
@@ -194,7 +194,7 @@ class _Planner:
         if isinstance(value, n.Node):
             return self._expression(value)
         if not n.nodes_in(value):
-            return Const(value)
+            return Const(value, renewed=ops.is_mutable(value))
         if type(value) not in (list, tuple, dict):
             raise GraphPlanError(
                 f"an argument of type {type(value).__name__} holds nodes; lists, tuples and dicts may, others not"
@@ -222,6 +222,8 @@ class _Planner:
     def _step(self, node: n.ItemNode | n.PartNode) -> Step:
         if isinstance(node, n.PartNode):
             return ("part", node.index, node.count, node.axis)
+        if node.how == "return" and isinstance(node.base, n.CallNode):
+            return ("return", node.key, node.base.num_returns)
         if self.whole_input or not isinstance(node.base, n.InputNode):
             return (node.how, node.key)
         if isinstance(node.key, int) and node.key < 0:

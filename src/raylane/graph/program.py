@@ -16,8 +16,16 @@ HOST_VARIABLE = "RAYLANE_HOST"
 that share a kernel but not /proc, and for tests."""
 CONTROL_SLOTS = 4
 """Orders to one actor that may be unanswered."""
-TROUBLE = "trouble"
-"""The word of a report that answers no question: the lane cannot go on with the graph."""
+TROUBLE, EXITED = "trouble", "exited"
+"""The words of reports that answer no question: the lane cannot go on with the graph; a method has ended its actor."""
+
+
+def report_slots(max_inflight: int) -> int:
+    """Slots of the line from an actor to the driver: answers, one failure for each execution in flight, two last words.
+
+    The failure of an execution is read before the execution is over: it is written before the messages that the failed
+    call owes, and these are read last."""
+    return CONTROL_SLOTS + max_inflight + 2
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,8 @@ class Program:
     timeout_s: float | None
     max_lent_bytes: int
     exclusive: bool
+    wake: tuple[int, int] | None
+    """Process and descriptor of the eventfd that wakes the driver's asyncio loop, if the driver is of this host."""
     report_channel: int
     directions: Directions | None = None
     """If this member sends to other hosts or hears from them."""

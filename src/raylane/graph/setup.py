@@ -11,20 +11,23 @@ An error in between undoes what was done: actors that have entered are told to l
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from raylane import _ray
+from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import here
+from raylane.core.place import alive, here
 from raylane.core.semaphore import Segment, block, init, try_wait
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph import message as m
@@ -36,7 +39,7 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader
 from raylane.graph.channels.station import Station
 from raylane.graph.plan import DRIVER, Edge, Plan
-from raylane.graph.program import CONTROL_SLOTS, TROUBLE, Hello
+from raylane.graph.program import CONTROL_SLOTS, EXITED, TROUBLE, Hello, Posting
 from raylane.graph.routing import LINES, Routes
 from raylane.graph.watch import Watch, watcher
 
@@ -44,6 +47,7 @@ log = logging.getLogger("raylane.graph")
 
 REASON_S = 5.0
 """How long to wait for the reason of an actor that has left, when another one has noticed it."""
+ENDS_WITHIN_S = 1.0
 KEPT_FREE = 1
 """Slots of a control line that only the order to close may take: it must get through to an actor that is busy."""
 
@@ -56,6 +60,20 @@ class _Line:
         self.reader = reader
         self.asked = 0
         self.answered = 0
+        self.answers: collections.deque[Any] = collections.deque()
+        """Read and not yet taken by whoever has asked."""
+
+
+class Collected:
+    """One edge into the driver."""
+
+    __slots__ = ("bytes", "full", "reader", "value")
+
+    def __init__(self, reader: RingReader, value: int) -> None:
+        self.reader = reader
+        self.full = reader.full
+        self.value = value
+        self.bytes = 0
 
 
 class Wiring:
@@ -80,10 +98,22 @@ class Wiring:
         self.leases = LeaseReader()
         self._lines: list[_Line] = []
         self._asking = threading.Lock()
+        self._asked: int | None = None
+        """The member whose answer is waited for; whoever waits reads its line."""
+        self._hearing = threading.Lock()  # guards the readers of all lines, `heard` and `_trouble`; held briefly
+        self.heard = 0
+        """Messages read from lines: each has rung the driver's bell."""
+        self._trouble: GraphError | None = None
+        self._told: Callable[[int, Any], None] = lambda execution, body: None
+        """Callback for failures, set by `watch`."""
         self._dead: set[int] = set()
         """Members whose process has ended."""
         self._watched: list[Watch] = []
         self._closed = False
+        self.wake_fd = wake.make()
+        """The eventfd of the driver's asyncio loop; `Awaiting` closes it."""
+        self.wake_refused: str | None = None
+        """Why an actor of this host cannot write to it."""
 
     def add_line(self, writer: Writer, reader: RingReader) -> None:
         """The control line of the next member."""
@@ -99,13 +129,17 @@ class Wiring:
             if self._closed:
                 raise GraphClosedError("the graph was torn down, and its actors have left it")
             line = self._lines[member - 1]
-            while line.asked - line.answered >= CONTROL_SLOTS - KEPT_FREE:  # questions that were given up
-                self._next_answer(member, deadline)
-            self._order(line, word, *rest)
-            while True:
-                answer = self._next_answer(member, deadline)
-                if line.answered == line.asked:  # else it answers one that was given up
-                    return answer
+            self._asked = member
+            try:
+                while line.asked - line.answered >= CONTROL_SLOTS - KEPT_FREE:  # questions that were given up
+                    self._next_answer(member, deadline)
+                self._order(line, word, *rest)
+                while True:
+                    answer = self._next_answer(member, deadline)
+                    if line.answered == line.asked:  # else it answers one that was given up
+                        return answer
+            finally:
+                self._asked = None
 
     def _order(self, line: _Line, word: str, *rest: Any) -> None:
         line.writer.write(line.asked, m.Message(m.VALUE, pickle.dumps((word, *rest), 5)))
@@ -116,51 +150,53 @@ class Wiring:
         while True:
             left = deadline.left_s()
             if block(line.reader.full, 0.05 if left is None else min(left, 0.05)):
-                taken = line.reader.take()
-                word, answer = m.decode(taken.kind, taken.body, taken.buffers)
-                if word == TROUBLE:
-                    raise GraphClosedError(answer)
+                self._hear(member)
+            if line.answers:
                 line.answered += 1
-                return answer
+                return line.answers.popleft()
+            trouble = self._trouble
+            if trouble is not None:  # a new object: the traceback of one that is kept would keep this wiring
+                raise type(trouble)(trouble.message, **trouble.fields)
             if member in self._dead:
-                raise self._died(member)
+                raise self.died(member)
             if left is not None and left <= 0:
                 raise GraphTimeoutError(
                     f"{self.hellos[member - 1].who} did not answer within {deadline.timeout_s} s: a method runs there"
                 )
 
-    def trouble(self) -> GraphError | None:
-        """What an actor has said unasked: that its lane cannot go on with this graph."""
-        if not self._asking.acquire(blocking=False):
-            return None
-        try:
-            for line in self._lines:
-                if line.answered == line.asked and not try_wait(line.reader.full):
-                    taken = line.reader.take()
-                    return GraphClosedError(m.decode(taken.kind, taken.body, taken.buffers)[1])
-        finally:
-            self._asking.release()
-        return None
+    def _hear(self, member: int) -> None:
+        """Read one message of a member's line; only after one was taken from its semaphore."""
+        line = self._lines[member - 1]
+        with self._hearing:
+            self.heard += 1
+            taken = line.reader.take()
+            if taken.kind == m.ERROR:
+                execution, body = pickle.loads(taken.body)
+                self._told(execution, body)
+                return
+            word, answer = m.decode(taken.kind, taken.body, taken.buffers)
+            if word == TROUBLE:
+                self._trouble = self._trouble or GraphClosedError(answer)
+            elif word == EXITED:
+                self._trouble = self._trouble or self.died(member)
+            else:
+                line.answers.append(answer)
 
-    def tell_to_wake(self, pid: int, fd: int) -> str | None:
-        """Have all actors that send to the driver write to that eventfd too; the reason if one of them cannot. For
-        those of other hosts the thread that receives their messages does it."""
-        near = {
-            edge
-            for edge in self.readers
-            if self.routes.edges[edge].readers_beside(DRIVER) is self.routes.edges[edge].local
-        }
-        for member in sorted({self.plan.edges[edge].writer for edge in near}):
-            try:
-                refused: str | None = self.ask(member, "wake", pid, fd, timeout_s=1.0)
-            except GraphError as error:  # busy with another graph, or dead already
-                refused = str(error)
-            if refused is not None:
-                return refused
-        for edge in self.readers.keys() - near:
-            assert self.station is not None
-            self.station.ring_writer(edge).wake_with(os.dup(fd))
-        return None
+    def listen(self, *, to_all: bool = False) -> GraphError | None:
+        """Read what actors have said unasked: failures, which are told, and what ends the graph, which is returned.
+        Does not wait. Whoever waits for an answer of an actor reads the line of that actor, except with `to_all`."""
+        for member, line in enumerate(self._lines, 1):
+            while (to_all or member != self._asked) and not try_wait(line.reader.full):
+                self._hear(member)
+        return self._trouble
+
+    def wake_from_hops(self) -> None:
+        """Have the threads that receive messages from other hosts write to the eventfd, as actors of this host do."""
+        for edge in self.readers:
+            route = self.routes.edges[edge]
+            if route.readers_beside(DRIVER) is not route.local:
+                assert self.station is not None
+                self.station.ring_writer(edge).wake_with(os.dup(self.wake_fd))
 
     def channels(self) -> dict[int, list[tuple[str, str]]]:
         """For each edge its kind of channel and what there is to say of it, for `show` and `draw`."""
@@ -191,12 +227,14 @@ class Wiring:
 
     # Deaths
 
-    def watch(self, fail: Callable[[GraphError], None]) -> None:
-        """Call `fail` when an actor of the graph has died, or a connection between two hosts is lost."""
+    def watch(self, fail: Callable[[GraphError], None], told: Callable[[int, Any], None]) -> None:
+        """Call `fail` when an actor of the graph has died, or a connection between two hosts is lost; call `told` with
+        the number of an execution and a pickled error when a call of it has failed. From any thread."""
+        self._told = told
 
         def ended(member: int) -> None:
             self._dead.add(member)
-            fail(self._died(member))
+            fail(self.died(member))
 
         for member in range(1, len(self.plan.members)):
             if self.routes.lines[member - 1].control.relays:
@@ -207,9 +245,30 @@ class Wiring:
             except ProcessLookupError:
                 ended(member)
         if self.station is not None:
-            self.station.listen(ended, lambda text: fail(GraphTimeoutError(f"{text}. Compile the graph again")))
+            self.station.listen(ended, lambda text: fail(GraphTimeoutError(f"{text}. Compile the graph again")), told)
 
-    def _died(self, member: int) -> GraphActorDiedError:
+    def lost(self, member: int) -> GraphError:
+        """The error for a message whose memory could not be opened any more. As a rule its sender has been killed, and
+        its files are closed a moment before its process has ended."""
+        trouble = self.listen()
+        if trouble is not None:
+            return trouble
+        mine, place = here(), self.hellos[member - 1].place
+        deadline = Deadline(ENDS_WITHIN_S)
+        while member and place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
+            if deadline.left_s() == 0:
+                break
+            time.sleep(0.005)
+        else:
+            if member:
+                return self.died(member)
+        return GraphClosedError(
+            f"{self.plan.members[member]} has sent a value whose memory cannot be opened, although the process lives: "
+            "it has left the graph, or closed its /proc entries to this user. Compile the graph again"
+        )
+
+    def died(self, member: int) -> GraphActorDiedError:
+        """The error for the end of a member."""
         who = self.hellos[member - 1].who
         return GraphActorDiedError(
             f"{who} ended, and with it the graph: its other actors live on. Ask Ray why "
@@ -222,7 +281,7 @@ class Wiring:
     def disown(self) -> None:
         """In a forked child: it tells the actors nothing, now or at its end."""
         self._closed = True
-        self._asking = threading.Lock()
+        self._asking, self._hearing = threading.Lock(), threading.Lock()
 
     def close(self, timeout_s: float) -> None:
         """Tell the actors to leave; wait until they have, or have died, or the time is over (0: without
@@ -251,6 +310,7 @@ class Wiring:
                     continue
         for watch in self._watched:
             watch.forget()
+        self._watched.clear()  # they refer to this wiring, which holds the actors: it is freed now
         if self.station is not None:
             self.station.close(min(timeout_s, JOIN_S))
 
@@ -272,20 +332,30 @@ def wire(
     builder = Builder(
         wiring, max_inflight=max_inflight, timeout_s=timeout_s, max_lent_bytes=max_lent_bytes, exclusive=exclusive
     )
-    builder.make_rings()
-    postings = builder.postings()
+    postings: dict[int, Posting] = {}
     try:
+        builder.make_rings()
+        postings = builder.postings()
         if postings:
             builder.post(postings.pop(DRIVER))
             calls = {member: (residence.post, builder.graph, posting) for member, posting in postings.items()}
             builder.posted(_call(plan, actors, calls, deadline))
         builder.open_own(deadline)
         programs = enumerate(builder.programs(), 1)
-        _call(plan, actors, {member: (residence.enter, program) for member, program in programs}, deadline)
-    except BaseException:
+        entering = {member: (residence.enter, program) for member, program in programs}
+        refused = _call(plan, actors, entering, deadline)
+        wiring.wake_refused = next(filter(None, refused.values()), None)
+        wiring.wake_from_hops()
+    except BaseException as error:
         wiring.close(0.0)
+        os.close(wiring.wake_fd)
         for member in postings:
             actors[member - 1].__ray_call__.remote(residence.abandon, builder.graph)
+        if isinstance(error, OSError) and not isinstance(error, GraphError):
+            raise GraphPlanError(
+                f"cannot make the channels of {len(plan.edges)} edges with {max_inflight} slots each: {error}. Lower "
+                "max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared memory)"
+            ) from error
         raise
     finally:
         builder.close_descriptors()

@@ -18,6 +18,7 @@ def from_ray(node: Any) -> Any:
     that have no counterpart (functions, collectives). Each actor's calls run in the order in which they were bound."""
     translation = _Translation()
     found = translation.convert(node)
+    translation.convert_leaves()
     translation.number()
     return found
 
@@ -39,6 +40,23 @@ class _Translation:
         numbers = sorted(call.number for call in calls.values())
         for number, key in zip(numbers, graphlib.TopologicalSorter(needs).static_order(), strict=True):
             calls[key].number = number
+
+    def convert_leaves(self) -> None:
+        """Calls that use what the output is made from, and that no output needs, are part of the graph too."""
+        met: set[int] = set()
+        waiting = list(self._kept)
+        while waiting:
+            node = waiting.pop()
+            if id(node) in met:
+                continue
+            met.add(id(node))
+            for user in _ray.dag_users(node):
+                seen = _ray.dag_node(user)
+                if seen is not None and seen[0] == "call":
+                    self.convert(user)
+                    waiting.append(user)
+                elif seen is not None and seen[0] in ("attribute", "output"):
+                    waiting.append(user)
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -68,7 +86,7 @@ class _Translation:
             return call
         if kind == "output":
             call, index = parts
-            return nodes.ItemNode(self.convert(call), "item", index)
+            return nodes.ItemNode(self.convert(call), "return", index)
         if kind == "multiple":
             return nodes.MultiOutputNode([self.convert(item) for item in parts[0]])
         raise GraphPlanError(

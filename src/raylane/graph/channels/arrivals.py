@@ -19,19 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raylane.errors import GraphError
+from raylane.errors import GraphError, ProtocolError
 from raylane.graph import message as m
 from raylane.graph.channels import frames
 from raylane.graph.channels.frames import FrameReader, Head
 from raylane.graph.channels.hop import FanWriter, keep_alive
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.ring import LEND_FROM_BYTES, RingWriter
+from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
 from raylane.graph.message import Message
 from raylane.transport import wire
 
 log = logging.getLogger("raylane.graph")
 
 JOIN_S = 2.0
+MAX_TOLD_BYTES = (1 << 17) - 1
+"""Of one alarm or failure: below `frames.JOIN_BELOW_BYTES`, so that whoever tells it does not wait for a receipt."""
 
 
 @dataclass
@@ -46,16 +48,25 @@ class Inbound:
     """All connections, one after the other, from one member at one level."""
 
     def __init__(
-        self, name: str, arrivals: dict[int, Arrival], pool: LeasePool, alarm: int, alarmed: Callable[[str], None]
+        self,
+        name: str,
+        arrivals: dict[int, Arrival],
+        pool: LeasePool,
+        alarm: int,
+        alarmed: Callable[[str], None],
+        failed: Callable[[bytes], None],
     ) -> None:
         self.name = name
         self.pool = pool
         self._arrivals = arrivals
         self._alarm = alarm
-        """The channel of it, whose messages are text for `alarmed`."""
+        """The channel of it, whose messages are text for `alarmed`, or (kind ERROR) for `failed`."""
         self._alarmed = alarmed
+        self._failed = failed
         self._lock = threading.RLock()  # guards _socket, _thread and _closed; a finalizer may `close`
         self._socket: socket.socket | None = None
+        self._next: socket.socket | None = None
+        """The connection to serve after this one. A newer one takes its place: a peer has one at a time."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._expected: dict[int, int] = {}
@@ -67,12 +78,13 @@ class Inbound:
             if self._closed:
                 sock.close()
                 return
-            before, broken = self._thread, self._socket
-            self._socket = sock
-            self._thread = threading.Thread(
-                target=self._serve, args=(sock, before, broken), name="raylane-hop", daemon=True
-            )
-            self._thread.start()
+            skipped, self._next = self._next, sock
+            if skipped is not None:
+                skipped.close()
+            _shut(self._socket)  # its thread may be waiting for memory, at most for the graph's timeout
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve_all, name="raylane-hop", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """End the connection; the thread ends by itself."""
@@ -80,6 +92,9 @@ class Inbound:
             self._closed = True
             self.pool.closed = True
             sock = self._socket
+            skipped, self._next = self._next, None
+            if skipped is not None:
+                skipped.close()
         _shut(sock)
 
     def join(self, timeout_s: float) -> None:
@@ -87,11 +102,18 @@ class Inbound:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _serve(self, sock: socket.socket, before: threading.Thread | None, broken: socket.socket | None) -> None:
+    def _serve_all(self) -> None:
+        while True:
+            with self._lock:
+                sock, self._next = self._next, None
+                self._socket = sock
+                if sock is None:
+                    self._thread = None
+                    return
+            self._serve(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
         try:
-            if before is not None:
-                _shut(broken)
-                before.join()  # it may be waiting for memory, at most for the graph's timeout
             if sock.family != socket.AF_UNIX:
                 keep_alive(sock)
             sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
@@ -104,35 +126,48 @@ class Inbound:
         except Exception as error:  # a defect of ours: the graph cannot go on
             if not self._closed:
                 log.exception("%s", self.name)
-                self._alarmed(f"{self.name}: {type(error).__name__}: {error}")
+                self._alarmed(f"{self.name}: {m.shown(error)}")
         finally:
             with self._lock:  # not while `close` may use its number
-                if self._socket is sock:
-                    self._socket = None
+                self._socket = None
                 sock.close()
 
     def _receive(self, sock: socket.socket, reader: FrameReader, head: Head) -> None:
+        if head.buffers > m.MAX_BUFFERS or head.kind not in m.KINDS:
+            raise ProtocolError(
+                f"a frame of kind {head.kind} with {head.buffers} buffers; at most {m.MAX_BUFFERS} are allowed"
+            )
         sizes = frames.sizes_of(reader.exactly(8 * head.buffers), head.buffers) if head.buffers else ()
         expected = self._expected.get(head.channel, 0)
         if head.sequence < expected:  # sent again, and here already
             _skip(reader, sum(sizes) + head.body)
             self._confirm(sock, head)
             return
-        if head.sequence > expected:
-            raise AssertionError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
         if head.channel == self._alarm:
-            text = reader.exactly(head.body).decode()
-            self._expected[head.channel] = head.sequence + 1
-            self._alarmed(text)
+            self._receive_told(reader, head)
             return
-        arrival = self._arrivals[head.channel]
-        flags = head.flags & ~frames.RECEIPT
+        if head.sequence > expected:
+            raise ProtocolError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
+        arrival = self._arrivals.get(head.channel)
+        if arrival is None:
+            raise ProtocolError(f"a message of channel {head.channel}, which does not arrive here")
+        flags = head.flags & WAKE
         if not sizes and head.body < LEND_FROM_BYTES:  # fits into a slot
             message = Message(head.kind, reader.exactly(head.body))
             self._expected[head.channel] = head.sequence + 1
             self._hand_over(arrival, head.sequence, message, flags)
         else:
             self._receive_large(sock, reader, head, sizes, arrival, flags)
+
+    def _receive_told(self, reader: FrameReader, head: Head) -> None:
+        if head.body > MAX_TOLD_BYTES:
+            raise ProtocolError(f"an alarm of {head.body} bytes; at most {MAX_TOLD_BYTES} are allowed")
+        data = reader.exactly(head.body)
+        self._expected[head.channel] = head.sequence + 1
+        if head.kind == m.ERROR:
+            self._failed(data)
+        else:
+            self._alarmed(data.decode(errors="replace"))
 
     def _receive_large(
         self, sock: socket.socket, reader: FrameReader, head: Head, sizes: tuple[int, ...], arrival: Arrival, flags: int

@@ -316,8 +316,12 @@ class FanWriter:
         if self._ring is None:
             self._hop_bytes += message.nbytes
         else:
-            self._ring.write(sequence, message, flags)
+            self._ring.write(sequence, message, flags)  # may raise NoRoom: then nothing was sent over a hop either
         self.forward(sequence, message, flags)
+
+    def lends(self, message: Message) -> int:
+        """See `RingWriter.lends`. What goes over hops is sent from where it lies."""
+        return 0 if self._ring is None else self._ring.lends(message)
 
     def forward(self, sequence: int, message: Message, flags: int) -> None:
         """Over the hops alone. All are given the message before the first is waited for."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import errno
 import itertools
 import os
 import threading
@@ -40,7 +41,8 @@ MAX_MAPPED = 64
 KEPT_OPEN = 64
 """When more segments are lent, those that all readers have mapped go without a descriptor: arrays may be kept for ever,
 and `ulimit -n` is 1024 in many places. Their segments are not lent again."""
-_LOOK_EVERY_S = 0.01
+LOOK_EVERY_S = 0.01
+"""Seconds between two looks for memory that has come back: readers post no doorbell for it."""
 _ASKED = 16
 """Segments that each `lend` asks whether they have come back, in turn: readers may keep thousands. So at most one
 segment in this many has come back unnoticed, except where room is short: then all are asked."""
@@ -59,6 +61,18 @@ class Reserved(NamedTuple):
 
     descriptor: Descriptor
     parts: list[memoryview]
+
+
+class NoRoom(Exception):
+    """Raised by a pool that does not wait: readers keep too much memory at the moment. Nothing was lent."""
+
+    def __init__(self, complaint: str) -> None:
+        super().__init__(complaint)
+        self.complaint = complaint
+
+
+class SegmentGone(FileNotFoundError):
+    """Raised for a message whose memory is not there any more: the process that lent it has ended or left the graph."""
 
 
 class _Lent:
@@ -82,8 +96,17 @@ class _Lent:
 class LeasePool:
     """What one process lends along the edges of one graph. One thread at a time, except `lent_bytes` and `close`."""
 
-    def __init__(self, limit_bytes: int, timeout_s: float | None = None, read_within: int | None = None) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        timeout_s: float | None = None,
+        read_within: int | None = None,
+        *,
+        waits: bool = True,
+    ) -> None:
+        """With `waits=False`, for a thread that has other things to do, `lend` raises NoRoom instead of waiting."""
         self.limit_bytes = limit_bytes
+        self.waits = waits
         self.timeout_s = timeout_s
         """How long `lend` waits for readers to let go."""
         self.read_within = read_within
@@ -102,7 +125,7 @@ class LeasePool:
         """Copy these buffers into a segment for that many readers (their names are for messages).
 
         Waits while more than `limit_bytes` are lent. GraphTimeoutError then names who holds them; GraphValueError if
-        the message alone is above the limit.
+        the message alone is above the limit. A pool that does not wait raises NoRoom: call again later.
         """
         views = [memoryview(part).cast("B") for part in parts]
         reserved = self.reserve([view.nbytes for view in views], readers)
@@ -125,6 +148,14 @@ class LeasePool:
         self._lent_bytes += lent.capacity
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
         return Reserved(Descriptor(lent.segment.path, lent.number, tuple(sizes)), parts)
+
+    def has_room(self, capacities: Sequence[int]) -> bool:
+        """Return True if messages of these sizes could be lent now without a wait (or would be refused at once)."""
+        wanted = sum(size_class(max(capacity, 1)) for capacity in capacities)
+        if self.closed or wanted > self.limit_bytes or self._lent_bytes + wanted <= self.limit_bytes:
+            return True
+        self._settle(self._lent_count())
+        return self._lent_bytes + wanted <= self.limit_bytes
 
     def cancel(self, reserved: Reserved) -> None:
         """Nobody will be told of that memory."""
@@ -155,6 +186,8 @@ class LeasePool:
             if self._lent_bytes + capacity <= self.limit_bytes or self.closed:
                 return self._make(capacity)
             if not self._settle(self._lent_count()):
+                if not self.waits:
+                    raise NoRoom(self._complaint(capacity))
                 deadline = deadline or Deadline(self.timeout_s)
                 self._wait(capacity, deadline)
 
@@ -162,7 +195,7 @@ class LeasePool:
         left = deadline.left_s()
         if left is not None and left <= 0:
             raise GraphTimeoutError(self._complaint(capacity))
-        time.sleep(_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
+        time.sleep(LOOK_EVERY_S if left is None else min(left, LOOK_EVERY_S))
 
     def _make(self, capacity: int) -> _Lent:
         used = self._lent_bytes + sum(idle.capacity for idle in self._idle)
@@ -247,6 +280,8 @@ class LeaseReader:
         """The message's parts, in place. The segment goes back when the last thing made from them is garbage."""
         segment = self._map(descriptor.path, descriptor.number)
         total = segment.nbytes - DATA_AT
+        if total < sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in descriptor.sizes) or total <= 0:
+            raise OSError(errno.EINVAL, f"{descriptor.path} is too small for what is said to lie there")
         memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_AT)
         back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
         back.atexit = False
@@ -264,7 +299,10 @@ class LeaseReader:
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
-                segment = self._mapped[key] = Segment.open(path)
+                try:
+                    segment = self._mapped[key] = Segment.open(path)
+                except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # what /proc says of a zombie
+                    raise SegmentGone(f"{path} cannot be opened any more: {error}") from error
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
             else:

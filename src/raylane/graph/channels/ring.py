@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
+from raylane.graph.channels.lease import ALIGNMENT, MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
 from raylane.graph.message import Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
@@ -52,6 +52,10 @@ class RingSpec(NamedTuple):
     readers: tuple[str, ...]
     """Names of the readers, in the order of their semaphores."""
     slots: int
+    writer: int = 0
+    """Number of the member that writes here: the sender, or the relay of this host."""
+    offset: int = 0
+    """Offset of the ring in its segment, in bytes."""
 
 
 class Taken(NamedTuple):
@@ -68,17 +72,40 @@ class Taken(NamedTuple):
         return len(self.body) + sum(len(buffer) for buffer in self.buffers)
 
 
-def make(readers: Sequence[str], slots: int) -> tuple[RingSpec, Segment]:
+def make(readers: Sequence[str], slots: int, writer: int = 0) -> tuple[RingSpec, Segment]:
     """A new ring. The segment's descriptor stays open for others; `Segment.close_fd` when all have opened it."""
-    if len(readers) > MAX_READERS:
+    ((spec, segment),) = make_all([(readers, slots, writer)])
+    return spec, segment
+
+
+def make_all(rings: Sequence[tuple[Sequence[str], int, int]]) -> list[tuple[RingSpec, Segment]]:
+    """New rings, each of (readers, slots, writer), in one segment: a graph may have more edges than this process may
+    have descriptors. See `make`."""
+    offsets, end = [], 0
+    for readers, slots, _ in rings:
+        if len(readers) > MAX_READERS:
+            raise GraphPlanError(
+                f"{len(readers)} processes of one host read the same value, and {MAX_READERS} can: "
+                "give the others a value of their own, such as a second call's"
+            )
+        offsets.append(end)
+        end += HEADER_BYTES + slots * SLOT_BYTES
+    if not rings:
+        return []
+    segment = Segment.make(end)
+    made = []
+    for (readers, slots, writer), offset in zip(rings, offsets, strict=True):
+        for index in range(len(readers)):
+            semaphore.init(segment.address + offset + index * SEMAPHORE_BYTES)
+        made.append((RingSpec(segment.path, tuple(readers), slots, writer, offset), segment))
+    return made
+
+
+def _check_size(segment: Segment, spec: RingSpec) -> None:
+    if segment.nbytes < spec.offset + HEADER_BYTES + spec.slots * SLOT_BYTES:
         raise GraphPlanError(
-            f"{len(readers)} processes of one host read the same value, and {MAX_READERS} can: "
-            "give the others a value of their own, such as a second call's"
+            f"{spec.path} is too small for {spec.slots} slots: its maker is another version of raylane"
         )
-    segment = Segment.make(HEADER_BYTES + slots * SLOT_BYTES)
-    for index in range(len(readers)):
-        semaphore.init(segment.address + index * SEMAPHORE_BYTES)
-    return RingSpec(segment.path, tuple(readers), slots), segment
 
 
 class RingWriter:
@@ -86,13 +113,15 @@ class RingWriter:
 
     def __init__(self, segment: Segment, spec: RingSpec, bells: Sequence[Segment], pool: LeasePool) -> None:
         """`bells` are the readers' doorbells, in the order of `spec.readers`."""
+        _check_size(segment, spec)
         self._segment = segment
         self._bells = tuple(bells)  # keeps them mapped
         self._memory = segment.view
         self._spec = spec
         self._pool = pool
         self._slots = spec.slots
-        fulls = [segment.address + index * SEMAPHORE_BYTES for index in range(len(spec.readers))]
+        self._begin = spec.offset + HEADER_BYTES
+        fulls = [segment.address + spec.offset + index * SEMAPHORE_BYTES for index in range(len(spec.readers))]
         self._posts = (*fulls, *(bell.address for bell in bells))
         self.wake_fd: int | None = None
         """The eventfd of the driver's asyncio loop, when the driver reads here and has one."""
@@ -100,9 +129,10 @@ class RingWriter:
         """Written in all, for statistics."""
 
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
-        """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors)."""
+        """Hand a message over. Waits only for memory that readers still keep (see `LeasePool.lend`, and its errors).
+        After NoRoom nothing was written: write it again later."""
         kind, body, buffers, _ = message
-        at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
+        at = self._begin + sequence % self._slots * SLOT_BYTES
         size = len(body)
         if not buffers and size <= _ROOM_BYTES:
             memory = self._memory
@@ -117,6 +147,13 @@ class RingWriter:
             post(address)
         if flags & WAKE and self.wake_fd is not None:
             os.eventfd_write(self.wake_fd, 1)
+
+    def lends(self, message: Message) -> int:
+        """Bytes of a message for which memory would be lent; 0 if it goes into a slot."""
+        sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
+        lent = _lent_flags(len(message.body), sizes)
+        parts = [*sizes, len(message.body)] if lent & LENT_BODY else sizes
+        return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in parts) if lent else 0
 
     def wake_with(self, fd: int) -> None:
         """Write to this eventfd from now on for messages that ask for it. It is the ring's to close, when the ring
@@ -137,7 +174,7 @@ class RingWriter:
 
     def write_reserved(self, sequence: int, kind: int, body: bytes, reserved: Reserved, flags: int = 0) -> None:
         """Hand over a message whose memory was reserved and is filled; `body` is empty if it lies there too."""
-        at = HEADER_BYTES + sequence % self._slots * SLOT_BYTES
+        at = self._begin + sequence % self._slots * SLOT_BYTES
         self.bytes += len(body) + sum(reserved.descriptor.sizes)
         place = pickle.dumps(tuple(reserved.descriptor), 5)
         self._fill(at, sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
@@ -146,7 +183,7 @@ class RingWriter:
     def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
         kind, body, buffers, _ = message
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        self.bytes += sum(sizes) + len(body)
+        nbytes = sum(sizes) + len(body)
         parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
         if lent := _lent_flags(len(body), sizes):
             whole = bool(lent & LENT_BODY)
@@ -154,6 +191,7 @@ class RingWriter:
             parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if whole else body
             flags |= lent
         self._fill(at, sequence, kind, parts, body, flags)
+        self.bytes += nbytes
 
     def _fill(self, at: int, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
         sizes = [len(part) for part in parts]
@@ -186,21 +224,24 @@ class RingReader:
     """One reader's end. One thread at a time."""
 
     def __init__(self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader) -> None:
+        _check_size(segment, spec)
         self._segment = segment
         self._memory = segment.memory  # its slices are bytes: one object less than slices of a view
         self._slots = spec.slots
         self._index = index
         self._leases = leases
         self._shared = len(spec.readers) > 1
-        self.full = segment.address + index * SEMAPHORE_BYTES
+        self.writer = spec.writer
+        self._begin = spec.offset + HEADER_BYTES
+        self.full = segment.address + spec.offset + index * SEMAPHORE_BYTES
         """Address of the semaphore: whoever takes one from it must `take` one message."""
         self.sequence = 0
         """Of the next message."""
 
     def take(self) -> Taken:
-        """The next message; only after one was taken from `full`."""
+        """The next message; only after one was taken from `full`. SegmentGone if its memory went with its writer."""
         memory = self._memory
-        at = HEADER_BYTES + self.sequence % self._slots * SLOT_BYTES
+        at = self._begin + self.sequence % self._slots * SLOT_BYTES
         sequence, size, kind, flags, count = _HEAD.unpack_from(memory, at)
         if sequence != self.sequence:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")

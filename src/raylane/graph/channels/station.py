@@ -8,16 +8,18 @@ rings for others to open; `connect` opens the hops.
 from __future__ import annotations
 
 import logging
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph import message as m
 from raylane.graph.channels import ring
-from raylane.graph.channels.arrivals import JOIN_S, Arrival, Inbound
+from raylane.graph.channels.arrivals import JOIN_S, MAX_TOLD_BYTES, Arrival, Inbound
 from raylane.graph.channels.hop import FanWriter, Hop, Refused, Target
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.ring import RingSpec, RingWriter
@@ -53,6 +55,7 @@ class Station:
         """In an actor: the driver's process has ended, or it has given the graph up."""
         self.on_gone: Callable[[int], None] | None = None
         self.on_alarm: Callable[[str], None] | None = None
+        self.on_failure: Callable[[int, Any], None] | None = None
         self._lock = threading.RLock()  # guards on_gone, on_alarm and the three below; a finalizer may `close`
         self._gone: list[int] = []
         """Who is gone, until `listen` is called; what was alarming, likewise."""
@@ -73,8 +76,8 @@ class Station:
     def post(self, posting: Posting) -> dict[int, RingSpec]:
         """Make this process's rings and expect connections. Returns the rings by channel."""
         self._pools = {peer: self._pool() for peer in posting.peers}
-        for order in posting.rings:
-            self.rings[order.channel] = ring.make(order.readers, order.slots)
+        made = ring.make_all([(order.readers, order.slots, self.directions.member) for order in posting.rings])
+        self.rings |= {order.channel: found for order, found in zip(posting.rings, made, strict=True)}
         for relayed in posting.relayed:
             spec, segment = self._ring(relayed.onward, relayed.channel)
             bells = [open_shared(path, name) for path, name in zip(relayed.onward.bells, spec.readers, strict=True)]
@@ -136,19 +139,22 @@ class Station:
         """The listener's thread brings a connection."""
         with self._lock:
             inbound = self._inbounds.get((member, level))
-            if inbound is None and not self.closing.is_set():
-                pool = self._pools.get((member, level)) or self._pool()
+            pool = self._pools.get((member, level))  # of those that were announced: each costs a thread
+            if inbound is None and pool is not None and not self.closing.is_set():
                 name = f"hop of level {level} from {self.directions.names[member]}"
-                inbound = Inbound(name, self._arrivals, pool, self.directions.alarm, self.alarmed)
+                inbound = Inbound(name, self._arrivals, pool, self.directions.alarm, self.alarmed, self._failed)
                 self._inbounds[member, level] = inbound
         if inbound is None:
             sock.close()
         else:
             inbound.take(sock)
 
-    def listen(self, on_gone: Callable[[int], None], on_alarm: Callable[[str], None]) -> None:
-        """The driver: be told of ends and alarms, those that have been included."""
+    def listen(
+        self, on_gone: Callable[[int], None], on_alarm: Callable[[str], None], on_failure: Callable[[int, Any], None]
+    ) -> None:
+        """The driver: be told of ends and alarms, those that have been included, and of failed executions."""
         with self._lock:
+            self.on_failure = on_failure
             self.on_gone, self.on_alarm = on_gone, on_alarm
             gone, alarms = self._gone, self._alarms
         for member in gone:
@@ -186,19 +192,32 @@ class Station:
         if self.closing.is_set():
             return
         if self.directions.member != DRIVER:
-            hop = self.hops.get((DRIVER, LINES))
-            if hop is None:
+            if not self.tell_driver(Message(m.VALUE, text.encode()[:MAX_TOLD_BYTES])):
                 log.error("%s", text)
-                return
-            with self._alarming:
-                hop.send(self.directions.alarm, self._alarms_sent, Message(m.VALUE, text.encode()), 0, 8)
-                self._alarms_sent += 1
             return
         with self._lock:
             self._alarms.append(text)
             told = self.on_alarm
         if told is not None:
             told(text)
+
+    def tell_driver(self, message: Message) -> bool:
+        """Over the channel for alarms and failures, of which some may be lost: the oldest when a connection breaks, and
+        those that are too large. False without a connection."""
+        hop = self.hops.get((DRIVER, LINES))
+        if hop is None:
+            return False
+        if len(message.body) <= MAX_TOLD_BYTES:
+            with self._alarming:
+                hop.send(self.directions.alarm, self._alarms_sent, message, 0, 8)
+                self._alarms_sent += 1
+        return True
+
+    def _failed(self, data: bytes) -> None:
+        """A member of another host tells the driver that an execution has failed."""
+        told = self.on_failure
+        if told is not None:
+            told(*pickle.loads(data))
 
     def _leave(self) -> None:
         """The driver is gone: nothing here shall wait any more, so that the lane can look up and leave."""
@@ -246,6 +265,6 @@ class Station:
         for _, segment in self.rings.values():
             segment.close_fd()
         # Hops and connections refer to this station: memory is let go now, not when the garbage collector comes.
-        self.on_gone = self.on_alarm = None
+        self.on_gone = self.on_alarm = self.on_failure = None
         for part in (self.hops, self.rings, self._arrivals, self._pools, self._onward):
             part.clear()
