@@ -11,7 +11,7 @@ from raylane.cli.doctor import Finding, healthy, report
 def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     command = [sys.executable, "-m", "raylane", "doctor", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = [Finding(**finding) for finding in json.loads(out.read_text())["findings"]]
     between = [f for f in findings if f.reader != "itself"]

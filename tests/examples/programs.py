@@ -17,7 +17,7 @@ def output_of(name: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=540,
         check=False,
         env=os.environ,
     )

@@ -357,7 +357,7 @@ FORKING = """
 def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
     namespace, _ = detached
     code = textwrap.dedent(FORKING).format(address=ray.get_runtime_context().gcs_address, namespace=namespace)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr
     assert "this process was forked" in done.stdout
     assert "still 1" in done.stdout

@@ -351,7 +351,7 @@ def test_a_driver_that_ends_or_is_killed_leaves_nothing(tmp_path: Any, end: str,
     script.write_text(DRIVER)
     before = set(os.listdir("/dev/shm"))
     done = subprocess.run(
-        [sys.executable, str(script), end], capture_output=True, text=True, timeout=120, check=False, env=os.environ
+        [sys.executable, str(script), end], capture_output=True, text=True, timeout=540, check=False, env=os.environ
     )
     assert done.returncode == (0 if end == "exit" else -signal.SIGKILL), done.stderr
     pid = int(done.stdout.split()[-1])

@@ -210,5 +210,5 @@ except ConfigError as error:
     print(error)
 """
     environment = {**os.environ, "RAY_ADDRESS": address}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=540)
     assert f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" in done.stdout, done.stderr[-2000:]

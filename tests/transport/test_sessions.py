@@ -48,7 +48,7 @@ def test_a_second_ray_session_in_one_driver_starts_afresh(tmp_path: Path) -> Non
     script = tmp_path / "reinit.py"
     script.write_text(REINIT)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False, env=os.environ
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=540, check=False, env=os.environ
     )
     assert done.returncode == 0, done.stderr
     assert "both sessions" in done.stdout
