@@ -9,6 +9,8 @@ import pytest
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the default warns at every start
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray starts workers at niceness 15: beside three processes that compute, an actor took 100 s to start instead of 3.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session")
