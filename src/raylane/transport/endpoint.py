@@ -84,18 +84,18 @@ class Endpoint:
         with self._lock:
             if self._source is None:
                 vm.allow_readers()
-                name = f"raylane-{secrets.token_hex(16)}"
-                host = _ray.node_ip()
-                self._listener = Listener(
-                    self.store,
-                    self.secret(),
-                    name=name,
-                    host=host,
-                    put_entry=self._put_entry,
-                    session_over=self.over,
-                    streams=self.streams,
-                )
-                source = Source(self.place, _ray.describe_self(), name, self._listener.host, self._listener.port)
+                if self._listener is None:  # else an earlier call failed after this step
+                    self._listener = Listener(
+                        self.store,
+                        self.secret(),
+                        name=f"raylane-{secrets.token_hex(16)}",
+                        host=_ray.node_ip(),
+                        put_entry=self._put_entry,
+                        session_over=self.over,
+                        streams=self.streams,
+                    )
+                found = self._listener
+                source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
                 actor = _ray.current_actor_id()
                 if actor is not None:
                     self._forget_dead_actors()
