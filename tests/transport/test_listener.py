@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
+import resource
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -335,3 +338,48 @@ def test_lifetimes_without_threads_are_tried_again(no_threads: pytest.MonkeyPatc
         with pytest.raises(RuntimeError, match="new thread"):
             keeper._out_of_scope(b"actor", object(), b"")
     keeper.close()
+
+
+@contextlib.contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """Leave this process so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(free):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_listener_without_descriptors_accepts_again_later(server: Server, eventually: Any) -> None:
+    clients = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)]
+    addresses = ["\0" + server.name, ("127.0.0.1", server.listener.port)]
+    held = threading.Event()
+    server.listener._done.append(lambda: held.wait(10))  # both sockets are announced at once
+    server.listener.nudge()
+    with few_descriptors(0):
+        for client, address in zip(clients, addresses, strict=True):
+            client.connect(address)
+        held.set()
+        eventually(lambda: server.listener._deaf_until)
+    eventually(lambda: server.listener.strangers() == 2)
+    assert server.serves()
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("free", range(4))
+def test_listener_that_cannot_start_leaves_no_descriptor(free: int) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+        Server()
+    assert len(os.listdir("/proc/self/fd")) == before

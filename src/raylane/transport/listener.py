@@ -110,20 +110,24 @@ class Listener:
         self._closing = False
         self._deaf_until = 0.0
         """When to accept again after running out of descriptors; 0 while accepting."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.name = name
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unix.bind("\0" + name)
-        self._tcp = socket.create_server((host, 0), backlog=512)
-        self._unix.listen(512)
-        self.host, self.port = self._tcp.getsockname()[:2]
-        for sock in (self._unix, self._tcp):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._selector.close)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._unix.bind("\0" + name)
+            self._tcp = undo.enter_context(socket.create_server((host, 0), backlog=512))
+            self._unix.listen(512)
+            self.host, self.port = self._tcp.getsockname()[:2]
+            for sock in (self._unix, self._tcp):
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+            self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # the thread closes them
         _listening.add(self)
-        self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Stop and join (within seconds). Links are closed, which is how peers learn of it."""
@@ -223,6 +227,8 @@ class Listener:
 
     def _turn_deaf(self) -> None:
         """Accept nobody for a while; those who are linked are served."""
+        if self._deaf_until:  # the other socket's peer was announced with this one's
+            return
         for sock in (self._unix, self._tcp):
             self._selector.unregister(sock)
         self._deaf_until = time.monotonic() + DEAF_S
