@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from raylane.core.deadline import Deadline, default_timeout_s
@@ -31,3 +33,8 @@ def test_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "soon")
     with pytest.raises(ValueError, match="soon"):
         default_timeout_s()
+
+
+@pytest.mark.parametrize("long_s", [sys.maxsize, 1e10, 1e300, float("inf")])
+def test_timeout_too_long_for_system_waits_is_no_limit(long_s: float) -> None:
+    assert Deadline(long_s).left_s() is None

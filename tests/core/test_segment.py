@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from raylane.core import vm
 from raylane.core.segment import (
     HUGE_FROM_BYTES,
     HUGE_PAGE,
@@ -120,3 +121,22 @@ def test_a_segment_is_private_to_each_reader_and_sealed() -> None:
         os.ftruncate(fd, 10)
     os.close(fd)
     assert bytes(two[1:4]) == b"\x01\x02\x03"
+
+
+def test_headers_stay_readable_after_their_store_has_gone() -> None:
+    slots = HeaderSlots()
+    slot, address, nonce = slots.open()
+    assert ctypes.c_uint64.from_address(address).value == nonce
+    slots.close(slot)
+    del slots
+    gc.collect()
+    found = ctypes.create_string_buffer(b"x" * HeaderSlots.SIZE, HeaderSlots.SIZE)
+    vm.read(os.getpid(), [(address, address_of(found), HeaderSlots.SIZE)])
+    assert found.raw == bytes(HeaderSlots.SIZE)
+
+
+def test_failed_allocation_counts_no_bytes_as_used() -> None:
+    pool = BufferPool(1 << 20)
+    with pytest.raises((OSError, OverflowError)):
+        pool.take(1 << 60)
+    assert pool.used_bytes == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from raylane.errors import TensorFreedError
 from raylane.transport import codec
 
 
@@ -251,3 +252,22 @@ def test_values_arrive_where_they_were_whatever_the_default_device_is() -> None:
         back = codec.decode(skeleton, codec.build(layout.specs, blocks))
     assert [tensor.device.type for tensor in back] == ["cpu"] * 3
     assert [tensor.tolist() for tensor in back] == [[0, 1, 2], [], [1, 1]]
+
+
+@pytest.mark.parametrize("left", [0, 40])
+@pytest.mark.parametrize("numel", [1_000, 200_000])
+def test_tensor_without_its_memory_is_not_published(left: int, numel: int) -> None:
+    tensor = torch.ones(numel)
+    values = tensor, tensor[::4], tensor.expand(2, numel)
+    tensor.untyped_storage().resize_(left)
+    for value in values:
+        with pytest.raises(TensorFreedError, match=f"storage holds {left} bytes"):
+            codec.plan([value])
+    codec.plan([tensor[:0]])
+
+
+def test_tensor_within_a_shrunk_storage_is_published() -> None:
+    tensor = torch.arange(1_000.0)
+    first = tensor[:10]
+    tensor.untyped_storage().resize_(40)
+    assert torch.equal(travel(first), torch.arange(10.0))

@@ -40,3 +40,13 @@ def test_threads_are_reused_bounded_and_end(monkeypatch: pytest.MonkeyPatch, eve
     eventually(lambda: alive() == 0)  # type: ignore[operator]
     assert pool.submit(lambda: 1).result(10) == 1
     eventually(lambda: alive() == 0)  # type: ignore[operator]
+
+
+def test_call_submitted_after_close_still_runs() -> None:
+    pool, gate = FetchPool(None, "raylane-fetch"), threading.Event()
+    futures = [pool.submit(lambda: gate.wait(60)) for _ in range(3)]
+    gate.set()
+    assert all(future.result(10) for future in futures)
+    pool.close()
+    assert [pool.submit(lambda i=i: i).result(10) for i in range(5)] == list(range(5))  # type: ignore[misc]
+    pool.close()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import queue
+import resource
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport import listener, wire
+from raylane.transport.lifetime import Anchors, Keeper
 from raylane.transport.link import Link, LinkPool
 from raylane.transport.source import Source
 
@@ -256,3 +261,125 @@ def test_closing_ends_every_link(server: Server) -> None:
     deadline = time.monotonic() + 10
     while threading.active_count() > 1 and any(t.name == "raylane-listener" for t in threading.enumerate()):
         assert time.monotonic() < deadline
+
+
+def test_put_that_fails_is_refused_with_its_cause(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(server.listener, "_put_entry", fail)
+    entry = entry_of(torch.ones(100))
+    server.store.publish(entry)
+    link = server.link()
+    link.send(wire.Put(entry.key))
+    answer = link.receive()
+    assert isinstance(answer, wire.Refusal)
+    assert "no room" in answer.reason
+    link.close()
+    assert server.serves()
+
+
+def test_link_closed_by_its_owner_ends_beside_forked_copies(server: Server, eventually: Any) -> None:
+    link = server.link()
+    assert len(server.listener._peers) == 1
+    copy = link.socket.dup()  # what a forked child holds
+    link.close()
+    eventually(lambda: not server.listener._peers)
+    copy.close()
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The system starts no thread until the patch is undone."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return monkeypatch
+
+
+def test_pool_without_threads_lends_links_and_leaves_nothing(server: Server, no_threads: pytest.MonkeyPatch) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    pool = LinkPool(SECRET, "test", server.source.place)
+    with pool.borrow(server.addresses[0], server.source, Deadline(10)) as link:
+        link.send(wire.Holding())
+        assert link.receive() == wire.Held(0)
+    assert len(pool) == 0
+    pool.close()
+    no_threads.undo()
+    assert server.serves()
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
+
+
+def test_put_without_threads_is_tried_again(server: Server, no_threads: pytest.MonkeyPatch) -> None:
+    entry = entry_of(torch.ones(100))
+    server.store.publish(entry)
+    link = server.link()
+    link.send(wire.Put(entry.key))
+    with pytest.raises(SourceLostError):
+        link.receive()
+    link.close()
+    no_threads.undo()
+    link = server.link()
+    link.send(wire.Put(entry.key))
+    assert isinstance(link.receive(), wire.PutReply)
+    link.close()
+
+
+def test_lifetimes_without_threads_are_tried_again(no_threads: pytest.MonkeyPatch) -> None:
+    anchors = Anchors()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="new thread"):
+            anchors.take()
+    anchors.close()
+    keeper = Keeper(lambda actor, deadline: False, lambda: False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="new thread"):
+            keeper._out_of_scope(b"actor", object(), b"")
+    keeper.close()
+
+
+@contextlib.contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """Leave this process so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(free):
+            os.close(taken.pop())
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_listener_without_descriptors_accepts_again_later(server: Server, eventually: Any) -> None:
+    clients = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)]
+    addresses = ["\0" + server.name, ("127.0.0.1", server.listener.port)]
+    held = threading.Event()
+    server.listener._done.append(lambda: held.wait(10))  # both sockets are announced at once
+    server.listener.nudge()
+    with few_descriptors(0):
+        for client, address in zip(clients, addresses, strict=True):
+            client.connect(address)
+        held.set()
+        eventually(lambda: server.listener._deaf_until)
+    eventually(lambda: server.listener.strangers() == 2)
+    assert server.serves()
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("free", range(4))
+def test_listener_that_cannot_start_leaves_no_descriptor(free: int) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+        Server()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -271,3 +271,23 @@ def test_array_root_is_named_by_its_guards() -> None:
             root.resize(8, refcheck=False)
             assert footprint(array) != then
             assert vm.gather(os.getpid(), ranges) != before
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_strict_read_of_own_columns_brings_what_was_put() -> None:
+    for _ in range(8):  # copies lie in whatever order the allocator gives
+        columns = [torch.randn(NUMEL, 4)[:, 0] for _ in range(6)]
+        ref = raylane.put(columns, on_mutation="error")
+        assert all(map(torch.equal, raylane.get(ref), columns))
+        columns[3].add_(1)
+        with pytest.raises(TensorMutatedError):
+            raylane.get(ref)
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("numel", [1_000, NUMEL])
+def test_put_of_tensor_without_its_memory_raises_freed(numel: int) -> None:
+    tensor = torch.ones(numel)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(TensorFreedError, match="storage holds 0 bytes"):
+        raylane.put({"weights": tensor})

@@ -84,7 +84,17 @@ class TestOnOneSession:
             def nothing(self) -> Any:
                 return None
 
+            @raylane.method(num_returns=2)
+            def items(self) -> Any:
+                return (self.item(i) for i in range(2))
+
+            @raylane.method
+            def item(self, number: int) -> torch.Tensor:
+                return torch.full((50_000,), float(number))
+
         splitter = ray.remote(num_cpus=0)(Splitter).remote()
+        zeros, ones = ray.get(splitter.items.remote())
+        assert (float(zeros.sum()), float(ones.sum())) == (0.0, 50_000.0)
         values, indices = ray.get(splitter.sort.remote())
         assert torch.equal(values, torch.arange(50_000.0))
         assert torch.equal(indices, torch.arange(50_000).flip(0))

@@ -79,3 +79,13 @@ def test_a_write_after_publication_is_known() -> None:
     assert not one.mutated()
     tensor.mul_(2)
     assert one.mutated()
+
+
+def test_tensor_set_to_another_storage_at_one_address_is_moved() -> None:
+    memory = bytearray(4_000)  # stands for memory that was freed and allocated again
+    tensor, other = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
+    one = entry(b"1", tensor)
+    assert one.in_place()
+    tensor.set_(other)
+    assert tensor.data_ptr() == other.data_ptr()
+    assert not one.in_place()

@@ -26,6 +26,11 @@ def default_timeout_s() -> float | None:
     return seconds
 
 
+LONGEST_S = 1e9
+"""About 30 years. A longer timeout is none: `sys.maxsize` is a usual way to say so, and overflows what the system's
+waits take (some 292 years)."""
+
+
 class Deadline:
     """A point on the monotonic clock, or none. `timeout_s` as given is kept for messages."""
 
@@ -35,7 +40,7 @@ class Deadline:
         if timeout_s is not None and not timeout_s >= 0:
             raise ValueError(f"timeout={timeout_s!r}: a timeout is a number of seconds >= 0, or None for no limit")
         self.timeout_s = timeout_s
-        self.at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self.at = math.inf if timeout_s is None or timeout_s > LONGEST_S else time.monotonic() + timeout_s
 
     def left_s(self) -> float | None:
         """Seconds left, never below 0; None when there is no limit. What `socket.settimeout` and `wait` take."""

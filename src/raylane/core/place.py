@@ -43,18 +43,23 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 def start_ticks(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None when there is no such process, or only its zombie."""
+    """When `pid` started, in clock ticks since boot; None when there is no such process, or only its zombie. OSError if
+    that cannot be told, as without a free descriptor."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             fields = stat.read().rpartition(b")")[2].split()  # the command name may hold spaces and brackets
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def alive(place: Place) -> bool:
-    """Whether that very process still runs. Only for a place in this pid namespace."""
-    return start_ticks(place.pid) == place.start_ticks
+    """Return False if that very process has ended; True if it runs, or this one cannot tell. Only for a place in this
+    pid namespace."""
+    try:
+        return start_ticks(place.pid) == place.start_ticks
+    except OSError:
+        return True
 
 
 def known_dead(there: Place, here: Place) -> bool:

@@ -88,7 +88,12 @@ class BufferPool:
                 self.idle_bytes -= capacity
             self.used_bytes += capacity
         if region is None:
-            region = _Region(capacity)
+            try:
+                region = _Region(capacity)
+            except BaseException:
+                with self._lock:
+                    self.used_bytes -= capacity
+                raise
         array = (ctypes.c_char * nbytes).from_buffer(region.mapping, region.base)
         weakref.finalize(array, self._give_back, region).atexit = False
         return array
@@ -126,6 +131,11 @@ class BufferPool:
         return f"BufferPool({self.used_bytes} bytes used, {self.idle_bytes} of {self.max_idle_bytes} idle)"
 
 
+_header_pages: list[mmap.mmap] = []
+"""Of all stores that this process ever had. A reader may come after the session of a store has ended: it must find that
+its value is gone, and its mark must not land in memory of somebody else's."""
+
+
 class HeaderSlots:
     """Words that other processes read to learn whether a value is still there.
 
@@ -154,6 +164,7 @@ class HeaderSlots:
             anchor = ctypes.c_char.from_buffer(page)
             first = len(self._pages) * self._PER_PAGE
             self._pages.append((page, ctypes.addressof(anchor)))
+            _header_pages.append(page)
             self._free.extend(range(first + self._PER_PAGE - 1, first - 1, -1))
         slot = self._free.pop()
         nonce = secrets.randbits(63) | 1

@@ -13,6 +13,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator
+from types import GeneratorType
 from typing import Any
 
 from raylane import _ray
@@ -58,7 +59,15 @@ class Call:
         """What to hand to Ray for the method's result."""
         if _ray.is_canceled():
             return value
+        if isinstance(value, GeneratorType):  # made by a function that is none itself: Ray takes its items one by one
+            return self._items(value)
         return Returned(value, Publication(self.options, anchored=True, streams=self.streams))
+
+    def _items(self, values: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        self.streams = True
+        with self:
+            for value in values:
+                yield self.publish(value)
 
 
 def _is_target(wrapper: Callable[..., Any], name: str) -> bool:

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from raylane import _ray
 from raylane.core.spans import Span, merge, strided_span
+from raylane.errors import TensorFreedError
 
 TENSOR, PARAMETER, ARRAY = 0, 1, 2
 SPARSE_VIEW_FACTOR = 2
@@ -128,6 +129,7 @@ def _plain(leaf: Any) -> Any:
     """A leaf whose bytes mean what they say: on the host, no conjugate or negative bit, no needlessly wide span."""
     if isinstance(leaf, torch.Tensor):
         leaf = leaf.detach()
+        _require_memory(leaf)
         if leaf.is_conj():
             leaf = leaf.resolve_conj()
         if leaf.is_neg():
@@ -153,6 +155,21 @@ def span(leaf: Any) -> Span:
     if isinstance(leaf, torch.Tensor):
         return strided_span(leaf.data_ptr(), leaf.shape, _strides_bytes(leaf), leaf.element_size())
     return strided_span(leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.itemsize)
+
+
+def _require_memory(tensor: torch.Tensor) -> None:
+    """Raise TensorFreedError for a tensor whose storage was freed or made smaller than the tensor: nobody knows what
+    lies where its elements were."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
+        raise TensorFreedError(
+            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot be published: its storage holds "
+            f"{held} bytes, less than its elements take (untyped_storage().resize_, or sharded parameters "
+            "that are not gathered now). Fill it again before it is returned or put"
+        )
 
 
 def _aligned(span: Span, leaf: Any) -> Span:

@@ -19,7 +19,7 @@ from raylane import _ray
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
-from raylane.errors import ProtocolError, SourceLostError, TransportUnavailableError
+from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.lifetime import Anchors, Keeper
@@ -84,24 +84,34 @@ class Endpoint:
         with self._lock:
             if self._source is None:
                 vm.allow_readers()
-                name = f"raylane-{secrets.token_hex(16)}"
-                host = _ray.node_ip()
-                self._listener = Listener(
-                    self.store,
-                    self.secret(),
-                    name=name,
-                    host=host,
-                    put_entry=self._put_entry,
-                    session_over=self.over,
-                    streams=self.streams,
-                )
-                source = Source(self.place, _ray.describe_self(), name, self._listener.host, self._listener.port)
+                if self._listener is None:  # else an earlier call failed after this step
+                    self._listener = self._listen()
+                found = self._listener
+                source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
                 actor = _ray.current_actor_id()
                 if actor is not None:
                     self._forget_dead_actors()
                     _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
                 self._source = source
         return self._source
+
+    def _listen(self) -> Listener:
+        secret, host = self.secret(), _ray.node_ip()
+        try:
+            return Listener(
+                self.store,
+                secret,
+                name=f"raylane-{secrets.token_hex(16)}",
+                host=host,
+                put_entry=self._put_entry,
+                session_over=self.over,
+                streams=self.streams,
+            )
+        except OSError as error:
+            raise TransportError(
+                f"this process cannot listen on {host} for readers of what it publishes: {error.strerror}. Free "
+                "descriptors here (ulimit -n), or look at the node's address",
+            ) from error
 
     def _forget_dead_actors(self) -> None:
         """Delete the entries of this host's actors that have ended without deleting their own (killed ones, and those

@@ -59,14 +59,12 @@ class FetchPool:
             try:
                 task = self._work.get(timeout=IDLE_S)
             except queue.Empty:
+                task = None
+            if task is None:
                 with self._lock:
                     if self._waiting <= 0:
                         continue  # work is on its way to this thread
                     self._waiting -= 1
-                    self._threads -= 1
-                return
-            if task is None:
-                with self._lock:
                     self._threads -= 1
                 return
             future, call = task
@@ -80,7 +78,8 @@ class FetchPool:
                 self._waiting += 1
 
     def close(self) -> None:
-        """End the threads that have no work; the others end after theirs."""
+        """End the threads that have no work; the others end after theirs. What is submitted later runs as well: a call
+        may have found this pool just before its endpoint was closed."""
         with self._lock:
             threads = self._threads
         for _ in range(threads):

@@ -132,10 +132,11 @@ def owners_of(leaf: Any) -> Iterator[Any]:
 
 
 def footprint(leaf: Any) -> tuple[int, ...]:
-    """Return where the memory of a leaf lies now: addresses, and the sizes of what owns it."""
+    """Return where the memory of a leaf lies now: which storage, addresses, and the sizes of what owns it. A storage
+    counts as another one also where it lies at the address of a freed one."""
     if isinstance(leaf, torch.Tensor):
         storage = leaf.untyped_storage()
-        return leaf.data_ptr(), storage.data_ptr(), storage.nbytes()
+        return storage._cdata, leaf.data_ptr(), storage.data_ptr(), storage.nbytes()
     found: list[int] = []
     for owner in owners_of(leaf):
         if isinstance(owner, torch.Tensor):

@@ -37,6 +37,13 @@ ASK_TIMEOUT_S = 5.0
 SESSION_CHECK_S = 2.0
 
 
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    """Return a running daemon thread. RuntimeError if the system starts no more of them; the next call tries again."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
 class Anchors:
     """Spare anchors: after the first few, the return refs of empty tasks, many from each. Whether such a task has run
     yet, or ever does, is of no account; only its refs are used. A ref from `ray.put` does the same and costs 0.5 ms
@@ -59,8 +66,7 @@ class Anchors:
         timeout_s = default_timeout_s()
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._fill, name="raylane-anchors", daemon=True)
-                self._thread.start()
+                self._thread = _started(self._fill, "raylane-anchors")
             self._changed.wait_for(lambda: self._spare or self._closing or self._error, timeout_s)
             error, self._error = self._error, None  # the next call tries again
             if not self._spare:
@@ -132,8 +138,7 @@ class Keeper:
             kept, ended = self._kept.get(actor, (keep, 0))
             self._kept[actor] = kept, ended + 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="raylane-keeper", daemon=True)
-                self._thread.start()
+                self._thread = _started(self._run, "raylane-keeper")
 
     def _run(self) -> None:
         while True:

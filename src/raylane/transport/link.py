@@ -159,6 +159,7 @@ class Link:
         # No lingering: what is still under way is of no use to anybody.
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.socket.shutdown(socket.SHUT_RDWR)  # also for the copies of it that forked children hold
         self.socket.close()
 
 
@@ -234,7 +235,8 @@ class LinkPool:
     def _put_back(self, address: Address, link: Link) -> None:
         with self._lock:
             surplus: Link | None = link
-            with contextlib.suppress(OSError):  # out of descriptors: the link is closed instead of kept
+            # Out of descriptors (OSError) or threads (RuntimeError): the link is closed instead of kept.
+            with contextlib.suppress(OSError, RuntimeError):
                 if not self._closed:
                     epoll = self._epoll or self._start_watching()
                     epoll.register(link.socket.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
@@ -247,11 +249,16 @@ class LinkPool:
 
     def _start_watching(self) -> select.epoll:
         epoll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        epoll.register(self._wake, select.EPOLLIN)
-        self._watcher = threading.Thread(target=self._watch, args=(epoll,), name="raylane-links", daemon=True)
-        self._watcher.start()
-        self._epoll = epoll
+        wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            epoll.register(wake, select.EPOLLIN)
+            watcher = threading.Thread(target=self._watch, args=(epoll,), name="raylane-links", daemon=True)
+            watcher.start()
+        except BaseException:
+            epoll.close()
+            os.close(wake)
+            raise
+        self._wake, self._watcher, self._epoll = wake, watcher, epoll
         return epoll
 
     def _take(self, address: Address) -> Link | None:

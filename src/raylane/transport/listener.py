@@ -42,6 +42,8 @@ SESSION_CHECK_S = 2.0
 DEAF_S = 0.5
 _SEND_BYTES = 4 << 20
 _MAX_PARTS = 256
+_MAX_REASON = 500
+"""Characters of an error that a peer is told."""
 
 PutEntry = Callable[[Entry], "tuple[bytes, bytes, object] | None"]
 """Puts an entry's blocks into Ray's object store; returns (object id, owner address, what keeps it alive), or None if
@@ -108,20 +110,24 @@ class Listener:
         self._closing = False
         self._deaf_until = 0.0
         """When to accept again after running out of descriptors; 0 while accepting."""
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._name = name
-        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._unix.bind("\0" + name)
-        self._tcp = socket.create_server((host, 0), backlog=512)
-        self._unix.listen(512)
-        self.host, self.port = self._tcp.getsockname()[:2]
-        for sock in (self._unix, self._tcp):
-            sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+        self.name = name
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._selector.close)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, self._wake)
+            self._unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._unix.bind("\0" + name)
+            self._tcp = undo.enter_context(socket.create_server((host, 0), backlog=512))
+            self._unix.listen(512)
+            self.host, self.port = self._tcp.getsockname()[:2]
+            for sock in (self._unix, self._tcp):
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
+            self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # the thread closes them
         _listening.add(self)
-        self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
         """Stop and join (within seconds). Links are closed, which is how peers learn of it."""
@@ -196,7 +202,7 @@ class Listener:
                 self._turn_deaf()  # the peer stays in the queue, and would be announced again at once
             return
         sock.setblocking(False)
-        address: wire.Address = self._name
+        address: wire.Address = self.name
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = self.host, self.port
@@ -221,6 +227,8 @@ class Listener:
 
     def _turn_deaf(self) -> None:
         """Accept nobody for a while; those who are linked are served."""
+        if self._deaf_until:  # the other socket's peer was announced with this one's
+            return
         for sock in (self._unix, self._tcp):
             self._selector.unregister(sock)
         self._deaf_until = time.monotonic() + DEAF_S
@@ -266,14 +274,14 @@ class Listener:
             while peer.inbox and not peer.out and not peer.busy and peer.number in self._peers:
                 self._handle(peer, peer.inbox.popleft())
                 self._flush(peer)
+            if peer.number in self._peers:
+                waiting = peer.busy or peer.inbox
+                self._watch(peer, selectors.EVENT_WRITE if peer.out else 0 if waiting else selectors.EVENT_READ)
         except OSError as error:
             self._drop(peer, str(error))
         except Exception:  # a defect of ours costs this peer its link, not every peer the listener
             log.exception("serving link %d", peer.number)
             self._drop(peer, "internal error")
-        if peer.number in self._peers:
-            waiting = peer.busy or peer.inbox
-            self._watch(peer, selectors.EVENT_WRITE if peer.out else 0 if waiting else selectors.EVENT_READ)
 
     def _watch(self, peer: _Peer, events: int) -> None:
         """Register a peer's socket for these events."""
@@ -347,6 +355,8 @@ class Listener:
         self._refuse(peer, reason)
 
     def _refuse(self, peer: _Peer, reason: str) -> None:
+        if peer.number not in self._peers:
+            return
         self._send(peer, wire.Refusal(reason))
         with contextlib.suppress(OSError):
             self._flush(peer)
@@ -399,9 +409,10 @@ class Listener:
         def work() -> None:
             try:
                 put = self._put_entry(entry)
-            except Exception:
+            except Exception as error:
                 log.exception("could not put a value of %d bytes into the object store", entry.nbytes)
-                self._done.append(lambda: self._drop(peer, "object store put failed"))
+                reason = f"object store put failed: {error!r}"[:_MAX_REASON]
+                self._done.append(lambda: self._refuse(peer, reason))
             else:
                 self._done.append(lambda: finish(put))
             self.nudge()
@@ -418,8 +429,9 @@ class Listener:
             self._advance(peer)
 
         if self._putter is None:
-            self._putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
-            self._putter.start()
+            putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
+            putter.start()  # RuntimeError if the system starts no more threads: the next put tries again
+            self._putter = putter
         self._puts.put(work)
 
     def _run_puts(self) -> None:

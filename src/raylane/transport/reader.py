@@ -17,6 +17,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import FrameType
 from typing import Any
 
+import msgspec
+
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.core.segment import bytes_at
@@ -163,10 +165,7 @@ def _redeem_own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -
     if not entry.in_place(leaves_too=True):
         raise moved(ticket)
     if ticket.checksum is not None:
-        now = codec.plan(entry.leaves)
-        if now.specs != ticket.specs:
-            raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
-        _check_content(ticket, [bytes_at(block.start, block.nbytes) for block in now.blocks])
+        _check_own_content(ticket, entry)
     _, by_remote = here.store.mark_read(entry, creator=True)
     if by_remote:
         _warn_shared(ticket)
@@ -177,6 +176,18 @@ def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
     """Raise TensorMutatedError if these are not the bytes that were published, where the ticket can tell."""
     if ticket.checksum is not None and checksum(blocks) != ticket.checksum:
         raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
+
+
+def _check_own_content(ticket: Ticket, entry: Entry) -> None:
+    """`_check_content` for the producer's own objects. What was copied at publication (a column of a matrix) is copied
+    again, to other addresses, so its block may have another number now than in the ticket."""
+    now = codec.plan(entry.leaves)
+    number = {then.block: spec.block for then, spec in zip(ticket.specs, now.specs, strict=True)}
+    renumbered = [msgspec.structs.replace(then, block=number[then.block]) for then in ticket.specs]
+    if renumbered != now.specs or len(now.blocks) != len(ticket.blocks):
+        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
+    blocks = [now.blocks[number[i]] for i in range(len(ticket.blocks))]
+    _check_content(ticket, [bytes_at(block.start, block.nbytes) for block in blocks])
 
 
 def _fetch(here: Endpoint, ticket: Ticket, names: tuple[str, ...], deadline: Deadline, *, last_resort: bool) -> Arrival:

@@ -13,7 +13,7 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import SourceLostError, TransferTimeoutError
+from raylane.errors import SourceLostError, TransferTimeoutError, TransportError
 from raylane.transport import wire
 from raylane.transport.backends.base import Arrival, Backend, Capability, copied
 from raylane.transport.backends.tcp import gone_or_odd
@@ -54,4 +54,10 @@ class ObjectStoreBackend(Backend):
                 del arrays, ref
                 link.send(wire.Done(ticket.key))
                 return Arrival(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
+            if isinstance(answer, wire.Refusal):
+                raise TransportError(
+                    f"{source} could not put {ticket.nbytes} bytes into Ray's object store: {answer.reason!r}. Free "
+                    "memory there, or take another transport",
+                    source=source.label,
+                )
         raise gone_or_odd(answer, source, ticket)
