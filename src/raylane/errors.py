@@ -133,8 +133,8 @@ class GraphTimeoutError(GraphError, TimeoutError):
 
 
 class GraphFullError(GraphError):
-    """`execute_nowait` while `max_inflight` executions are under way, no memory is left for the input, or another thread
-    is handing one over. Get a result, drop arrays that are kept, or call `execute`, which waits."""
+    """`execute_nowait` while `max_inflight` executions are under way, no memory is left for the input, or another
+    thread is handing one over. Get a result, drop arrays that are kept, or call `execute`, which waits."""
 
 
 class GraphClosedError(GraphError):
