@@ -11,7 +11,6 @@ import pickle
 import re
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -594,11 +593,3 @@ def test_a_chain_of_causes_is_no_obstacle() -> None:
     error.__cause__ = KeyError("inner")
     error.__context__ = Two(1, "context")
     assert str(received(error)) == "outer"
-
-
-def test_strided_nested_tensor_travels_along_an_edge(encoder: Encoder) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls them a prototype
-        nested = torch.nested.nested_tensor([torch.ones(3), torch.zeros(2)])
-    found = arrive(encoder.encode({"nested": nested}))
-    assert [part.tolist() for part in found["nested"].unbind()] == [[1, 1, 1], [0, 0]]

@@ -56,6 +56,13 @@ def test_tensors_of_every_kind(workers: list[Any], graph: Compile, dtype: torch.
     assert torch.equal(sent.to(torch.float32), got.to(torch.float32))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strided_nested_tensor_travels_along_an_edge(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    found = g.execute({"nested": torch.nested.nested_tensor([torch.ones(3), torch.zeros(2)])}).get()
+    assert [part.tolist() for part in found["nested"].unbind()] == [[1, 1, 1], [0, 0]]
+
+
 def test_sharing_gradients_and_containers_survive(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[1].echo, raylane.bind(workers[0].echo, x)))
     base = torch.arange(float(LARGE))
