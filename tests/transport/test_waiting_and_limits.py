@@ -150,7 +150,7 @@ def test_get_async_that_is_cancelled_leaves_no_thread(eventually: Any) -> None:
             await raylane.get_async(never, timeout=0.05)
 
     asyncio.run(main())
-    eventually(lambda: endpoint().getters().busy == 0)
+    eventually(lambda: endpoint().getters.busy == 0)
     ray.get(maker.open.remote())
 
 

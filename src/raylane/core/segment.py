@@ -132,8 +132,8 @@ class BufferPool:
 
 
 _header_pages: list[mmap.mmap] = []
-"""Of all stores that this process ever had. A reader may come after the session of a store has ended: it must find that
-its value is gone, and its mark must not land in memory of somebody else's."""
+"""Header pages of all stores that this process ever had. A reader may come after the session of a store has ended: it
+must find that its value is gone, and its mark must not land in memory of somebody else's."""
 
 
 class HeaderSlots:

@@ -51,7 +51,7 @@ class InlineGraph:
         self._end: GraphError | None = None
         """Why there are no more executions."""
         self._running: GraphResult
-        """Of the execution that runs."""
+        """Result of the execution that runs."""
         self._loop: _Loop | None = None
         """Where coroutine methods run; made for the first of them."""
         self._bytes = [0] * len(plan.edges)

@@ -28,8 +28,8 @@ __all__ = ["evaluate", "gather", "is_mutable", "mean", "renewed", "select", "spl
 
 
 def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = None) -> Any:
-    """What an expression stands for; `values[index]` is the value with this index. Containers among constants are made
-    anew, and what they contain is not copied; `made` holds those of the same call, so that what is one object in
+    """Return the value of an expression; `values[index]` is the value with this index. Containers among constants are
+    made anew, and what they contain is not copied; `made` holds those of the same call, so that what is one object in
     several arguments stays one."""
     kind = type(expression)
     if kind is Ref:

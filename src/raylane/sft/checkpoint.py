@@ -159,7 +159,7 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def find(settings: CheckpointingConfig) -> Saved | None:
-    """What `checkpointing.resume` names; None for "never", and for "auto" when there is no complete checkpoint.
+    """Return the checkpoint that `checkpointing.resume` names; None for "never", and for "auto" without a complete one.
 
     With "auto" damaged checkpoints are put aside (see `put_aside`), with a warning, and the newest whole one is taken;
     CheckpointDamagedError when there are only damaged ones, which then stay where they are.

@@ -1,4 +1,4 @@
-"""What may be pasted from a NeMo-RL configuration although it is spelled otherwise here, or means nothing here.
+"""Reading of pasted NeMo-RL configurations: keys that are spelled otherwise here, or have no effect here.
 
 `interpolate` resolves `${a.b}` in a plain document; `understand` translates spellings and takes out keys whose value
 asks for nothing. Whatever asks for something that raylane does not do stays in, and is refused as an unknown key
@@ -149,12 +149,7 @@ _DATASETS = (None, "openai_format", "OpenAIFormatDataset")
 def understand(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the document in this project's words, and the keys that were left out because they have no effect."""
     plain = copy.deepcopy(dict(document))
-    left_out = []
-    for key, asks_nothing in _WITHOUT_EFFECT.items():
-        section, name = _section(plain, key)
-        if section is not None and name in section and asks_nothing(section[name]):
-            del section[name]
-            left_out.append(key)
+    left_out = _take_out(plain, _WITHOUT_EFFECT)
     for key, spellings in _SPELLINGS.items():
         section, name = _section(plain, key)
         if section is not None and isinstance(section.get(name), str):
@@ -172,6 +167,17 @@ def _section(document: dict[str, Any], key: str) -> tuple[dict[str, Any] | None,
     return (here if isinstance(here, dict) else None), name
 
 
+def _take_out(document: dict[str, Any], keys: Mapping[str, Callable[[Any], bool]]) -> list[str]:
+    """Delete the keys whose value passes the test beside them; returns those keys."""
+    left_out = []
+    for key, passes in keys.items():
+        section, name = _section(document, key)
+        if section is not None and name in section and passes(section[name]):
+            del section[name]
+            left_out.append(key)
+    return left_out
+
+
 def _lengths(document: dict[str, Any]) -> list[str]:
     """Take out lengths that say once more what policy.max_total_sequence_length says."""
     policy = document.get("policy")
@@ -186,13 +192,7 @@ def _lengths(document: dict[str, Any]) -> list[str]:
             isinstance(value, int) and value > 0 and length % value == 0
         ),
     }
-    left_out = []
-    for key, agrees in same.items():
-        section, name = _section(document, key)
-        if section is not None and name in section and agrees(section[name]):
-            del section[name]
-            left_out.append(key)
-    return left_out
+    return _take_out(document, same)
 
 
 def _data_sets(document: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def worker_options(config: RunConfig) -> WorkerOptions:
-    """What each worker asks of Ray: its CPUs (as threads too), a GPU if the nodes lend any, and its node."""
+    """Return what each worker requests from Ray: CPUs (as threads too), a GPU if the nodes lend any, and its node."""
     cluster = config.cluster
     return WorkerOptions(
         num_cpus=cluster.cpus_per_worker,

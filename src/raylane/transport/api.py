@@ -20,7 +20,7 @@ from raylane.transport.publish import Publication, Returned
 from raylane.transport.reader import Pending, collect, redeem
 
 ABANDONED_AFTER_S = 2.0
-"""How often a thread that waits for a coroutine looks whether the coroutine was cancelled."""
+"""Interval at which a thread that waits for a coroutine checks if the coroutine was cancelled."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -192,7 +192,7 @@ async def get_async(
                 if last or abandoned.is_set():
                     raise
 
-    future = endpoint().getters().submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned))
+    future = endpoint().getters.submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned))
     try:
         return await asyncio.wrap_future(future)
     finally:

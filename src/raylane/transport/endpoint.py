@@ -62,8 +62,10 @@ class Endpoint:
         self._keeper: Keeper | None = None
         self._anchors: Anchors | None = None
         self._links: LinkPool | None = None
-        self._fetchers: FetchPool | None = None
-        self._getters: FetchPool | None = None
+        self.fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
+        """Threads that fetch several values at once; none runs before the first fetch."""
+        self.getters = FetchPool(None, "raylane-get")
+        """Threads that wait for producing calls on behalf of coroutines: one for each call of `get_async`."""
 
     def over(self) -> bool:
         """Whether the session this was made for has ended."""
@@ -142,22 +144,6 @@ class Endpoint:
                     self._links = LinkPool(self.secret(), _ray.describe_self(), self.place)
         return self._links
 
-    def fetchers(self) -> FetchPool:
-        """Threads that fetch several values at once."""
-        if self._fetchers is None:
-            with self._lock:
-                if self._fetchers is None:
-                    self._fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
-        return self._fetchers
-
-    def getters(self) -> FetchPool:
-        """Threads that wait for producing calls on behalf of coroutines: one for each call of `get_async`."""
-        if self._getters is None:
-            with self._lock:
-                if self._getters is None:
-                    self._getters = FetchPool(None, "raylane-get")
-        return self._getters
-
     def address_of(self, source: Source) -> Address:
         """Return how a control link reaches a source from here. Unix sockets serve their own user, and root, only."""
         near = source.place.same_host(self.place) and source.place.net_namespace == self.place.net_namespace
@@ -210,7 +196,7 @@ class Endpoint:
 
     def close(self) -> None:
         """End threads and links, let go of everything published and of all actors kept. Waits seconds at most."""
-        for part in (self._keeper, self._anchors, self._listener, self._links, self._fetchers, self._getters):
+        for part in (self._keeper, self._anchors, self._listener, self._links, self.fetchers, self.getters):
             if part is not None:
                 part.close()
         actor = _ray.current_actor_id()

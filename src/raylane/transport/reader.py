@@ -68,10 +68,8 @@ class Pending:
     def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> None:
         """Fetch on a thread of the endpoint's."""
         self.deadline = deadline
-        self.future = (
-            endpoint()
-            .fetchers()
-            .submit(functools.partial(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray))
+        self.future = endpoint().fetchers.submit(
+            functools.partial(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray)
         )
 
     def result(self) -> Any:

@@ -33,7 +33,7 @@ log = logging.getLogger("raylane.graph")
 
 JOIN_S = 2.0
 MAX_TOLD_BYTES = (1 << 17) - 1
-"""Of one alarm or failure: below `frames.JOIN_BELOW_BYTES`, so that whoever tells it does not wait for a receipt."""
+"""Limit of one alarm or failure: below `frames.JOIN_BELOW_BYTES`, so that its sender does not wait for a receipt."""
 
 
 @dataclass
