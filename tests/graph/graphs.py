@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from raylane.graph import schedule
-from raylane.graph.plan import DRIVER, INPUT, Build, Edge, Plan, Ref, Step, Task, Value
+from raylane.graph.plan import schedule
+from raylane.graph.plan.ir import DRIVER, INPUT, Build, Edge, Plan, Ref, Step, Task, Value
 
 Source = tuple[int, tuple[Step, ...]]
 WHOLE: tuple[Step, ...] = ()

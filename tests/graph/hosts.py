@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from tests.graph.graph_actors import Worker
 
-from raylane.graph import lane
+from raylane.graph.worker import loop as lane
 
 
 def start(on: list[str], names: list[str] | None = None, **options: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from raylane.graph.plan import DRIVER, Edge, Plan
+from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 
 @dataclass

@@ -10,9 +10,10 @@ import pytest
 
 import raylane
 from raylane import MultiOutputNode, bind
-from raylane.graph import planning, scatter
-from raylane.graph.arguments import Arguments
-from raylane.graph.plan import INPUT
+from raylane.graph import scatter
+from raylane.graph.plan import planner as planning
+from raylane.graph.plan.ir import INPUT
+from raylane.graph.values.arguments import Arguments
 
 
 class Stage:

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from graph.graphs import make_plan, random_plan
-from raylane.graph.drawing import draw
-from raylane.graph.plan import INPUT, Plan
+from raylane.graph.inspect.drawing import draw
+from raylane.graph.plan.ir import INPUT, Plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 Segment = tuple[float, float, float, float]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from raylane.graph.channels import frames
-from raylane.graph.message import NOTHING, VALUE, Message
+from raylane.graph.values.message import NOTHING, VALUE, Message
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ import torch
 from core.processes import start_code
 from raylane import _ray
 from raylane.errors import GraphActorDiedError, GraphValueError, TensorFreedError
-from raylane.graph.message import (
+from raylane.graph.values.message import (
     ERROR,
     MAX_BUFFERS,
     NOTHING,
@@ -251,7 +251,7 @@ def test_a_tensor_that_others_see_too_is_copied(encoder: Encoder) -> None:
 WITHOUT_TORCH = """
 import sys, threading
 import numpy as np
-from raylane.graph.message import Encoder, decode, encode_error
+from raylane.graph.values.message import Encoder, decode, encode_error
 assert "torch" not in sys.modules
 class Mine:
     def __eq__(self, other): return type(other).__name__ == "Mine"

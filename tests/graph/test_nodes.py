@@ -12,7 +12,8 @@ import pytest
 
 import raylane
 from raylane import MultiOutputNode, _ray, bind
-from raylane.graph import first, gather, mean, nodes, planning, scatter
+from raylane.graph import first, gather, mean, nodes, scatter
+from raylane.graph.plan import planner as planning
 
 
 class Stage:

@@ -28,7 +28,7 @@ from raylane.graph.channels.ring import (
     RingWriter,
     Taken,
 )
-from raylane.graph.message import ERROR, NOTHING, VALUE, Message
+from raylane.graph.values.message import ERROR, NOTHING, VALUE, Message
 
 HEAD_BYTES = 16
 BODY_ROOM = SLOT_BYTES - HEAD_BYTES
@@ -276,7 +276,7 @@ import zlib
 from raylane.core.semaphore import Segment, block, init, try_wait
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
-from raylane.graph.message import Message, VALUE
+from raylane.graph.values.message import Message, VALUE
 bell = Segment.make(4096)
 init(bell.address)
 pipe.send(bell.path)

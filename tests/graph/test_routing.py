@@ -7,8 +7,8 @@ import random
 import pytest
 from tests.graph.graphs import random_plan
 
-from raylane.graph import routing
-from raylane.graph.plan import DRIVER
+from raylane.graph.plan import routing
+from raylane.graph.plan.ir import DRIVER
 
 
 def test_up_to_four_relays_hear_from_the_writer_and_each_serves_the_next_four() -> None:

@@ -16,7 +16,7 @@ from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
-from raylane.graph import result as results
+from raylane.graph.driver import result as results
 
 pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]

@@ -8,8 +8,8 @@ import pytest
 from graph.graphs import make_plan, random_plan
 from graph.simulator import endings, run_at_random
 from raylane.errors import GraphDeadlockError
-from raylane.graph.plan import INPUT, Plan
-from raylane.graph.schedule import arcs_of, check, find_deadlock, order_of, taker_of
+from raylane.graph.plan.ir import INPUT, Plan
+from raylane.graph.plan.schedule import arcs_of, check, find_deadlock, order_of, taker_of
 
 # The order
 

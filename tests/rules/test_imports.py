@@ -151,8 +151,8 @@ def test_graphs_do_not_load_torch_into_actors_that_have_no_use_for_it() -> None:
     """Importing torch costs an actor two seconds and 200 MB."""
     program = """
 import sys, ray
-import raylane.graph.compiled, raylane.graph.residence, raylane.graph.inline
-from raylane.graph.message import Encoder
+import raylane.graph.driver.graph, raylane.graph.worker.session, raylane.graph.inline
+from raylane.graph.values.message import Encoder
 Encoder().encode({"a": [1]})
 assert "torch" not in sys.modules
 """

@@ -1,6 +1,6 @@
 """Compiled graphs: a fixed pattern of actor calls, planned once and run in microseconds (docs/reference/graphs.md)."""
 
+from raylane.graph.driver.result import wait
 from raylane.graph.nodes import first, gather, mean, scatter
-from raylane.graph.result import wait
 
 __all__ = ["first", "gather", "mean", "scatter", "wait"]

@@ -9,7 +9,10 @@ from typing import Any
 from raylane import _ray
 from raylane.core.deadline import default_timeout_s
 from raylane.errors import GraphPlanError
-from raylane.graph import nodes, planning, schedule, translate
+from raylane.graph import nodes
+from raylane.graph import ray_dag as translate
+from raylane.graph.plan import planner as planning
+from raylane.graph.plan import schedule
 
 DEFAULT_MAX_LENT_BYTES = 4 << 30
 
@@ -61,8 +64,8 @@ def compile(
         from raylane.graph.inline import InlineGraph
 
         return InlineGraph(plan, actors, max_inflight=max_inflight, timeout_s=timeout_s)
-    from raylane.graph.compiled import CompiledGraph
-    from raylane.graph.setup import wire
+    from raylane.graph.driver.deploy import wire
+    from raylane.graph.driver.graph import CompiledGraph
 
     wiring = wire(
         plan,

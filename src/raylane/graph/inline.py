@@ -22,17 +22,19 @@ from typing import Any
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
-from raylane.graph import drawing, ops, view
-from raylane.graph import message as m
-from raylane.graph.arguments import Arguments
 from raylane.graph.channels.ring import LEND_FROM_BYTES
-from raylane.graph.outcome import conclude
-from raylane.graph.plan import DRIVER, INPUT, Edge, Plan, Step, Task
-from raylane.graph.program import only
-from raylane.graph.resident import KEPT_RECORDS, method_of
-from raylane.graph.result import Failed, GraphResult
-from raylane.graph.show import describe
-from raylane.graph.tracing import chrome_trace
+from raylane.graph.driver.completion import conclude
+from raylane.graph.driver.result import Failed, GraphResult
+from raylane.graph.inspect import drawing
+from raylane.graph.inspect import stats as view
+from raylane.graph.inspect.text import describe
+from raylane.graph.inspect.trace import chrome_trace
+from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan, Step, Task
+from raylane.graph.values import message as m
+from raylane.graph.values import operations as ops
+from raylane.graph.values.arguments import Arguments
+from raylane.graph.worker.executor import KEPT_RECORDS, method_of
+from raylane.graph.worker.program import only
 
 
 class InlineGraph:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.graph.message import Message
+from raylane.graph.values.message import Message
 
 _HEAD = struct.Struct("<IBBxxIQQ")
 HEAD_BYTES = _HEAD.size

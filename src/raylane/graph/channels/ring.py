@@ -26,7 +26,7 @@ from raylane.core import semaphore
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import ALIGNMENT, MAX_READERS, Descriptor, LeasePool, LeaseReader, Reserved
-from raylane.graph.message import Message
+from raylane.graph.values.message import Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 16

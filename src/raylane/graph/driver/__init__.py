@@ -1,0 +1,1 @@
+"""The driver side of a running graph: deploy, submit, collect, results."""

@@ -1,0 +1,1 @@
+"""Text, pictures, counters and traces of a graph. Pure."""

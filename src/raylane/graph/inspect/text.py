@@ -1,0 +1,184 @@
+"""A plan as text: what `g.show()` prints. Pure; `drawing` makes the picture of the same.
+
+Channels come as a plain mapping, edge index -> [(kind, note), ...], one entry for each way that the edge's messages
+take (a ring on each host, a link to another); edges that it leaves out are shown without.
+"""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from raylane.graph.plan.ir import (
+    DRIVER,
+    Build,
+    Const,
+    Edge,
+    Expression,
+    Join,
+    Plan,
+    Ref,
+    Select,
+    Task,
+    steps_label,
+)
+from raylane.graph.plan.schedule import taker_of
+
+__all__ = ["Channels", "arguments_text", "describe", "expression_text", "summary"]
+
+Channels: TypeAlias = Mapping[int, Sequence[tuple[str, str]]]
+
+WIDTH = 100
+"""Columns of a terminal that the text fits into."""
+LEAST_CELL = 16
+"""Columns that a cell keeps when its table has to be narrowed."""
+
+
+def describe(plan: Plan, channels: Channels | None = None, *, max_inflight: int | None = None) -> str:
+    """The members with their calls in order, what each takes, has and sends, and every edge with the way it takes.
+
+    `e3` is edge 3. A call takes a message from an edge, unless its actor has the value already: it was made by an
+    earlier call there, or came with a message that an earlier one took. Lines have at most 100 columns.
+    """
+    parts = [summary(plan, max_inflight), _driver(plan), _actors(plan)]
+    if plan.edges:
+        ways = channels or {}
+        rows = [row for edge in plan.edges for row in _edge_rows(plan, edge, ways.get(edge.index, ()))]
+        parts.append("\n".join(["edges", *_table(rows)]))
+    return "\n\n".join(parts)
+
+
+def summary(plan: Plan, max_inflight: int | None = None) -> str:
+    """The graph in one line."""
+    actors, calls, edges = len(plan.members) - 1, len(plan.tasks), len(plan.edges)
+    text = f"graph of {_count(actors, 'actor')}, {_count(calls, 'call')}, {_count(edges, 'edge')}"
+    return text if max_inflight is None else f"{text}; at most {_count(max_inflight, 'execution')} in flight"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _driver(plan: Plan) -> str:
+    rows = [
+        ["sends", _edge_list(plan.edges_from(DRIVER)) or "nothing"],
+        ["collects", _edge_list(plan.edges_to(DRIVER)) or "nothing"],
+        ["returns", expression_text(plan, plan.output)],
+    ]
+    return "\n".join([plan.members[DRIVER], *_table(rows)])
+
+
+def _actors(plan: Plan) -> str:
+    """One table for all, so that the columns of all actors are aligned, with the name of each before its calls."""
+    rows = {
+        (member, place): _call_row(plan, place, plan.tasks[task])
+        for member in range(1, len(plan.members))
+        for place, task in enumerate(plan.order[member], 1)
+    }
+    widths = _widths(list(rows.values()))
+    lines = []
+    for (member, place), row in rows.items():
+        lines += [*([plan.members[member]] if place == 1 else []), *_wrapped(row, widths)]
+    return "\n".join(lines)
+
+
+def _call_row(plan: Plan, place: int, task: Task) -> list[str]:
+    incoming = [edge for edge in plan.edges_to(task.member) if taker_of(plan, edge.index, task.member) == task.index]
+    taken = {edge.value for edge in incoming}
+    has = [plan.source_label(value) for value in task.reads if value not in taken]
+    outgoing = [edge for edge in plan.edges if plan.values[edge.value].source == task.index]
+    inputs = [f"takes {_edge_list(incoming)}" if incoming else "", f"has {', '.join(has)}" if has else ""]
+    sent = f"sends {_edge_list(outgoing) or 'nothing'}" + (" (leaf)" if task.leaf else "")
+    return [
+        f"{place}.",
+        f"{_method(plan, task)}({arguments_text(plan, task)})",
+        ", ".join(filter(None, inputs)) or "takes nothing",
+        sent,
+    ]
+
+
+def _method(plan: Plan, task: Task) -> str:
+    """Its label without the member's name, under which it stands."""
+    return plan.labels[task.index].removeprefix(f"{plan.members[task.member]}.")
+
+
+def _edge_list(edges: Sequence[Edge]) -> str:
+    return ", ".join(f"e{edge.index}" for edge in edges)
+
+
+def _edge_rows(plan: Plan, edge: Edge, ways: Sequence[tuple[str, str]]) -> list[list[str]]:
+    readers = ", ".join(plan.members[reader] for reader in edge.readers)
+    first = [f"e{edge.index}", plan.source_label(edge.value), f"{plan.members[edge.writer]} -> {readers}"]
+    below = ["", "", ""]
+    return [[*(below if number else first), *way] for number, way in enumerate(ways or [("", "")])]
+
+
+# Expressions
+
+
+def arguments_text(plan: Plan, task: Task) -> str:
+    """The arguments as in a call: `input[0], k=1`."""
+    named = [f"{key}={expression_text(plan, value)}" for key, value in task.kwargs]
+    return ", ".join([*(expression_text(plan, value) for value in task.args), *named])
+
+
+def expression_text(plan: Plan, expression: Expression) -> str:
+    """An expression as people would write it. Constants other than plain ones appear as their type."""
+    if isinstance(expression, Const):
+        return _constant_text(expression.value)
+    if isinstance(expression, Ref):
+        return plan.source_label(expression.value)
+    if isinstance(expression, Select):
+        return expression_text(plan, expression.base) + steps_label(expression.steps)
+    items = [expression_text(plan, item) for item in expression.items]
+    if isinstance(expression, Join):
+        return f"{expression.how}({', '.join(items)}{'' if expression.axis is None else f', axis={expression.axis}'})"
+    return _built_text(expression, items)
+
+
+def _built_text(expression: Build, items: Sequence[str]) -> str:
+    if expression.kind == "dict":
+        pairs = zip(expression.keys, items, strict=True)
+        return "{" + ", ".join(f"{_constant_text(key)}: {item}" for key, item in pairs) + "}"
+    if expression.kind == "list":
+        return f"[{', '.join(items)}]"
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def _constant_text(value: object) -> str:
+    """Its repr if that is sure to be short and quick."""
+    if value is None or isinstance(value, bool | int | float | complex):
+        text = repr(value)
+    elif isinstance(value, str | bytes):
+        text = repr(value[:24]) + ("..." if len(value) > 24 else "")
+    elif isinstance(value, list | tuple | dict | set) and not value:
+        text = repr(value)
+    else:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 40 else f"<{type(value).__name__}>"
+
+
+# Tables
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned, indented columns; cells that are too wide for the page are wrapped."""
+    widths = _widths(rows)
+    return [line for row in rows for line in _wrapped(row, widths)]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column is: as its widest cell, the widest columns being narrowed until all fit."""
+    widths = [max(1, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    room = WIDTH - 2 * len(widths)
+    while sum(widths) > room and max(widths) > LEAST_CELL:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    cells = [textwrap.wrap(cell, width, break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)]
+    lines = itertools.zip_longest(*cells, fillvalue="")
+    return ["".join(f"  {text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]

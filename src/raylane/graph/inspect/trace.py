@@ -1,0 +1,173 @@
+"""Recorded runs of a graph as a trace for ui.perfetto.dev and chrome://tracing: what `g.trace("run.json")` writes.
+
+Pure: from plain records to a dict that `json.dump` takes. The format is Google's "Trace Event Format" (JSON object
+form; docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). What viewers ask of it beyond that, and
+how it is met here:
+
+- Slices of one thread must nest or lie apart (perfetto.dev/docs/faq), so the driver has one thread for each execution
+  in flight, and times that clocks could not tell apart are moved by a nanosecond.
+- An arrow ("flow": `s` to `f`, paired by id, name and category) is tied to the slice that is open at its time, with
+  `bp="e"` at its end too. So each end lies inside a slice, and events of one time come in the order slices, arrows.
+- Perfetto cuts microseconds times 1000 off to an int (CoerceToNs in its json_trace_utils.cc), so that 1.001 may become
+  1000 ns and two slices overlap: such a number is raised by its last bit.
+- Process and thread 0 are the idle process to Perfetto: numbers begin at 1, those of threads are never used twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
+from raylane.graph.plan.schedule import taker_of
+
+__all__ = ["CallRecord", "DriverRecord", "chrome_trace"]
+
+CallRecord: TypeAlias = tuple[int, int, float, float, float, float]
+"""(task, execution, ready_s, start_s, end_s, sent_s): a member was free for a task, began it once all that it needs had
+come, was done with it, had sent its results. Seconds, of the same clock for all."""
+
+DriverRecord: TypeAlias = tuple[int, float, float]
+"""(execution, submitted_s, completed_s)."""
+
+Event: TypeAlias = dict[str, Any]
+Span: TypeAlias = tuple[int, int]
+"""From when to when, in nanoseconds since the first record; never empty."""
+
+THREADS_PER_MEMBER = 1000
+"""A stride between thread numbers that leaves room for every execution in flight."""
+
+
+def chrome_trace(
+    plan: Plan, calls: Iterable[CallRecord], executions: Iterable[DriverRecord], *, pids: Mapping[int, int] = {}
+) -> dict[str, Any]:
+    """The trace of what these records tell, in any order and with gaps; arrows are drawn where both ends are known.
+
+    Each member is a process, named with its real process number where `pids` has it. A call is a slice; before it lies
+    a slice `wait` for its inputs (from the submission on: what comes before is idle), behind it a slice `send`. Times
+    in the trace are microseconds since the first record.
+    """
+    calls, executions = sorted(calls, key=lambda call: call[3]), sorted(executions, key=lambda one: one[1])
+    begin = min([*(call[2] for call in calls), *(one[1] for one in executions)], default=0.0)
+    trace = _Trace(plan, begin)
+    for number, submitted_s, completed_s in executions:
+        trace.execution(number, submitted_s, completed_s)
+    for call in calls:
+        trace.call(*call)
+    for edge in plan.edges:
+        trace.arrows(edge)
+    return {
+        "traceEvents": [*trace.names(pids), *sorted(trace.events, key=lambda event: (event["ts"], event["ph"] != "X"))],
+        "displayTimeUnit": "ns",
+        "otherData": {"clock": "seconds since an arbitrary time", "first_record_s": begin},
+    }
+
+
+class _Trace:
+    """The events of a trace, and where the slices lie that arrows begin and end in."""
+
+    def __init__(self, plan: Plan, begin_s: float) -> None:
+        self.plan = plan
+        self.begin_s = begin_s
+        self.events: list[Event] = []
+        self.submitted: dict[int, Span] = {}
+        """Execution to its slice; `rows` has the thread that shows it."""
+        self.rows: dict[int, int] = {}
+        self.free_rows: list[int] = []
+        self.busy_rows: list[tuple[int, int]] = []
+        """(until when, row) of executions that are shown, the first to end first."""
+        self.called: list[dict[int, Span]] = [{} for _ in plan.tasks]
+        """For each task, execution to the slice of the call; `sent` to the slice behind it."""
+        self.sent: list[dict[int, Span]] = [{} for _ in plan.tasks]
+        self.until = [0] * len(plan.members)
+        """For each member, the end of its last slice."""
+        self.arrow_count = 0
+
+    def execution(self, number: int, submitted_s: float, completed_s: float) -> None:
+        start = self._ns(submitted_s)
+        end = max(self._ns(completed_s), start + 1)
+        while self.busy_rows and self.busy_rows[0][0] <= start:
+            heapq.heappush(self.free_rows, heapq.heappop(self.busy_rows)[1])
+        row = heapq.heappop(self.free_rows) if self.free_rows else len(self.busy_rows)
+        heapq.heappush(self.busy_rows, (end, row))
+        self.submitted[number] = start, end
+        self.rows[number] = row
+        self._slice(f"execution {number}", "execution", DRIVER, (start, end), number, row)
+
+    def call(self, task: int, number: int, ready_s: float, start_s: float, end_s: float, sent_s: float) -> None:
+        member = self.plan.tasks[task].member
+        ready = max(self._ns(ready_s), self.until[member], self.submitted.get(number, (0, 0))[0])
+        start = max(self._ns(start_s), self.until[member])
+        end = max(self._ns(end_s), start + 1)
+        sent = max(self._ns(sent_s), end + 1)
+        if ready < start:
+            self._slice("wait", "wait", member, (ready, start), number)
+        self._slice(self.plan.labels[task], "call", member, (start, end), number)
+        self._slice("send", "send", member, (end, sent), number)
+        self.called[task][number] = start, end
+        self.sent[task][number] = end, sent
+        self.until[member] = sent
+
+    def arrows(self, edge: Edge) -> None:
+        """One for each reader and execution, from where the message was sent to the call that took it."""
+        source = self.plan.values[edge.value].source
+        begins = self.submitted if source == INPUT else self.sent[source]
+        for reader in edge.readers:
+            ends = self.submitted if reader == DRIVER else self.called[taker_of(self.plan, edge.index, reader)]
+            for number in begins.keys() & ends.keys():
+                self._arrow(edge, reader, number, begins[number][0], ends[number])
+
+    def _arrow(self, edge: Edge, reader: int, number: int, begin: int, end: Span) -> None:
+        """The driver has a message as soon as it is sent; a call takes it at its start. None goes back in time."""
+        at = max(begin, end[0])
+        if at >= end[1]:  # clocks of different hosts: the reader was done before the writer sent
+            return
+        self.arrow_count += 1
+        common = {"name": self.plan.source_label(edge.value), "cat": "edge", "id": self.arrow_count}
+        args = {"edge": edge.index, "execution": number}
+        for phase, member, time in (("s", edge.writer, begin), ("f", reader, at)):
+            event = {**common, "ph": phase, "ts": _us(time), **self._thread(member, number), "args": args}
+            self.events.append(event if phase == "s" else {**event, "bp": "e"})
+
+    def _slice(self, name: str, category: str, member: int, span: Span, number: int, row: int | None = None) -> None:
+        start, end = span
+        self.events.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": _us(start),
+                "dur": _us(end - start),
+                **self._thread(member, number),
+                "args": {"execution": number},
+            }
+        )
+
+    def _thread(self, member: int, number: int) -> Event:
+        row = self.rows[number] if member == DRIVER else 0
+        return {"pid": member + 1, "tid": (member + 1) * THREADS_PER_MEMBER + row}
+
+    def names(self, pids: Mapping[int, int]) -> Iterable[Event]:
+        """Metadata: what processes and threads are called, and in which order they stand."""
+        for member, name in enumerate(self.plan.members):
+            shown = f"{name} (pid {pids[member]})" if member in pids else name
+            yield self._metadata("process_name", member, 0, name=shown)
+            yield self._metadata("process_sort_index", member, 0, sort_index=member)
+            rows = range(1 + max(self.rows.values(), default=0)) if member == DRIVER else [0]
+            for row in rows:
+                yield self._metadata("thread_name", member, row, name="in flight" if member == DRIVER else "lane")
+                yield self._metadata("thread_sort_index", member, row, sort_index=row)
+
+    def _metadata(self, what: str, member: int, row: int, **args: str | int) -> Event:
+        tid = (member + 1) * THREADS_PER_MEMBER + row
+        return {"name": what, "ph": "M", "ts": 0, "pid": member + 1, "tid": tid, "args": args}
+
+    def _ns(self, time_s: float) -> int:
+        return round((time_s - self.begin_s) * 1e9)
+
+
+def _us(time_ns: int) -> float:
+    time_us = time_ns / 1000
+    return time_us if int(time_us * 1000) == time_ns else math.nextafter(time_us, math.inf)

@@ -1,0 +1,1 @@
+"""Plan of a graph: tasks, values, edges, order and routes. Pure."""

@@ -1,0 +1,309 @@
+"""From nodes to a `Plan`: which calls belong to a graph, what each needs, and which values travel to whom. Pure.
+
+Calls are found from the output backwards, and from the input forwards (calls that no output needs are *leaves*). Values
+are selected where they are made, so that `x["a"]` or one part of a scatter travels alone; results of one member's task
+used by another task of the same member do not travel at all.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from raylane.errors import GraphPlanError
+from raylane.graph import nodes as n
+from raylane.graph.plan import schedule
+from raylane.graph.plan.ir import (
+    DRIVER,
+    INPUT,
+    Build,
+    Const,
+    Edge,
+    Expression,
+    Join,
+    Plan,
+    Ref,
+    Select,
+    Step,
+    Task,
+    Value,
+    values_in,
+)
+from raylane.graph.values import operations as ops
+
+TICK: tuple[Step, ...] = (("done",),)
+
+
+def plan(
+    output: n.Node,
+    *,
+    identify: Callable[[Any], Hashable],
+    name: Callable[[Any], str],
+    order: Mapping[Any, Sequence[n.Node]] | None = None,
+) -> tuple[Plan, list[Any]]:
+    """The plan of the graph that computes `output`, and the actors of its members 1, 2, ...
+
+    `identify` says which actor handles are the same actor, `name` what to call one. `order`, for each actor that it
+    names, lists all its calls in the order in which they shall run (default: as bound).
+    GraphPlanError if the nodes make no graph: no calls, two inputs, something that is not a node.
+    """
+    calls, source = _find(output)
+    whole = source is not None and _uses_whole([*calls, output], source)
+    planner = _Planner(calls, whole, identify, name)
+    return planner.finish(output, order or {}), planner.actors
+
+
+def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
+    """All calls of the graph, in the order in which they were bound, and its input."""
+    if not isinstance(output, n.Node):
+        raise GraphPlanError(f"compile({output!r}): the argument is a node, such as what raylane.bind returns")
+    seen: dict[int, n.Node] = {}
+    inputs: dict[int, n.InputNode] = {}
+    waiting: list[n.Node] = [output]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if isinstance(node, n.MultiOutputNode) and node is not output:
+            raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
+        source = node if isinstance(node, n.InputNode) else node.input if isinstance(node, n.CallNode) else None
+        if source is not None and id(source) not in inputs:
+            inputs[id(source)] = source
+            waiting.extend(source._calls)
+        waiting.extend(_nodes_of(node))
+    _refuse_cycles(seen)
+    if len(inputs) > 1:
+        raise GraphPlanError(
+            f"the graph has {len(inputs)} InputNodes; use one, and x[0], x[1], x.name for several inputs"
+        )
+    calls = sorted((node for node in seen.values() if isinstance(node, n.CallNode)), key=lambda call: call.number)
+    if not calls:
+        raise GraphPlanError(f"compile({output!r}): the graph calls no actor; bind at least one method")
+    return calls, next(iter(inputs.values()), None)
+
+
+class _Planner:
+    """Numbers things as it meets them."""
+
+    def __init__(
+        self,
+        calls: list[n.CallNode],
+        whole_input: bool,
+        identify: Callable[[Any], Hashable],
+        name: Callable[[Any], str],
+    ) -> None:
+        self.calls = calls
+        self.task_of = {id(call): index for index, call in enumerate(calls)}
+        self.whole_input = whole_input
+        self.building: set[int] = set()
+        """Containers whose items are being looked at."""
+        self.values: dict[tuple[int, tuple[Step, ...]], Value] = {}
+        self.numbered: list[Value] = []
+        self.actors: list[Any] = []
+        self.keys: dict[Hashable, int] = {}
+        self.identify = identify
+        self.members = ["driver"]
+        for call in calls:
+            key = identify(call.actor)
+            if key not in self.keys:
+                self.keys[key] = len(self.members)
+                self.actors.append(call.actor)
+                self.members.append(name(call.actor))
+        self.members = _distinct(self.members)
+
+    def finish(self, output: n.Node, order: Mapping[Any, Sequence[n.Node]]) -> Plan:
+        member_of = [self.keys[self.identify(call.actor)] for call in self.calls]
+        drafts = [self._draft(call) for call in self.calls]
+        if isinstance(output, n.MultiOutputNode):
+            result: Expression = Build("list", tuple(self._expression(node) for node in output.nodes))
+        else:
+            result = self._expression(output)
+        used = {self.numbered[value].source for draft in drafts for value in draft[2]}
+        used |= {self.numbered[value].source for value in values_in(result)}
+        needed = self._needed_by(result, drafts)
+        leaves = tuple((self._value(task, TICK), task) for task in range(len(self.calls)) if task not in used)
+        tasks = tuple(
+            Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed)
+            for index, (call, (args, kwargs, reads)) in enumerate(zip(self.calls, drafts, strict=True))
+        )
+        collects = tuple(dict.fromkeys([*values_in(result), *(value for value, _ in leaves)]))
+        values = tuple(self.numbered)
+        return Plan(
+            members=tuple(self.members),
+            tasks=tasks,
+            values=values,
+            edges=_edges(values, tasks, collects),
+            order=schedule.order_of(member_of, self._needs(tasks), self._wanted(order, member_of)),
+            output=result,
+            collects=collects,
+            leaves=leaves,
+            multiple=isinstance(output, n.MultiOutputNode),
+            labels=tuple(
+                _distinct([f"{self.members[m]}.{c.method}" for m, c in zip(member_of, self.calls, strict=True)])
+            ),
+        )
+
+    def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
+        args = tuple(self._argument(arg) for arg in call.args)
+        kwargs = tuple((key, self._argument(arg)) for key, arg in call.kwargs.items())
+        reads = tuple(dict.fromkeys(v for e in [*args, *(e for _, e in kwargs)] for v in values_in(e)))
+        return args, kwargs, reads or (self._value(INPUT, TICK),)
+
+    def _needs(self, tasks: Sequence[Task]) -> list[set[int]]:
+        return [{source for v in task.reads if (source := self.numbered[v].source) != INPUT} for task in tasks]
+
+    def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
+        """The tasks that the output depends on."""
+        found: set[int] = set()
+        waiting = [self.numbered[value].source for value in values_in(result)]
+        while waiting:
+            task = waiting.pop()
+            if task != INPUT and task not in found:
+                found.add(task)
+                waiting.extend(self.numbered[value].source for value in drafts[task][2])
+        return found
+
+    def _wanted(self, order: Mapping[Any, Sequence[n.Node]], member_of: Sequence[int]) -> dict[int, list[int]]:
+        wanted = {}
+        for actor, given in order.items():
+            member = self.keys.get(self.identify(actor))
+            if member is None:
+                raise GraphPlanError(f"order names {actor!r}, which has no call in this graph")
+            tasks = [self._task_of(node) for node in given]
+            mine = [task for task, owner in enumerate(member_of) if owner == member]
+            if sorted(tasks) != mine:
+                raise GraphPlanError(
+                    f"order for {self.members[member]} must list each of its {len(mine)} calls once; it lists {given!r}"
+                )
+            wanted[member] = tasks
+        return wanted
+
+    def _task_of(self, node: Any) -> int:
+        while isinstance(node, n.ItemNode):  # what bind returns for a method of several returns
+            node = node.base
+        task = self.task_of.get(id(node))
+        if task is None:
+            raise GraphPlanError(f"order lists {node!r}, which is no call of this graph")
+        return task
+
+    # Expressions
+
+    def _argument(self, value: Any) -> Expression:
+        """An argument as written: nodes, constants, or containers of both."""
+        if isinstance(value, n.Node):
+            return self._expression(value)
+        if not n.nodes_in(value):
+            return Const(value, renewed=ops.is_mutable(value))
+        if type(value) not in (list, tuple, dict):
+            raise GraphPlanError(
+                f"an argument of type {type(value).__name__} holds nodes; lists, tuples and dicts may, others not"
+            )
+        if id(value) in self.building:
+            raise GraphPlanError(f"a {type(value).__name__} that contains itself holds nodes: it never ends")
+        self.building.add(id(value))
+        items = tuple(self._argument(item) for item in (value.values() if type(value) is dict else value))
+        self.building.remove(id(value))
+        return Build(type(value).__name__, items, tuple(value) if type(value) is dict else ())
+
+    def _expression(self, node: Any) -> Expression:
+        steps: list[Step] = []
+        while isinstance(node, n.ItemNode | n.PartNode):
+            steps.insert(0, self._step(node))
+            node = node.base
+        if isinstance(node, n.CallNode | n.InputNode):  # selected by its producer, so that no more than this travels
+            source = INPUT if isinstance(node, n.InputNode) else self.task_of[id(node)]
+            return Ref(self._value(source, tuple(steps)))
+        if isinstance(node, n.MultiOutputNode):
+            raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
+        made = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
+        return Select(made, tuple(steps)) if steps else made
+
+    def _step(self, node: n.ItemNode | n.PartNode) -> Step:
+        if isinstance(node, n.PartNode):
+            return ("part", node.index, node.count, node.axis)
+        if node.how == "return" and isinstance(node.base, n.CallNode):
+            return ("return", node.key, node.base.num_returns)
+        if self.whole_input or not isinstance(node.base, n.InputNode):
+            return (node.how, node.key)
+        if isinstance(node.key, int) and node.key < 0:
+            raise GraphPlanError(f"{node!r}: the arguments of execute are counted from 0")
+        return ("argument", node.how, node.key)
+
+    def _joined(self, node: n.JoinNode) -> Expression:
+        if node.how != "first":
+            return Join(node.how, tuple(self._expression(item) for item in node.nodes), node.axis)
+        # Of the others nothing travels but the fact that they were computed.
+        others = dict.fromkeys(source for item in node.nodes[1:] for source in self._sources(item))
+        return Join("first", (self._expression(node.nodes[0]), *(Ref(self._value(s, TICK)) for s in others)), None)
+
+    def _sources(self, node: n.Node) -> list[int]:
+        """The tasks, or the input, that a node is made from."""
+        if isinstance(node, n.CallNode):
+            return [self.task_of[id(node)]]
+        return [INPUT] if isinstance(node, n.InputNode) else [s for one in _nodes_of(node) for s in self._sources(one)]
+
+    def _value(self, source: int, steps: tuple[Step, ...]) -> int:
+        key = (source, steps)
+        if key not in self.values:
+            self.values[key] = Value(len(self.numbered), source, steps)
+            self.numbered.append(self.values[key])
+        return self.values[key].index
+
+
+def _uses_whole(users: Sequence[n.Node], source: n.InputNode) -> bool:
+    """Whether the input is used other than by its arguments. `users` are all calls and the output."""
+    waiting = list(users)
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is source:
+            return True
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if not (isinstance(node, n.ItemNode) and node.base is source):
+            waiting.extend(_nodes_of(node))
+    return False
+
+
+def _nodes_of(node: n.Node) -> list[n.Node]:
+    """The nodes that a node is made from."""
+    return [found for part in n.parts_of(node) for found in n.nodes_in(part)]
+
+
+def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
+    try:
+        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in found.items()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = [found[key] for key in error.args[1]]
+        calls = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
+        raise GraphPlanError(f"these nodes are made from one another: {' -> '.join(calls)}") from None
+
+
+def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
+    readers: dict[int, set[int]] = {value.index: set() for value in values}
+    for task in tasks:
+        for value in task.reads:
+            readers[value].add(task.member)
+    for value in collects:
+        readers[value].add(DRIVER)
+    edges: list[Edge] = []
+    for found in values:
+        writer = DRIVER if found.source == INPUT else tasks[found.source].member
+        others = tuple(sorted(readers[found.index] - {writer}))
+        if others:
+            edges.append(Edge(len(edges), found.index, writer, others))
+    return tuple(edges)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names as they are where they are unique; `name#1`, `name#2`, ... where they are not."""
+    counts = {name: names.count(name) for name in names}
+    met: dict[str, int] = {}
+    found = []
+    for name in names:
+        met[name] = met.get(name, 0) + 1
+        found.append(f"{name}#{met[name]}" if counts[name] > 1 else name)
+    return found

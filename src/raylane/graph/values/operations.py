@@ -1,0 +1,427 @@
+"""What a graph does with values by itself: select from them, cut, join and average them, put arguments together.
+
+Pure, and without NumPy or torch: a value of theirs is recognised by looking into `sys.modules`, since who holds one has
+the module loaded. Called by the lanes of the actors for what they send, by readers for arguments, by the driver for
+results. Errors are the caller's of `execute`: they say what the value was and what would do.
+
+Kinds of values that are cut and joined (`split`, `gather`), the first that fits:
+
+    batch     the type has shard(index, count), or slice(start, stop) and size; joined by its from_batches(list)
+    dict      each of its values; subclasses keep their type
+    array     NumPy, torch and what acts as torch's (TensorDict), the array API standard (CuPy, JAX): along any axis
+    sequence  list, tuple, str, bytes, ...: along axis 0
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import numbers
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raylane.graph.plan.ir import Build, Const, Expression, Join, Ref, Select, Step
+
+__all__ = ["evaluate", "gather", "is_mutable", "mean", "renewed", "select", "split"]
+
+
+def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = None) -> Any:
+    """Return the value of an expression; `values[index]` is the value with this index. Containers among constants are
+    made anew, and what they contain is not copied; `made` holds those of the same call, so that what is one object in
+    several arguments stays one."""
+    kind = type(expression)
+    if kind is Ref:
+        return values[expression.value]  # type: ignore[union-attr]
+    if kind is Const:
+        constant: Any = expression
+        return renewed(constant.value, made) if constant.renewed else constant.value
+    if isinstance(expression, Build):
+        items = [evaluate(item, values, made) for item in expression.items]
+        if expression.kind == "dict":
+            return dict(zip(expression.keys, items, strict=True))
+        return tuple(items) if expression.kind == "tuple" else items
+    if isinstance(expression, Select):
+        return select(evaluate(expression.base, values, made), expression.steps)
+    assert isinstance(expression, Join), expression
+    return _join(expression, values, made)
+
+
+_MUTABLE = (list, dict, set, bytearray)
+
+
+def is_mutable(value: Any) -> bool:
+    """Return True if a constant is or holds a plain container that a method could change."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if type(found) in _MUTABLE:
+            return True
+        if type(found) is tuple and id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(found)
+    return False
+
+
+def renewed(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """The same lists, dicts, sets, tuples and bytearrays as new objects, at any depth. All else (arrays, tensors,
+    objects) is not copied."""
+    kind = type(value)
+    if kind is not tuple and kind not in _MUTABLE:
+        return value
+    made = {} if made is None else made
+    if id(value) in made:  # met before: shared, or inside itself
+        return made[id(value)]
+    new: Any
+    if kind is list:
+        new = made[id(value)] = []
+        new.extend([renewed(item, made) for item in value])
+    elif kind is dict:
+        new = made[id(value)] = {}
+        new.update({key: renewed(item, made) for key, item in value.items()})
+    elif kind is tuple:
+        new = made[id(value)] = tuple([renewed(item, made) for item in value])
+    else:
+        new = made[id(value)] = kind(value)
+    return new
+
+
+def _join(expression: Join, values: Any, made: dict[int, Any] | None) -> Any:
+    if expression.how == "first":
+        return evaluate(expression.items[0], values, made)
+    items = [evaluate(item, values, made) for item in expression.items]
+    return gather(items, expression.axis) if expression.how == "gather" else mean(items)
+
+
+def select(value: Any, steps: Sequence[Step]) -> Any:
+    """The part of a value that the steps lead to: an item, an attribute, a part of a scatter, or nothing ("done").
+
+    KeyError, IndexError, TypeError or AttributeError if the value has no such item or attribute; ValueError and
+    TypeError as `split`.
+    """
+    for step in steps:
+        how = step[0]
+        if how == "item":
+            value = _item(value, step[1])
+        elif how == "part":
+            value = split(value, step[1], step[2], step[3])
+        elif how == "return":
+            value = _returned(value, step[1], step[2])
+        elif how == "attr":
+            value = _attribute(value, step[1])
+        else:
+            assert how == "done", f"the step {step!r} is not for select"
+            value = None
+    return value
+
+
+def _returned(value: Any, index: int, count: int) -> Any:
+    """One of the returns that a method declares with num_returns."""
+    try:
+        size = len(value)
+    except TypeError as error:
+        raise TypeError(f"the method declares num_returns={count} and returned {_described(value)}") from error
+    if size != count:
+        raise ValueError(f"the method declares num_returns={count} and returned {size} values")
+    return value[index]
+
+
+def _item(value: Any, key: int | str) -> Any:
+    try:
+        return value[key]
+    except (LookupError, TypeError) as error:
+        kind = next(known for known in (KeyError, IndexError, LookupError, TypeError) if isinstance(error, known))
+        raise kind(f"[{key!r}] of {_described(value)}: {error}") from error
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except AttributeError as error:
+        hint = f"; for its key write node[{name!r}]" if isinstance(value, dict) and name in value else ""
+        raise AttributeError(f".{name} of {_described(value)}: {error}{hint}", name=name, obj=value) from error
+
+
+# Cutting
+
+
+def split(value: Any, index: int, count: int, axis: int = 0) -> Any:
+    """Part `index` of `count` contiguous parts of a value along `axis`; the first ones are longer by one at most.
+
+    Views of arrays, tensors and of what has a `slice` method share its memory; lists, tuples and strings are copied.
+    ValueError if the length along `axis` is below `count`, or the axis does not exist; TypeError for anything that
+    cannot be cut.
+    """
+    kind: Any = type(value)  # Any: mypy does not take a type for hashable
+    part = _asked(kind)
+    if part is not None:
+        _only_axis_0("scatter", value, axis)
+        return part(value, index, count)
+    if isinstance(value, dict):
+        return _same_dict(value, {key: _at(key, split, item, index, count, axis) for key, item in value.items()})
+    if _is_array(value):
+        place = _checked_axis("scatter", value, axis)
+        start, stop = _bounds(value, value.shape[place], index, count, place)
+        return value[(slice(None),) * place + (slice(start, stop),)]
+    if isinstance(value, Sequence):
+        _only_axis_0("scatter", value, axis)
+        return value[slice(*_bounds(value, len(value), index, count, 0))]
+    raise TypeError(
+        f"scatter of {_described(value)}: it cannot be cut into {count} parts. Lists, tuples, strings, arrays, tensors "
+        "and dicts of those can, and objects with a method shard(index, count)"
+    )
+
+
+def _bounds(value: Any, length: int, index: int, count: int, axis: int) -> tuple[int, int]:
+    """From where to where part `index` goes, as numpy.array_split has it."""
+    if length < count:
+        raise ValueError(
+            f"scatter of {_described(value)}: its length along axis {axis} is {length}, below the {count} parts that "
+            f"are wanted; pass at least {count}, or scatter into fewer parts"
+        )
+    size, longer = divmod(length, count)
+    start = index * size + min(index, longer)
+    return start, start + size + (index < longer)
+
+
+@functools.lru_cache(maxsize=256)
+def _asked(kind: type) -> Callable[[Any, int, int], Any] | None:
+    """How objects of this type are asked for their part, or None if they are not.
+
+    shard(index, count) is called by names where it has an `index`, because others have the two the other way round
+    (`datasets.Dataset.shard(num_shards, index)`).
+    """
+    required = _parameters(kind, "shard")
+    if "index" in required and len(required) == 2:
+        other = next(name for name in required if name != "index")
+        return lambda value, index, count: value.shard(**{"index": index, other: count})
+    if len(required) == 2:
+        return lambda value, index, count: value.shard(index, count)
+    if _parameters(kind, "slice") == ["start", "stop"] and hasattr(kind, "size"):
+        return lambda value, index, count: value.slice(*_bounds(value, value.size, index, count, 0))
+    return None
+
+
+def _parameters(kind: type, method: str) -> list[str]:
+    """The parameters, without self, that a method of a type must be given; none if there is no such method."""
+    found = inspect.getattr_static(kind, method, None)
+    if not inspect.isfunction(found):
+        return []
+    parameters = list(inspect.signature(found).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.default is one.empty and one.kind in plain]
+
+
+# Joining
+
+
+def gather(values: Sequence[Any], axis: int | None = None) -> Any:
+    """A list of the values (`axis=None`), or all of them joined along `axis`, as `split` cuts.
+
+    Arrays and tensors are copied into one. ValueError if shapes, keys or the axis do not fit, TypeError if the values
+    are not of one kind or cannot be joined.
+    """
+    if axis is None:
+        return list(values)
+    first = values[0]
+    _one_kind("gather", values)
+    join = getattr(type(first), "from_batches", None)
+    if join is not None:
+        _only_axis_0("gather", first, axis)
+        return join(list(values))
+    if isinstance(first, dict):
+        return _by_key("gather", values, lambda items: gather(items, axis))
+    if _is_array(first):
+        return _concatenated(values, _checked_axis("gather", first, axis))
+    if isinstance(first, str | bytes):
+        _only_axis_0("gather", first, axis)
+        return first[:0].join(values)
+    if isinstance(first, list | tuple):
+        _only_axis_0("gather", first, axis)
+        joined = [item for value in values for item in value]
+        return joined if isinstance(first, list) else tuple(joined)
+    raise TypeError(
+        f"gather along axis {axis} of {_described(first)}: lists, tuples, strings, arrays, tensors and dicts of those "
+        "can be joined, and objects whose type has from_batches(list); axis=None gives a list of the values"
+    )
+
+
+def _concatenated(values: Sequence[Any], axis: int) -> Any:
+    first = values[0]
+    try:
+        if hasattr(first, "__torch_function__"):
+            return sys.modules["torch"].cat(list(values), axis)
+        if _is_of("numpy", "ndarray", first):
+            return sys.modules["numpy"].concatenate(values, axis)
+        return first.__array_namespace__().concat(list(values), axis=axis)
+    except (ValueError, TypeError, RuntimeError) as error:
+        shown = ", ".join(_described(value) for value in values)
+        raise ValueError(f"gather along axis {axis} of {shown}: {error}") from error
+
+
+# Averaging
+
+
+def mean(values: Sequence[Any]) -> Any:
+    """The mean of numbers, arrays or tensors, or of dicts, lists and tuples of those, item by item.
+
+    Floats keep their dtype (16 bits and less are added up in 32), ints and bools give floats (float64 from NumPy,
+    torch's default dtype from torch). Nothing is broadcast: ValueError if shapes, lengths or keys differ. TypeError if
+    the values are not of one kind, or there is no mean of them.
+    """
+    first = values[0]
+    if all(isinstance(value, numbers.Number) for value in values):
+        return _mean_number(values)
+    _one_kind("mean", values)
+    if isinstance(first, dict):
+        return _by_key("mean", values, mean)
+    if _is_array(first):
+        shapes = [tuple(value.shape) for value in values]
+        if len(set(shapes)) > 1:
+            raise ValueError(f"mean of arrays of the shapes {', '.join(map(str, shapes))}: they must be the same")
+        return _mean_array(values)
+    if isinstance(first, list | tuple):
+        return _mean_sequence(values)
+    raise TypeError(
+        f"mean of {_described(first)}: numbers, arrays and tensors have a mean, and dicts, lists and tuples of those"
+    )
+
+
+def _mean_number(values: Sequence[Any]) -> Any:
+    if "numpy" in sys.modules and any(_is_of("numpy", "generic", value) for value in values):
+        np = sys.modules["numpy"]
+        return _mean_array([np.asarray(value) for value in values])[()]
+    return sum(values[1:], values[0]) / len(values)
+
+
+def _mean_sequence(values: Sequence[Any]) -> Any:
+    first = values[0]
+    lengths = [len(value) for value in values]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"mean of {_kind(first)}s of the lengths {lengths}: they must be the same")
+    items = [_at(index, mean, item) for index, item in enumerate(zip(*values, strict=True))]
+    if isinstance(first, list):
+        return items
+    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
+
+
+def _mean_array(values: Sequence[Any]) -> Any:
+    if _is_of("torch", "Tensor", values[0]):
+        return _mean_tensor(values)
+    if not _is_of("numpy", "ndarray", values[0]):
+        return sum(values[1:], values[0]) / len(values)
+    np = sys.modules["numpy"]
+    dtype = np.result_type(*(value.dtype for value in values))
+    if dtype.kind not in "biufc":
+        raise TypeError(f"mean of {_described(values[0])}: only numbers have a mean")
+    if dtype.kind in "biu":
+        dtype = np.dtype(np.float64)
+    total = values[0].astype(np.promote_types(dtype, np.float32))
+    for value in values[1:]:
+        np.add(total, value, out=total)
+    np.true_divide(total, len(values), out=total)
+    return total.astype(dtype, copy=False)
+
+
+def _mean_tensor(values: Sequence[Any]) -> Any:
+    torch = sys.modules["torch"]
+    dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
+    inexact = dtype.is_floating_point or dtype.is_complex
+    wide = (torch.float32 if dtype.itemsize < 4 else dtype) if inexact else torch.int64  # a sum of ints is exact
+    total = values[0].to(wide, copy=True)
+    for value in values[1:]:
+        total += value.to(wide)
+    return (total / len(values)).to(dtype) if inexact else torch.true_divide(total, len(values))
+
+
+# What kind of value it is
+
+
+def _is_of(module: str, name: str, value: Any) -> bool:
+    """Whether a value is of a type of a module, without importing it."""
+    kind = getattr(sys.modules.get(module), name, None)  # None too while another thread still imports the module
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it has a shape, is indexed by tuples of slices, and its module can concatenate it."""
+    if _is_of("numpy", "ndarray", value) or _is_of("torch", "Tensor", value):
+        return True
+    return hasattr(value, "__array_namespace__") or (hasattr(value, "__torch_function__") and hasattr(value, "shape"))
+
+
+def _checked_axis(what: str, array: Any, axis: int) -> int:
+    rank = len(array.shape)
+    if not -rank <= axis < rank:
+        cause = "it has no dimensions" if rank == 0 else f"its axes are 0 to {rank - 1}"
+        raise ValueError(f"{what} along axis {axis} of {_described(array)}: {cause}")
+    return axis % rank
+
+
+def _only_axis_0(what: str, value: Any, axis: int) -> None:
+    if axis != 0:
+        raise ValueError(
+            f"{what} along axis {axis} of {_described(value)}: only arrays and tensors have other axes than 0"
+        )
+
+
+def _one_kind(what: str, values: Sequence[Any]) -> None:
+    first = values[0]
+    others = [value for value in values if _family(value) is not _family(first)]
+    if others:
+        raise TypeError(f"{what} of {_kind(first)} and {_kind(others[0])}: the values must be of one kind")
+
+
+def _family(value: Any) -> type:
+    """Types that may be mixed count as one: kinds of dicts, lists, tuples, tensors (Parameter) and arrays."""
+    for module, name in (("torch", "Tensor"), ("numpy", "ndarray")):
+        if _is_of(module, name, value):
+            return sys.modules[module].__dict__[name]  # type: ignore[no-any-return]
+    return next((kind for kind in (dict, list, tuple, str, bytes) if isinstance(value, kind)), type(value))
+
+
+def _by_key(what: str, dicts: Sequence[dict[Any, Any]], join: Callable[[list[Any]], Any]) -> Any:
+    keys = set(dicts[0])
+    for number, one in enumerate(dicts):
+        if set(one) != keys:
+            raise ValueError(
+                f"{what} of dicts with different keys: value 0 has {list(dicts[0])}, value {number} has {list(one)}"
+            )
+    return _same_dict(dicts[0], {key: _at(key, join, [one[key] for one in dicts]) for key in dicts[0]})
+
+
+def _same_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    """The items in a dict of the same type, with what else that type carries (a default factory, attributes)."""
+    if type(like) is dict:
+        return items
+    made = copy.copy(like)
+    made.update(items)
+    return made
+
+
+def _at(key: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Call it; an error says in which item of the value it happened."""
+    try:
+        return function(*args)
+    except (ValueError, TypeError) as error:
+        error.add_note(f"in the item [{key!r}] of the value")
+        raise
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _described(value: Any) -> str:
+    """A value in an error: its type, and its shape, keys or length."""
+    kind = _kind(value)
+    if _is_array(value):
+        return f"{kind} of shape {tuple(value.shape)} and dtype {getattr(value, 'dtype', None)}"
+    if isinstance(value, dict):
+        keys = list(value)
+        return f"{kind} with the keys {keys if len(keys) <= 20 else [*keys[:20], '...']}"
+    if isinstance(value, Sequence):
+        return f"{kind} of length {len(value)}"
+    return kind if value is not None else "None"

@@ -1,0 +1,1 @@
+"""The actor side of a running graph: the loop, its sessions and their executors."""
