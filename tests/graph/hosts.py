@@ -1,5 +1,4 @@
-"""Actors on pretended hosts (RAYLANE_HOST): what they share with each other and the driver is the network alone. And
-what tests of hops want to know and to break, in any process of a graph."""
+"""Actors on pretended hosts (RAYLANE_HOST), which share only the network, and functions that cut their connections."""
 
 from __future__ import annotations
 
@@ -10,11 +9,12 @@ from typing import Any
 import ray
 from tests.graph.graph_actors import Worker
 
-from raylane.graph.worker import loop as lane
+from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.worker.loop import graph_loop
 
 
 def start(on: list[str], names: list[str] | None = None, **options: Any) -> list[Any]:
-    """One actor for each of these hosts; with names for Ray if they are given."""
+    """Start one actor on each of these hosts, with Ray names if they are given."""
     actor = ray.remote(num_cpus=0.1)(Worker)
     made = []
     for index, host in enumerate(on):
@@ -25,13 +25,13 @@ def start(on: list[str], names: list[str] | None = None, **options: Any) -> list
 
 
 def connections() -> int:
-    """Connections to listeners of raylane on this machine (they are Unix sockets here); the listeners not counted."""
+    """Count the connections to listeners of raylane on this machine, which are Unix sockets here."""
     lines = Path("/proc/net/unix").read_text().splitlines()[1:]
     return sum("@raylane-" in line and line.split()[5] == "03" for line in lines)
 
 
 def left(worker: Any) -> list[str]:
-    """What graphs have left in an actor, besides its doorbell and its listener, which serves any number of graphs."""
+    """Return what graphs have left in an actor, except its doorbell and its listener, which serve later graphs."""
     return [found for found in ray.get(worker.left.remote(), timeout=30) if found != "raylane-listener"]
 
 
@@ -42,30 +42,26 @@ def wait_until_gone(workers: list[Any], connections_before: int, within_s: float
         time.sleep(0.05)
 
 
-def _stations() -> list[Any]:
-    return [residence._station for residence in lane.lane()._residences if residence._station is not None]
+def _networks() -> list[PeerNetwork]:
+    return [session.network for session in graph_loop().sessions if session.network is not None]  # type: ignore[attr-defined]
 
 
-def cut_hops(instance: Any) -> int:
-    """Run in an actor: break every connection that leaves it."""
-    hops = [hop for station in _stations() for hop in station.hops.values()]
-    for hop in hops:
-        hop.cut()
-    return len(hops)
+def cut_links(instance: Any) -> int:
+    """Break every connection that leaves this actor. Runs in the actor."""
+    links = [link for network in _networks() for link in network.links.values()]
+    for link in links:
+        link.cut()
+    return len(links)
 
 
 def cut_inbound(instance: Any) -> int:
-    """Run in an actor: break every connection that arrives there."""
-    inbound = [found for station in _stations() for found in station._inbounds.values()]
-    for found in inbound:
-        if (sock := found._socket) is not None:
-            import contextlib
-            import socket
-
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-    return len(inbound)
+    """Break every connection that arrives at this actor. Runs in the actor."""
+    receivers = [receiver for network in _networks() for receiver in network.receivers]
+    for receiver in receivers:
+        receiver.cut()
+    return len(receivers)
 
 
 def reconnections(instance: Any) -> int:
-    return sum(hop.reconnections for station in _stations() for hop in station.hops.values())
+    """Count the reconnections of this actor's links. Runs in the actor."""
+    return sum(link.reconnections for network in _networks() for link in network.links.values())

@@ -127,7 +127,12 @@ def test_refused(write: Callable[[Any], Any], form: Form, says: str) -> None:
         (lambda x: bind(s.run, x, x[3]), call([1]), IndexError, r"\[3\] of list"),
         (lambda x: bind(s.run, x, x.k), call({"k": 1}), AttributeError, r"\.k of dict.*for its key write node\['k'\]"),
         (lambda x: bind(s.run, x[0]["k"]), call({}), KeyError, r"\['k'\] of dict"),
-        (lambda x: bind(s.run, *scatter(x, 3)), call([1]), ValueError, "its length along axis 0 is 1, below the 3"),
+        (
+            lambda x: bind(s.run, *scatter(x, 3)),
+            call([1]),
+            ValueError,
+            "its length along axis 0 is 1, but 3 parts are wanted",
+        ),
     ],
 )
 def test_what_the_input_does_not_have(
@@ -153,5 +158,5 @@ def test_one_argument_that_cannot_stand_for_all_may_be_one_too_few(
     with pytest.raises(error) as caught:
         sent(write, argument)
     assert caught.value.__notes__ == [
-        f"this graph takes {says}; the one argument that execute got stands for all of it"
+        f"this graph takes {says}; the one argument that execute got must hold all of them"
     ]

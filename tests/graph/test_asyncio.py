@@ -119,7 +119,7 @@ def test_without_pidfd_getfd_a_thread_waits(
     close = os.close
     monkeypatch.setattr("os.close", lambda fd: None if fd == 10**6 else close(fd))
     g = graph(lambda x: raylane.bind(workers[0].echo, x))
-    assert not g._awaiting.active
+    assert not g._collector.bridge.active
 
     async def use() -> Any:
         return [await g.execute(i) for i in range(3)]
@@ -132,7 +132,7 @@ def test_graph_compiled_while_its_lane_is_busy_wakes_asyncio(workers: list[Any],
     other = graph(lambda x: raylane.bind(workers[0].wait, x))
     running = other.execute(1)
     g = graph(lambda x: raylane.bind(workers[0].echo, x))
-    assert g._awaiting.active
+    assert g._collector.bridge.active
     ray.get(workers[0].release.remote())
     assert running.get() == 1
     ray.get(workers[0].hold_again.remote())

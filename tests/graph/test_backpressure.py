@@ -75,9 +75,9 @@ def test_execute_waiting_for_memory_ends_with_the_graph(ray_session: None, graph
     doomed = ray.remote(num_cpus=0.1)(Worker).remote()
     g = graph(lambda x: raylane.bind(doomed.keep, x), max_lent_bytes=4 << 20, timeout_s=None)
     g.timeout_s = None
-    g._wiring.pool.timeout_s = None
+    g._connections.pool.timeout_s = None
     value = np.ones(COUNT)
-    while g._wiring.pool.lent_bytes() + (1 << 20) <= 4 << 20:
+    while g._connections.pool.leased_bytes() + (1 << 20) <= 4 << 20:
         g.execute(value).get()
     caught: list[BaseException] = []
 
@@ -101,7 +101,7 @@ def test_nowait_and_asyncio_do_not_wait_for_memory(workers: list[Any], graph: Co
     value = np.ones(COUNT)
     assert [g.execute(value).get() for _ in range(2)] == [1, 2]
     assert g.execute_nowait(value).get() == 3
-    with pytest.raises(GraphFullError, match="readers keep so much memory"):
+    with pytest.raises(GraphFullError, match="no memory for this input: readers keep arrays"):
         g.execute_nowait(value)
 
     async def main() -> int:
@@ -125,5 +125,5 @@ def test_trace_larger_than_what_edges_may_lend_is_written(workers: list[Any], gr
 
 
 def test_channels_that_cannot_be_made_are_a_plan_error(workers: list[Any], graph: Compile) -> None:
-    with pytest.raises(GraphPlanError, match=r"cannot make the channels of 2 edges .* Lower max_inflight"):
+    with pytest.raises(GraphPlanError, match=r"cannot create the channels of 2 edges .* Lower max_inflight"):
         graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=1 << 44)

@@ -139,7 +139,7 @@ def test_two_graphs_of_an_actor_take_turns_anyway(actor: Any, graph: Compile) ->
     one, two = (graph(lambda x: bind(actor.work, x)) for _ in range(2))
     both = [(one.execute(0.002), two.execute(0.002)) for _ in range(10)]
     assert [(a.get(), b.get()) for a, b in both] == [(0.002, 0.002)] * 10
-    assert ray.get(actor.seen_overlaps.remote()) == 0  # one lane serves both
+    assert ray.get(actor.seen_overlaps.remote()) == 0  # one graph loop serves both
 
 
 def test_the_last_exclusive_graph_gives_ordinary_calls_back(actor: Any, graph: Compile) -> None:
@@ -217,7 +217,7 @@ def test_methods_see_the_settings_of_the_actors_own_thread(configured: Any, grap
     ordinary = ray.get(configured.settings.remote(0))
     found = graph(lambda x: bind(configured.settings, x)).execute(0).get()
     assert ordinary.pop("thread") == "MainThread"
-    assert found.pop("thread") == "raylane-lane"
+    assert found.pop("thread") == "raylane-graph-loop"
     assert found == ordinary
     assert {key: found[key] for key in ("grad", "dtype", "device", "autocast", "threads")} == {
         "grad": False,

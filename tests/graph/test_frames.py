@@ -37,18 +37,18 @@ def test_frames_arrive_as_they_were_sent(pair: tuple[socket.socket, socket.socke
 
     def send() -> None:
         for sequence, message in enumerate(sent):
-            frames.send_all(pair[0], frames.pack(7, sequence, message, 4)[0])
+            frames.send_all(pair[0], frames.pack_message(7, sequence, message, 4)[0])
         pair[0].shutdown(socket.SHUT_WR)
 
     sender = threading.Thread(target=send)
     sender.start()
     reader = frames.FrameReader(pair[1])
     for sequence, message in enumerate(sent):
-        head = frames.unpack(reader.exactly(frames.HEAD_BYTES))
+        head = frames.unpack_header(reader.exactly(frames.HEADER_BYTES))
         assert (head.channel, head.kind, head.sequence) == (7, message.kind, sequence)
         large = message.nbytes >= frames.JOIN_BELOW_BYTES
         assert head.flags == (4 | frames.RECEIPT if large else 4)
-        sizes = frames.sizes_of(reader.exactly(8 * head.buffers), head.buffers)
+        sizes = frames.unpack_sizes(reader.exactly(8 * head.buffers), head.buffers)
         got = [bytearray(size) for size in (*sizes, head.body)]
         for part in got:
             reader.fill(memoryview(part))
@@ -60,11 +60,11 @@ def test_frames_arrive_as_they_were_sent(pair: tuple[socket.socket, socket.socke
 
 def test_small_frames_are_copies_and_large_ones_lend() -> None:
     small, large = bytearray(100), bytearray(frames.JOIN_BELOW_BYTES)
-    pieces, lent = frames.pack(0, 0, Message(VALUE, b"b", [small]), 0)
+    pieces, lent = frames.pack_message(0, 0, Message(VALUE, b"b", [small]), 0)
     assert not lent
     small[:] = b"x" * 100
     assert b"x" not in bytes(pieces[0])
-    pieces, lent = frames.pack(0, 0, Message(VALUE, b"b", [large]), 0)
+    pieces, lent = frames.pack_message(0, 0, Message(VALUE, b"b", [large]), 0)
     assert lent
     large[0] = 1
     assert pieces[1][0] == 1

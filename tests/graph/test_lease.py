@@ -16,7 +16,16 @@ import pytest
 from core.processes import start_code
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.channels import lease
-from raylane.graph.channels.lease import ALIGNMENT, KEPT_OPEN, MAX_IDLE, MAX_MAPPED, Descriptor, LeasePool, LeaseReader
+from raylane.graph.channels.lease import (
+    ALIGNMENT,
+    MAX_IDLE,
+    MAX_MAPPED,
+    MAX_OPEN_LEASES,
+    Descriptor,
+    LeasePool,
+    LeaseReader,
+)
+from raylane.graph.lifecycle import Event
 from raylane.testing.leaks import descriptors
 
 KB = 1 << 10
@@ -41,8 +50,8 @@ def borrow(reader: LeaseReader, descriptor: Descriptor, index: int = 0, *, writa
 
 def in_use(pool: LeasePool) -> tuple[int, int]:
     """(lent, idle) after asking all."""
-    pool._settle(len(pool._lent))
-    return len(pool._lent), len(pool._idle)
+    pool.reclaim()
+    return pool.leased_count, pool.idle_count
 
 
 def test_thousands_that_are_kept_take_no_descriptors() -> None:
@@ -52,11 +61,11 @@ def test_thousands_that_are_kept_take_no_descriptors() -> None:
     pool, reader = LeasePool(LIMIT, timeout_s=10, read_within=3), LeaseReader()
     before = count()
     kept = [borrow(reader, pool.lend([content(number, 5 * KB)], ONE))[0] for number in range(3000)]
-    assert count() - before < 2 * KEPT_OPEN
+    assert count() - before < 2 * MAX_OPEN_LEASES
     assert all(array[0] == number % 251 for number, array in enumerate(kept))
     kept.clear()
-    pool._settle(3000)
-    assert (pool.lent_bytes(), pool._lent_count()) == (0, 0)
+    pool.reclaim(3000)
+    assert (pool.leased_bytes(), pool.leased_count) == (0, 0)
     assert count() - before <= MAX_IDLE  # others' garbage may have gone meanwhile
     assert borrow(reader, pool.lend([content(7)], ONE))[0][0] == 7
 
@@ -81,7 +90,7 @@ def test_when_the_machine_refuses_it_says_what_is_lent(pool: LeasePool, monkeypa
     with pytest.raises(OSError, match="Too many open files") as caught:
         pool.lend([content(2)], ONE)
     assert len(tries) == 2
-    assert caught.value.__notes__ == ["1 segments are lent: Worker#3 holds 40960 bytes"]
+    assert caught.value.__notes__ == ["1 segments are leased: Worker#3 holds 40960 bytes"]
     kept.clear()
     assert borrow(reader, pool.lend([content(2)], ONE))[0][0] == 2  # what has come back needs no new one
 
@@ -175,7 +184,7 @@ def test_it_comes_back_when_the_last_reader_has_let_go(pool: LeasePool) -> None:
     for index in (2, 0, 3, 1):
         held[index].clear()
         assert in_use(pool) == (1, 0)
-        assert pool._lent[0].owed == [other for other in range(5) if held[other]]
+        assert pool._leased[0].outstanding == [other for other in range(5) if held[other]]
     assert held[4][0].tobytes() == content(1)
     held.clear()
     assert in_use(pool) == (0, 1)
@@ -216,10 +225,10 @@ def test_thousands_may_be_kept_and_lending_stays_quick(pool: LeasePool, monkeypa
     monkeypatch.setattr(lease.semaphore, "try_wait", lambda address: asked.append(address) or try_wait(address))
     for number in range(1000):
         borrow(reader, pool.lend([content(number, 4 * KB)], ONE))
-    assert len(asked) <= 1000 * lease._ASKED  # not 2000 each time
+    assert len(asked) <= 1000 * lease.RECLAIM_CHECKS  # not 2000 each time
     monkeypatch.undo()
     assert in_use(pool)[0] == 2000
-    assert pool._numbers.__next__() <= 2000 + 1000 // lease._ASKED * 4
+    assert pool._numbers.__next__() <= 2000 + 1000 // lease.RECLAIM_CHECKS * 4
     assert all(array.tobytes() == content(number, 4 * KB) for number, array in enumerate(kept))
     kept.clear()
     assert in_use(pool) == (0, MAX_IDLE)
@@ -231,7 +240,7 @@ def test_kept_arrays_cost_their_reader_no_descriptor(pool: LeasePool) -> None:
     kept = [borrow(reader, pool.lend([content(number)], ONE)) for number in range(100)]
     assert len(os.listdir("/proc/self/fd")) - before == 100  # those of the writer, one each
     kept.clear()
-    pool._settle(100)
+    pool.reclaim(100)
     assert len(os.listdir("/proc/self/fd")) - before == MAX_IDLE
 
 
@@ -239,10 +248,10 @@ def test_a_reader_maps_again_what_it_has_forgotten(pool: LeasePool) -> None:
     reader = LeaseReader()
     lent = [pool.lend([content(number)], ONE) for number in range(3 * MAX_MAPPED)]
     kept = [borrow(reader, descriptor)[0] for descriptor in lent]
-    assert len(reader._mapped) == MAX_MAPPED
+    assert reader.mapped_count == MAX_MAPPED
     assert [array[0] for array in kept] == [number % 251 for number in range(len(lent))]
     del kept[::2]
-    pool._settle(len(lent))
+    pool.reclaim()
     again = [pool.lend([content(number)], ONE) for number in range(MAX_IDLE)]
     assert {descriptor.number for descriptor in again} <= {descriptor.number for descriptor in lent}
     assert [borrow(reader, descriptor)[0][0] for descriptor in again] == list(range(MAX_IDLE))
@@ -283,11 +292,13 @@ def test_a_new_segment_under_an_old_path_is_not_taken_for_the_old(pool: LeasePoo
 
 def test_a_message_above_the_limit_is_refused(pool: LeasePool) -> None:
     pool.limit_bytes = 100 * KB
-    with pytest.raises(GraphValueError, match=r"a message of \d+ bytes is above the limit of 102400 .* max_lent_bytes"):
+    with pytest.raises(
+        GraphValueError, match=r"a message of \d+ bytes: max_lent_bytes is 102400\. .* larger max_lent_bytes"
+    ):
         pool.lend([content(1, 101 * KB)], ONE)
     with pytest.raises(GraphValueError, match="above the limit"):
         pool.lend([content(1, 60 * KB)] * 2, ONE)
-    assert pool.lent_bytes() == 0
+    assert pool.leased_bytes() == 0
     pool.lend([content(1, 64 * KB)], ONE)
 
 
@@ -296,9 +307,9 @@ def test_idle_memory_counts_and_makes_room(pool: LeasePool) -> None:
     reader = LeaseReader()
     for kilobytes in (40, 64, 128, 256, 512, 896, 40):
         borrow(reader, pool.lend([content(1, kilobytes * KB)], ONE))
-        pool._settle(len(pool._lent))
-        assert sum(idle.capacity for idle in pool._idle) <= 1000 * KB
-    assert pool.lent_bytes() == 0
+        pool.reclaim()
+        assert pool.idle_bytes <= 1000 * KB
+    assert pool.leased_bytes() == 0
 
 
 def test_who_holds_the_memory_is_told(pool: LeasePool) -> None:
@@ -335,7 +346,7 @@ def test_closing_ends_a_wait_and_the_limit(pool: LeasePool) -> None:
     pool.limit_bytes = 100 * KB
     pool.timeout_s = None
     kept = borrow(LeaseReader(), pool.lend([content(1, 80 * KB)], ONE))
-    timer = threading.Timer(0.05, setattr, (pool, "closed", True))
+    timer = threading.Timer(0.05, pool.lifecycle.advance, (Event.CLOSE,))
     timer.start()
     assert pool.lend([content(2, 80 * KB)], ONE).sizes == (80 * KB,)
     timer.join()

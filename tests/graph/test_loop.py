@@ -1,24 +1,26 @@
-"""The lane alone, with graphs that only look like some."""
+"""The graph loop with fake sessions."""
 
 from __future__ import annotations
 
 import threading
 
-from raylane.graph.worker.loop import Lane
-from raylane.graph.worker.thread_state import ThreadContext
+from raylane.graph.lifecycle import Event, Lifecycle
+from raylane.graph.worker.loop import GraphLoop
+from raylane.graph.worker.thread_state import ThreadState
 
 
 class Busy:
-    """Always has something to do, until its owner is found to be gone, or an advance fails."""
+    """Session that is always busy, until its owner has ended or `advance` raises."""
 
-    who = owner_who = "somebody"
-    taken = 0
+    actor_name = owner_name = "somebody"
+    messages_read = 0
+    needs_polling = False
 
     def __init__(self, name: str, *, gone: bool = False, error: BaseException | None = None) -> None:
         self.name = name
         self.gone = gone
         self.error = error
-        self.over = False
+        self.lifecycle = Lifecycle()
         self.closed = threading.Event()
         self.reason: BaseException | None = None
 
@@ -27,48 +29,49 @@ class Busy:
             raise self.error
         return True
 
-    def give_up(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         self.reason = error
-        self.over = True
+        self.lifecycle.advance(Event.LEAVE)
 
-    def orphaned(self) -> bool:
-        return self.gone
+    def check_owner(self) -> None:
+        if self.gone:
+            self.lifecycle.advance(Event.OWNER_GONE)
 
     def close(self) -> None:
         self.closed.set()
 
 
-def test_one_that_never_sleeps_still_notices_that_an_owner_is_gone() -> None:
-    lane, stays, leaves = Lane(), Busy("stays"), Busy("leaves")
-    for residence in (stays, leaves):
-        lane.adopt(residence, ThreadContext())
+def test_loop_that_never_sleeps_notices_end_of_an_owner() -> None:
+    loop, stays, leaves = GraphLoop(), Busy("stays"), Busy("leaves")
+    for session in (stays, leaves):
+        loop.add(session, ThreadState())
     leaves.gone = True
     assert leaves.closed.wait(20)
     assert not stays.closed.is_set()
-    stays.over = True
+    stays.lifecycle.advance(Event.LEAVE)
     assert stays.closed.wait(20)
 
 
-def test_whatever_is_raised_costs_one_graph_alone() -> None:
-    lane, stays, fails = Lane(), Busy("stays"), Busy("fails", error=SystemExit("no"))
-    for residence in (stays, fails):
-        lane.adopt(residence, ThreadContext())
+def test_loop_exception_ends_only_one_graph() -> None:
+    loop, stays, fails = GraphLoop(), Busy("stays"), Busy("fails", error=SystemExit("no"))
+    for session in (stays, fails):
+        loop.add(session, ThreadState())
     assert fails.closed.wait(20)
     assert isinstance(fails.reason, SystemExit)
     assert not stays.closed.is_set()
-    stays.over = True
+    stays.lifecycle.advance(Event.LEAVE)
     assert stays.closed.wait(20)
 
 
-def test_graph_that_cannot_even_give_up_leaves_others_running() -> None:
+def test_loop_session_whose_fail_raises_leaves_others_running() -> None:
     class Worse(Busy):
-        def give_up(self, error: BaseException) -> None:
+        def fail(self, error: BaseException) -> None:
             raise OSError("no")
 
-    lane, stays, fails = Lane(), Busy("stays"), Worse("fails", error=ValueError("no"))
-    for residence in (stays, fails):
-        lane.adopt(residence, ThreadContext())
+    loop, stays, fails = GraphLoop(), Busy("stays"), Worse("fails", error=ValueError("no"))
+    for session in (stays, fails):
+        loop.add(session, ThreadState())
     assert fails.closed.wait(20)
     assert not stays.closed.is_set()
-    stays.over = True
+    stays.lifecycle.advance(Event.LEAVE)
     assert stays.closed.wait(20)

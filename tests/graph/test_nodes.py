@@ -32,7 +32,7 @@ a, d = Stage(), Head()
 
 def test_what_can_be_bound() -> None:
     for wrong in (a, Stage.step, len, [].append, lambda x: x, a.step.__func__, "step", None):
-        with pytest.raises(TypeError, match=r"the first argument is a method of an actor handle"):
+        with pytest.raises(TypeError, match=r"the first argument must be a method of an actor handle"):
             bind(wrong, 1)
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'method'|missing a required"):
         bind()  # type: ignore[call-arg]
@@ -119,17 +119,17 @@ def test_nodes_are_no_values() -> None:
     with raylane.InputNode() as x:
         made = bind(a.step, x)
     for node, shown in ((x, "input"), (made, r"Stage.step\(...\)"), (made["k"], r"Stage.step\(...\)\['k'\]")):
-        with pytest.raises(TypeError, match=f"{shown} has no value yet: a graph has no branches"):
+        with pytest.raises(TypeError, match=f"{shown} has no value before an execution: a graph has no branches"):
             assert node
         with pytest.raises(TypeError, match=f"{shown} cannot be unpacked: .* declare @ray.method"):
             _one, _two = node
-        with pytest.raises(TypeError, match="a node is indexed with an int or a str"):
+        with pytest.raises(TypeError, match="the index of a node must be an int or a str"):
             node[1:2]
-        with pytest.raises(TypeError, match="a node is indexed with an int or a str"):
+        with pytest.raises(TypeError, match="the index of a node must be an int or a str"):
             node[None]
     with pytest.raises(AttributeError):
         made.loss  # noqa: B018  # results have items only
-    with pytest.raises(AttributeError, match=r"inputs whose names begin with _ are x\['_hidden'\]"):
+    with pytest.raises(AttributeError, match=r"For an input of this name write x\['_hidden'\]"):
         x._hidden  # noqa: B018
     assert repr(x["_hidden"]) == "input['_hidden']"
 
@@ -154,13 +154,13 @@ def test_nodes_show_what_they_are() -> None:
 def test_joins_need_nodes() -> None:
     with raylane.InputNode() as x:
         for join, name in ((gather, "gather"), (first, "first"), (mean, "mean")):
-            with pytest.raises(TypeError, match=rf"{name} takes a list of one or more nodes, got \[\]"):
+            with pytest.raises(TypeError, match=rf"{name}: the argument must be a list of one or more nodes, got \[\]"):
                 join([])
-            with pytest.raises(TypeError, match=rf"{name} takes a list of one or more nodes, got 5"):
+            with pytest.raises(TypeError, match=rf"{name}: the argument must be a list of one or more nodes, got 5"):
                 join([x, 5])  # type: ignore[list-item]
-        with pytest.raises(TypeError, match=r"scatter\(\[1\], 2\): the first argument is a node"):
+        with pytest.raises(TypeError, match=r"scatter\(\[1\], 2\): the first argument must be a node"):
             scatter([1], 2)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="the number of parts is an int of 1 or more"):
+        with pytest.raises(ValueError, match="count must be an int of 1 or more"):
             scatter(x, 0)
 
 
@@ -177,5 +177,8 @@ def test_nodes_inside_anything_else_cannot_be_sent(wrap: Callable[[Any], Any], d
     with raylane.InputNode() as x:
         node = bind(a.step, x)
     for one in (node, x, node[0], scatter(node, 2)[1], first([node])):
-        with pytest.raises(TypeError, match=r"has no value yet, so it cannot be pickled: in arguments of bind, nodes"):
+        with pytest.raises(
+            TypeError,
+            match=r"has no value before an execution, so it cannot be pickled. Pass nodes to bind as arguments",
+        ):
             dumps(wrap(one))

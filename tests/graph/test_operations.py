@@ -201,18 +201,18 @@ def test_arrays_of_the_standard_are_cut_joined_and_averaged() -> None:
 @pytest.mark.parametrize(
     ("value", "count", "axis", "error", "says"),
     [
-        ([1, 2], 3, 0, ValueError, "scatter of list of length 2: its length along axis 0 is 2, below the 3 parts"),
+        ([1, 2], 3, 0, ValueError, "scatter of list of length 2: its length along axis 0 is 2, but 3 parts are wanted"),
         (np.zeros((4, 2)), 3, 1, ValueError, r"shape \(4, 2\) and dtype float64: its length along axis 1 is 2"),
         (torch.zeros(2), 3, 0, ValueError, r"torch.Tensor of shape \(2,\) and dtype torch.float32"),
         (np.zeros((4, 2)), 2, 2, ValueError, "its axes are 0 to 1"),
         (torch.tensor(1.0), 1, 0, ValueError, "it has no dimensions"),
         ([1, 2], 2, 1, ValueError, "only arrays and tensors have other axes than 0"),
         (BatchDict(x=[1, 2]), 2, 1, ValueError, "only arrays and tensors have other axes than 0"),
-        (BatchDict(x=[1, 2]), 3, 0, ValueError, "BatchDict with the keys .*below the 3 parts"),
+        (BatchDict(x=[1, 2]), 3, 0, ValueError, "BatchDict with the keys .*but 3 parts are wanted"),
         (BatchDict(x=[1, 2], y=[1]), 1, 0, ValueError, "one number of rows"),
-        (None, 2, 0, TypeError, r"scatter of None: it cannot be cut into 2 parts.*shard\(index, count\)"),
-        (7, 2, 0, TypeError, "scatter of int: it cannot be cut"),
-        ({1, 2}, 2, 0, TypeError, "scatter of set: it cannot be cut"),
+        (None, 2, 0, TypeError, r"scatter of None: cannot split it into 2 parts.*shard\(index, count\)"),
+        (7, 2, 0, TypeError, "scatter of int: cannot split it"),
+        ({1, 2}, 2, 0, TypeError, "scatter of set: cannot split it"),
     ],
 )
 def test_what_cannot_be_cut_is_told(value: Any, count: int, axis: int, error: type[Exception], says: str) -> None:
@@ -382,12 +382,12 @@ def test_gradients_flow_through_a_mean() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "says"),
     [
-        (["a", "b"], TypeError, "mean of str of length 1: numbers, arrays and tensors have a mean"),
+        (["a", "b"], TypeError, "mean of str of length 1: such values have no mean"),
         ([None, None], TypeError, "mean of None"),
         ([1, [1]], TypeError, "mean of int and list: the values must be of one kind"),
         ([1, None], TypeError, "mean of int and NoneType"),
         ([[1], [1, 2]], ValueError, r"mean of lists of the lengths \[1, 2\]"),
-        ([np.zeros(2), np.zeros((1, 2))], ValueError, r"of the shapes \(2,\), \(1, 2\): they must be the same"),
+        ([np.zeros(2), np.zeros((1, 2))], ValueError, r"of the shapes \(2,\), \(1, 2\): they must be equal"),
         ([torch.zeros(2), torch.zeros(1)], ValueError, r"of the shapes \(2,\), \(1,\)"),
         ([{"a": 1}, {"b": 1}], ValueError, "different keys"),
         ([np.array(["x"])] * 2, TypeError, "only numbers have a mean"),

@@ -51,7 +51,7 @@ def test_a_chain_over_three_hosts_and_the_driver(workers: list[Any], graph: Comp
     assert [g.execute(i).get() for i in range(50)] == [i + 3 for i in range(50)]
     made = [g.execute(i) for i in range(2)]
     assert [result.get() for result in made] == [3, 4]
-    assert "hop to 1 host" in g.show()
+    assert "link to 1 host" in g.show()
     assert "relayed by driver" in g.show()
     stats = g.stats()
     assert stats["edges"]["Worker#1.add -> Worker#2"]["count"] == 52
@@ -69,7 +69,7 @@ def test_a_host_of_two_actors_gets_one_copy_and_shares_memory(workers: list[Any]
     *sums, ones = g.execute(200_000).get()
     assert sums == [200_000.0] * 3
     assert ones.sum() == 200_000
-    assert [(r.member, r.readers) for r in g._wiring.routes.edges[1].relays] == [(0, (0,)), (2, (2, 3))]
+    assert [(r.member, r.readers) for r in g._connections.routes.edges[1].relays] == [(0, (0,)), (2, (2, 3))]
     lent = g.stats()["lent_bytes"]
     assert lent["Worker#1"] == 0  # b sent from its own memory
     assert lent["Worker#2"] >= 1_600_000 > lent["Worker#3"]  # the relay received it into memory that both read
@@ -78,7 +78,7 @@ def test_a_host_of_two_actors_gets_one_copy_and_shares_memory(workers: list[Any]
 @pytest.mark.parametrize("size", [10, 20_000, 1_000_000])
 def test_a_broadcast_to_six_hosts_goes_down_a_tree(workers: list[Any], graph: Compile, size: int) -> None:
     g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(w.total, x) for w in workers]), max_inflight=3)
-    route = g._wiring.routes.edges[0]
+    route = g._connections.routes.edges[0]
     assert [relay.source for relay in route.relays] == [0, 0, 0, 0, 1]
     for scale in range(10):
         assert g.execute(np.full(size, scale)).get() == [float(size * scale)] * 6
@@ -127,7 +127,7 @@ def test_what_is_kept_on_another_host_is_named_when_memory_runs_out(workers: lis
         g.execute(np.ones(100_000)).get(timeout=20)
     assert ray.get(b.drop.remote()) == [100_000.0]
     assert g.execute(np.ones(100_000)).get() == 1  # and goes on
-    with pytest.raises(GraphValueError, match="above the limit of 1000000"):
+    with pytest.raises(GraphValueError, match="max_lent_bytes is 1000000"):
         g.execute(np.ones(200_000)).get(timeout=20)
     ray.get(b.drop.remote())
 
@@ -190,9 +190,9 @@ def test_cut_connections_lose_nothing_double_nothing_and_keep_the_order(workers:
     def cut() -> None:
         nonlocal cuts
         while not stop.wait(0.02):
-            for hop in g._wiring.station.hops.values():
-                hop.cut()
-            ray.get([a.__ray_call__.remote(hosts.cut_hops), b.__ray_call__.remote(hosts.cut_inbound)])
+            for link in g._connections.network.links.values():
+                link.cut()
+            ray.get([a.__ray_call__.remote(hosts.cut_links), b.__ray_call__.remote(hosts.cut_inbound)])
             cuts += 1
 
     cutter = threading.Thread(target=cut)
@@ -211,7 +211,7 @@ def test_cut_connections_lose_nothing_double_nothing_and_keep_the_order(workers:
     counts = {edge: numbers["count"] for edge, numbers in g.stats()["edges"].items()}
     assert set(counts.values()) == {300}
     assert cuts
-    assert sum(hop.reconnections for hop in g._wiring.station.hops.values())
+    assert sum(link.reconnections for link in g._connections.network.links.values())
     assert sum(ray.get([w.__ray_call__.remote(hosts.reconnections) for w in (a, b)]))
 
 
@@ -223,7 +223,7 @@ def test_a_connection_cut_while_nobody_writes_is_mended(workers: list[Any], grap
     g = graph(lambda x: raylane.bind(a.wait, x))
     result = g.execute("kept")
     ray.get(a.__ray_call__.remote(hosts.cut_inbound))
-    ray.get(a.__ray_call__.remote(hosts.cut_hops))
+    ray.get(a.__ray_call__.remote(hosts.cut_links))
     ray.get(a.release.remote())
     assert result.get(timeout=20) == "kept"
     assert g.execute("more").get(timeout=20) == "more"
@@ -247,9 +247,9 @@ def test_clocks_of_one_machine_agree_and_a_trace_can_be_written(
 ) -> None:
     g = graph(lambda x: chain(x, workers[:2]))
     assert g.execute(1).get() == 1
-    wiring = g._wiring
-    assert [wiring.clock_offset_s(member) for member in (1, 2)] == [0.0, 0.0]
-    measured = [wiring.station.hops[member, 0].clock_offset_s for member in (1, 2)]
-    assert all(abs(offset) < 0.5 for offset in measured)  # as measured over the hop: half a round trip off at most
+    connections = g._connections
+    assert [connections.clock_offset_s(member) for member in (1, 2)] == [0.0, 0.0]
+    measured = [connections.network.links[member, 0].clock_offset_s for member in (1, 2)]
+    assert all(abs(offset) < 0.5 for offset in measured)  # as measured over the link: half a round trip off at most
     g.trace(tmp_path / "run.json")
     assert "Worker" in (tmp_path / "run.json").read_text()

@@ -13,7 +13,7 @@ import raylane
 from graph.graph_actors import Worker
 from raylane import _ray
 from raylane.errors import GraphPlanError
-from raylane.graph import ray_dag as translate
+from raylane.graph import ray_dag
 from raylane.graph.plan import planner as planning
 from raylane.graph.plan.ir import Plan
 
@@ -28,7 +28,7 @@ def actors(ray_session: None) -> Iterator[list[Any]]:
 
 
 def plan(node: Any) -> Plan:
-    found, _ = planning.plan(translate.from_ray(node), identify=_ray.actor_id_of, name=_ray.class_name_of)
+    found, _ = planning.plan(ray_dag.convert(node), identify=_ray.actor_id_of, name=_ray.class_name_of)
     return found
 
 
@@ -75,9 +75,9 @@ def test_calls_of_an_actor_run_in_the_order_in_which_they_were_bound(actors: lis
 def test_our_nodes_stay_as_they_are(actors: list[Any]) -> None:
     node = raylane.bind(actors[0].tick)
     number = node.number
-    assert translate.from_ray(node) is node
+    assert ray_dag.convert(node) is node
     assert node.number == number
-    assert translate.from_ray("text") == "text"
+    assert ray_dag.convert("text") == "text"
 
 
 def test_what_has_no_counterpart_is_refused_by_name(actors: list[Any]) -> None:
@@ -97,15 +97,15 @@ def test_what_has_no_counterpart_is_refused_by_name(actors: list[Any]) -> None:
         }
     for name, made in wrong.items():
         for node in made:
-            with pytest.raises(GraphPlanError, match=f"{name} of ray.dag has no counterpart"):
-                translate.from_ray(node)
+            with pytest.raises(GraphPlanError, match=f"cannot convert {name} of ray.dag"):
+                ray_dag.convert(node)
 
 
 def test_the_two_kinds_do_not_mix(actors: list[Any]) -> None:
     a, b = actors
     with dag.InputNode() as x:
         theirs = a.echo.bind(x)
-    with pytest.raises(TypeError, match=r"bind: ClassMethodNode is a node of ray\.dag; write the whole graph with"):
+    with pytest.raises(TypeError, match=r"bind: ClassMethodNode is a node of ray\.dag. Write the whole graph with"):
         raylane.bind(b.echo, theirs)
     with pytest.raises(TypeError, match="bind: InputNode is a node of ray"):
         raylane.bind(b.add, 1, b=x)

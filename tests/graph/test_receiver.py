@@ -1,4 +1,4 @@
-"""What a peer may send over a hop: sizes that it only claims cost nothing, and a defect is told once."""
+"""Receiver of links: impossible sizes are refused without allocation, and each defect raises one alarm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_network import Station
-from raylane.graph.channels.receiver import MAX_TOLD_BYTES, Inbound
+from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.receiver import MAX_REPORT_BYTES, Receiver
+from raylane.graph.channels.specs import NetworkSpec
 from raylane.graph.values.message import ERROR, VALUE
-from raylane.graph.worker.program import Directions
 from raylane.testing.leaks import leaks, snapshot
 
 ALARM = 9
@@ -21,27 +21,29 @@ HEAD = struct.Struct("<IBBxxIQQ")
 """As in `frames`: channel, kind, flags, buffers, sequence, body bytes."""
 
 
-class Told:
+class Fixture:
+    """Receiver with its alarms and failures."""
+
     def __init__(self) -> None:
         self.alarms: list[str] = []
         self.failures: list[bytes] = []
-        self.inbound = Inbound("a peer", {}, LeasePool(1 << 20), ALARM, self.alarms.append, self.failures.append)
+        self.receiver = Receiver("a peer", {}, LeasePool(1 << 20), ALARM, self.alarms.append, self.failures.append)
 
     def connect(self) -> socket.socket:
         one, two = socket.socketpair()
-        self.inbound.take(two)
+        self.receiver.serve(two)
         one.settimeout(20)
         assert one.recv(1)  # the greeting
         return one
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
+def peer_of() -> Iterator[Fixture]:
     before = snapshot()
-    made = Told()
+    made = Fixture()
     yield made
-    made.inbound.close()
-    made.inbound.join(10)
+    made.receiver.close()
+    made.receiver.join(10)
     del made
     assert not leaks(before, within_s=10)
 
@@ -52,63 +54,63 @@ def told() -> Iterator[Told]:
         HEAD.pack(7, VALUE, 0, 2**28, 0, 0),
         HEAD.pack(7, VALUE, 0, 5_000_000, 0, 0),
         HEAD.pack(ALARM, VALUE, 0, 0, 0, 2**31),
-        HEAD.pack(ALARM, ERROR, 0, 0, 0, MAX_TOLD_BYTES + 1),
+        HEAD.pack(ALARM, ERROR, 0, 0, 0, MAX_REPORT_BYTES + 1),
         HEAD.pack(7, 77, 0, 0, 0, 0),
         HEAD.pack(7, VALUE, 0, 0, 5, 0),
         HEAD.pack(7, VALUE, 0, 0, 0, 4),
     ],
 )
 def test_frame_with_impossible_sizes_is_refused(
-    told: Told, head: bytes, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    peer_of: Fixture, head: bytes, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     from raylane.graph.channels.frames import FrameReader
 
     exactly = FrameReader.exactly
     monkeypatch.setattr(FrameReader, "exactly", lambda self, count: (asked.append(count), exactly(self, count))[1])
-    peer = told.connect()
+    peer = peer_of.connect()
     peer.sendall(head)
-    eventually(lambda: told.alarms)
-    assert "a peer: ProtocolError" in told.alarms[0]
-    assert max(asked) <= MAX_TOLD_BYTES
+    eventually(lambda: peer_of.alarms)
+    assert "a peer: ProtocolError" in peer_of.alarms[0]
+    assert max(asked) <= MAX_REPORT_BYTES
     while peer.recv(1 << 16):  # to its end
         pass
     peer.close()
 
 
-def test_alarm_that_is_no_text_is_told_all_the_same(told: Told, eventually: Callable[..., None]) -> None:
-    peer = told.connect()
+def test_alarm_that_is_no_text_is_raised_all_the_same(peer_of: Fixture, eventually: Callable[..., None]) -> None:
+    peer = peer_of.connect()
     peer.sendall(HEAD.pack(ALARM, VALUE, 0, 0, 0, 3) + b"\xff\xfeo")
     peer.sendall(HEAD.pack(ALARM, ERROR, 0, 0, 4, 2) + b"no")  # some may be missing
-    eventually(lambda: told.failures)
-    assert (len(told.alarms), told.alarms[0][-1], told.failures) == (1, "o", [b"no"])
+    eventually(lambda: peer_of.failures)
+    assert (len(peer_of.alarms), peer_of.alarms[0][-1], peer_of.failures) == (1, "o", [b"no"])
     peer.close()
 
 
-def test_peer_that_reconnects_often_costs_one_thread(told: Told) -> None:
+def test_peer_that_reconnects_often_costs_one_thread(peer_of: Fixture) -> None:
     peers = []
     for _ in range(50):
         one, two = socket.socketpair()
-        told.inbound.take(two)
+        peer_of.receiver.serve(two)
         peers.append(one)
-        assert sum(thread.name == "raylane-hop" for thread in threading.enumerate()) <= 1
+        assert sum(thread.name == "raylane-receiver" for thread in threading.enumerate()) <= 1
     peers[-1].settimeout(20)
     assert peers[-1].recv(1)
     for peer in peers:
         peer.close()
 
 
-def test_station_refuses_peers_that_were_not_announced() -> None:
-    directions = Directions(
-        key=b"k", member=0, names=("driver", "a"), alarm=ALARM, timeout_s=5.0, max_lent_bytes=1 << 20
+def test_network_refuses_peers_that_were_not_announced() -> None:
+    spec = NetworkSpec(
+        key=b"k", member=0, names=("driver", "a"), alarm_channel=ALARM, timeout_s=5.0, max_lent_bytes=1 << 20
     )
-    station = Station(directions)
+    network = PeerNetwork(spec)
     for level in range(20):
         one, two = socket.socketpair()
-        station._take(two, 1, level)
+        network._accept(two, 1, level)
         one.settimeout(20)
         assert one.recv(1) == b""
         one.close()
-    assert not station._inbounds
-    assert not any(thread.name == "raylane-hop" for thread in threading.enumerate())
-    station.close()
+    assert not network.receivers
+    assert not any(thread.name == "raylane-receiver" for thread in threading.enumerate())
+    network.close()

@@ -23,10 +23,10 @@ from raylane.graph.channels.ring import (
     MAX_READERS,
     SLOT_BYTES,
     WAKE,
+    Received,
     RingReader,
     RingSpec,
     RingWriter,
-    Taken,
 )
 from raylane.graph.values.message import ERROR, NOTHING, VALUE, Message
 
@@ -39,7 +39,7 @@ class Ring:
     """Both ends, in this process, over two mappings."""
 
     def __init__(self, readers: int = 1, slots: int = 2, limit_bytes: int = 1 << 30) -> None:
-        self.spec, self.segment = ring.make([f"reader {index}" for index in range(readers)], slots)
+        self.spec, self.segment = ring.make_ring([f"reader {index}" for index in range(readers)], slots)
         self.bells = [bell() for _ in range(readers)]
         self.pool = LeasePool(limit_bytes, timeout_s=0.05)
         self.writer = RingWriter(self.segment, self.spec, self.bells, self.pool)
@@ -52,7 +52,7 @@ class Ring:
         self.writer.write(self.written, Message(kind, body, buffers), flags)
         self.written += 1
 
-    def take(self, index: int = 0) -> Taken:
+    def take(self, index: int = 0) -> Received:
         reader = self.readers[index]
         assert try_wait(reader.full) == 0
         assert try_wait(self.bells[index].address) == 0
@@ -69,7 +69,7 @@ def filled(nbytes: int, seed: int = 0) -> bytes:
     return (b"%d " % seed * (nbytes // 2 + 1))[:nbytes]
 
 
-def whole(taken: Taken) -> tuple[bytes, list[bytes]]:
+def whole(taken: Received) -> tuple[bytes, list[bytes]]:
     return bytes(taken.body), [bytes(buffer) for buffer in taken.buffers]
 
 
@@ -217,8 +217,10 @@ def test_a_ring_has_room_for_so_many_readers() -> None:
     made = Ring(readers=MAX_READERS)
     made.write(b"all", [bytes(50_000)])
     assert all(whole(made.take(index))[0] == b"all" for index in range(MAX_READERS))
-    assert made.pool._lent[0].returned()
-    with pytest.raises(GraphPlanError, match="257 processes of one host read the same value, and 256 can"):
+    assert made.pool._leased[0].returned()
+    with pytest.raises(
+        GraphPlanError, match="cannot send one value to 257 processes of one host: at most 256 can read it"
+    ):
         Ring(readers=MAX_READERS + 1)
 
 
@@ -227,7 +229,7 @@ def test_a_ring_has_room_for_so_many_readers() -> None:
 
 def test_what_does_not_fit_is_an_error_and_the_slot_can_be_written_again() -> None:
     made = Ring(limit_bytes=200_000)
-    with pytest.raises(GraphValueError, match="above the limit"):
+    with pytest.raises(GraphValueError, match="max_lent_bytes is 200000"):
         made.write(b"", [bytes(300_000)])
     made.write(b"instead")
     assert whole(made.take())[0] == b"instead"
@@ -264,7 +266,7 @@ def test_reserved_memory_is_handed_over() -> None:
     reserved = made.writer.reserve(0, [50_000])
     assert reserved is not None
     made.writer.cancel(reserved)
-    assert made.pool._lent[-1].returned()
+    assert made.pool._leased[-1].returned()
 
 
 # Processes
@@ -318,13 +320,13 @@ class Line:
     def __init__(self, readers: int, slots: int, count: int, *, keep: bool) -> None:
         self.children: list[Child] = [start_code(READER, index=index) for index in range(readers)]
         bells = [Segment.open(child.receive()) for child in self.children]
-        spec, segment = ring.make([str(index) for index in range(readers)], slots)
+        spec, segment = ring.make_ring([str(index) for index in range(readers)], slots)
         self.pool = LeasePool(1 << 30, timeout_s=20)
         self.writer = RingWriter(segment, spec, bells, self.pool)
         self.bell, self.slots, self.answered = bell(), slots, 0
         self.back: list[RingReader] = []
         for child in self.children:
-            back, memory = ring.make(["writer"], slots)
+            back, memory = ring.make_ring(["writer"], slots)
             self.back.append(RingReader(memory, back, 0, LeaseReader()))
             child.send((tuple(spec), tuple(back), self.bell.path, count, keep))
 
@@ -352,8 +354,8 @@ def test_processes_read_what_was_written(readers: int, slots: int, count: int, k
         line.write(number, Message(VALUE, body, buffers))
     assert [child.result() for child in line.children] == [sums] * readers
     if not keep:
-        line.pool._settle(len(line.pool._lent))
-        assert line.pool.lent_bytes() == 0
+        line.pool.reclaim()
+        assert line.pool.leased_bytes() == 0
         assert next(line.pool._numbers) <= 3 * (slots + 2)  # a few, used again and again
 
 

@@ -42,8 +42,8 @@ def test_an_edge_has_one_ring_on_each_host_and_one_relay_on_each_other_host() ->
     ]
     assert found.onward(1) == ((2, 1), (5, 1))
     assert found.onward(2) == ()
-    assert found.readers_beside(3) == (2, 3, 6)
-    assert routing.kind(found) == "shared memory, hops to 2 hosts"
+    assert found.ring_readers(3) == (2, 3, 6)
+    assert routing.kind(found) == "shared memory, links to 2 hosts"
     assert routing.note(found, [f"m{i}" for i in range(7)]) == "relayed by m2, m5"
 
 
@@ -55,7 +55,7 @@ def test_a_tree_above_four_hosts_goes_down_one_level_at_each_step() -> None:
     assert found.onward(DRIVER) == tuple((member, 1) for member in (1, 2, 3, 4))
     assert found.onward(1) == tuple((member, 2) for member in (5, 6, 7, 8))
     assert found.onward(5) == tuple((member, 3) for member in (21, 22, 23, 24))
-    assert routing.kind(found) == "hops to 30 hosts"
+    assert routing.kind(found) == "links to 30 hosts"
     assert "h5 (from h1)" in routing.note(found, hosts)
 
 
@@ -66,7 +66,7 @@ def test_all_channels_of_random_graphs_reach_all_readers_once(seed: int) -> None
     hosts = [rng.choice("abcdefg") for _ in plan.members]
     found = routing.routes(plan, hosts)
     assert [route.channel for route in found.all] == list(range(len(found.all)))
-    assert found.alarm == len(found.all)
+    assert found.alarm_channel == len(found.all)
     for edge, route in zip(plan.edges, found.edges, strict=True):
         got = [*route.local, *(reader for relay in route.relays for reader in relay.readers)]
         assert sorted(got) == sorted(edge.readers)
@@ -75,17 +75,17 @@ def test_all_channels_of_random_graphs_reach_all_readers_once(seed: int) -> None
         for relay in route.relays:
             assert relay.source in heard  # whoever passes it on has it
             assert {hosts[reader] for reader in relay.readers} == {hosts[relay.member]}
-            assert (relay.source, relay.member, relay.level) in found.hops
+            assert (relay.source, relay.member, relay.level) in found.links
             heard.add(relay.member)
-    for member, lines in enumerate(found.lines, 1):
+    for member, pair in enumerate(found.control, 1):
         if hosts[member] == hosts[DRIVER]:
-            assert (lines.control.local, lines.report.local) == ((member,), (DRIVER,))
+            assert (pair.orders.local, pair.reports.local) == ((member,), (DRIVER,))
         else:  # driver and actor have a line of their own both ways
-            assert {(DRIVER, member, 0), (member, DRIVER, 0)} <= found.hops
-    for hop in found.hops:  # whoever can lose a connection can tell the driver
-        assert all((member, DRIVER, 0) in found.hops for member in hop[:2] if member != DRIVER)
+            assert {(DRIVER, member, 0), (member, DRIVER, 0)} <= found.links
+    for link in found.links:  # whoever can lose a connection can tell the driver
+        assert all((member, DRIVER, 0) in found.links for member in link[:2] if member != DRIVER)
     if len(set(hosts)) == 1:
-        assert not found.hops
+        assert not found.links
 
 
 def test_connections_never_wait_in_a_circle() -> None:

@@ -9,7 +9,7 @@ from graph.graphs import make_plan, random_plan
 from graph.simulator import endings, run_at_random
 from raylane.errors import GraphDeadlockError
 from raylane.graph.plan.ir import INPUT, Plan
-from raylane.graph.plan.schedule import arcs_of, check, find_deadlock, order_of, taker_of
+from raylane.graph.plan.schedule import arcs_of, check, find_deadlock, order_of, reading_task
 
 # The order
 
@@ -89,25 +89,25 @@ LATER = make_plan([1, 1], [[1], [INPUT]], order={1: [0, 1]}, exact_order=True)
             CROSSED,
             [
                 "Left.make waits for Left.use: Left runs it first",
-                "Left.use waits for Right.make: it takes Right.make from edge 1",
+                "Left.use waits for Right.make: it reads Right.make from edge 1",
                 "Right.make waits for Right.use: Right runs it first",
-                "Right.use waits for Left.make: it takes Left.make from edge 2",
+                "Right.use waits for Left.make: it reads Left.make from edge 2",
             ],
         ),
         (
             RING,
             [
                 "A.f0 waits for A.f1: A runs it first",
-                "A.f1 waits for C.f4: it takes C.f4 from edge 1",
+                "A.f1 waits for C.f4: it reads C.f4 from edge 1",
                 "C.f4 waits for C.f5: C runs it first",
-                "C.f5 waits for B.f2: it takes B.f2 from edge 3",
+                "C.f5 waits for B.f2: it reads B.f2 from edge 3",
                 "B.f2 waits for B.f3: B runs it first",
-                "B.f3 waits for A.f0: it takes A.f0 from edge 2",
+                "B.f3 waits for A.f0: it reads A.f0 from edge 2",
             ],
         ),
         (
             KNOT,
-            ["A.f0 waits for B.f1: it takes B.f1 from edge 0", "B.f1 waits for A.f0: it takes A.f0 from edge 2"],
+            ["A.f0 waits for B.f1: it reads B.f1 from edge 0", "B.f1 waits for A.f0: it reads A.f0 from edge 2"],
         ),
         (SELFISH, ["A.f0 waits for A.f0: it uses A.f0"]),
         (LATER, ["A.f0 waits for A.f1: it uses A.f1", "A.f1 waits for A.f0: A runs it first"]),
@@ -253,7 +253,7 @@ def test_the_remedy_works() -> None:
 def test_the_first_reader_of_a_member_takes_a_message() -> None:
     plan = make_plan([1, 2, 2], [[INPUT], [0], [0]], order={1: [0], 2: [2, 1]}, exact_order=True)
     edge = next(edge for edge in plan.edges if edge.writer == 1)
-    assert taker_of(plan, edge.index, 2) == 2
+    assert reading_task(plan, edge.index, 2) == 2
 
 
 def test_arcs_carry_the_distance_between_executions() -> None:

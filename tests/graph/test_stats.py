@@ -60,7 +60,7 @@ def test_a_busy_actor_does_not_answer_and_can_still_be_left(workers: list[Any], 
     result = g.execute(1)
     for _ in range(5):
         with pytest.raises(TimeoutError):
-            g._wiring.ask(1, "stats", timeout_s=0.01)
+            g._connections.control.ask(1, "stats", timeout_s=0.01)
     ray.get(a.release.remote())
     assert result.get() == 1
     assert g.stats()["calls"]["Worker.wait"]["count"] == 1  # the right answer, not one of those given up
@@ -72,8 +72,8 @@ def test_a_graph_that_was_torn_down_still_has_its_counters(workers: list[Any], t
     g = raylane.compile(node)
     g.execute(1).get()
     g.teardown()
-    asked: list[Any] = []
-    g._wiring._order = lambda *order: asked.append(order)  # its actors would not answer, for five seconds each
+    asked: list[Any] = []  # the actors would not answer, for five seconds each
+    g._connections.control._send = lambda *order: asked.append(order)
     stats = g.stats()
     assert stats["executions"] == {"submitted": 1, "completed": 1}
     assert len(stats["unanswered"]) == 2

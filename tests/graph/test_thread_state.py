@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from core.processes import start_code
-from raylane.graph.worker import thread_state as context
-from raylane.graph.worker.thread_state import ThreadContext
+from raylane.graph.worker import thread_state
+from raylane.graph.worker.thread_state import ThreadState
 
 
 def on_a_thread(function: Callable[[], Any]) -> Any:
@@ -110,27 +110,27 @@ def nothing() -> None:
 SETTINGS = [nothing, no_grad, inference, meta, autocast, half, one_thread, three_threads, strict, careless]
 
 
-def after(*settings: Callable[[], None]) -> tuple[ThreadContext, dict[str, Any]]:
+def after(*settings: Callable[[], None]) -> tuple[ThreadState, dict[str, Any]]:
     """The context of a thread with these settings, and what its code sees."""
 
-    def apply() -> tuple[ThreadContext, dict[str, Any]]:
+    def apply() -> tuple[ThreadState, dict[str, Any]]:
         for setting in settings:
             setting()
-        return context.read(), seen()
+        return thread_state.capture(), seen()
 
-    found: tuple[ThreadContext, dict[str, Any]] = on_a_thread(apply)
+    found: tuple[ThreadState, dict[str, Any]] = on_a_thread(apply)
     return found
 
 
-def adopted(*contexts: ThreadContext) -> tuple[ThreadContext, dict[str, Any]]:
+def adopted(*contexts: ThreadState) -> tuple[ThreadState, dict[str, Any]]:
     """What another thread reads and sees that has adopted these, one after the other."""
 
-    def adopt() -> tuple[ThreadContext, dict[str, Any]]:
+    def adopt() -> tuple[ThreadState, dict[str, Any]]:
         for one in contexts:
-            context.adopt(one)
-        return context.read(), seen()
+            thread_state.apply(one)
+        return thread_state.capture(), seen()
 
-    found: tuple[ThreadContext, dict[str, Any]] = on_a_thread(adopt)
+    found: tuple[ThreadState, dict[str, Any]] = on_a_thread(adopt)
     return found
 
 
@@ -180,16 +180,16 @@ def test_context_toggled_often_leaves_no_modes() -> None:
 
     def toggle() -> tuple[int, bool]:
         for _ in range(50):
-            context.adopt(on)
-            context.adopt(off)
-        return len(context._entered.modes), torch.is_inference_mode_enabled()
+            thread_state.apply(on)
+            thread_state.apply(off)
+        return len(thread_state._entered.modes), torch.is_inference_mode_enabled()
 
     assert on_a_thread(toggle) == (0, False)
 
 
 IMPORTING = """
 import sys, threading, types
-from raylane.graph.worker import thread_state as context
+from raylane.graph.worker import thread_state
 class Slow:
     def find_spec(self, name, path=None, target=None):
         if name == "numpy":
@@ -209,7 +209,7 @@ thread = threading.Thread(target=__import__, args=("numpy",))
 thread.start()
 begun.wait(20)
 threading.Timer(0.1, go_on.set).start()
-answer = context.read().errstate
+answer = thread_state.capture().errstate
 thread.join()
 """
 
@@ -219,45 +219,45 @@ def test_context_read_during_an_import_waits_for_it() -> None:
 
 
 def test_reading_changes_nothing_and_other_threads_stay_as_they_are() -> None:
-    before = context.read()
+    before = thread_state.capture()
     for setting in SETTINGS[:-3]:
         adopted(after(setting)[0])
-    assert context.read() == before
+    assert thread_state.capture() == before
     assert torch.is_grad_enabled()
 
 
 def test_reactions_to_floating_point_errors_that_call_somebody() -> None:
     calls: list[str] = []
 
-    def apply() -> ThreadContext:
+    def apply() -> ThreadState:
         np.seterr(divide="call")
         np.seterrcall(lambda kind, _: calls.append(kind))
-        return context.read()
+        return thread_state.capture()
 
     read = on_a_thread(apply)
-    on_a_thread(lambda: (context.adopt(read), np.ones(1) / np.zeros(1)))
+    on_a_thread(lambda: (thread_state.apply(read), np.ones(1) / np.zeros(1)))
     assert calls == ["divide by zero"]
 
 
 WITHOUT_TORCH = """
 import sys, threading
 import numpy as np
-from raylane.graph.worker import thread_state as context
-from raylane.graph.worker.thread_state import ThreadContext
+from raylane.graph.worker import thread_state
+from raylane.graph.worker.thread_state import ThreadState
 np.seterr(divide="raise")
-read = context.read()
+read = thread_state.capture()
 seen = []
 def adopt():
-    context.adopt(read)
+    thread_state.apply(read)
     seen.append(np.geterr()["divide"])
-    context.adopt(ThreadContext(grad=False, num_threads=3, device="meta"))  # of a process that had torch: not here
+    thread_state.apply(ThreadState(grad=False, num_threads=3, device="meta"))  # of a process that had torch: not here
 thread = threading.Thread(target=adopt)
 thread.start()
 thread.join()
 del sys.modules["numpy"]
-bare = context.read()
-context.adopt(read)
-answer = read == ThreadContext(errstate=np.geterr()), seen, bare == ThreadContext(), "torch" in sys.modules
+bare = thread_state.capture()
+thread_state.apply(read)
+answer = read == ThreadState(errstate=np.geterr()), seen, bare == ThreadState(), "torch" in sys.modules
 """
 
 
@@ -266,4 +266,4 @@ def test_without_torch_and_without_numpy() -> None:
 
 
 def test_torch_imported_after_the_graph_was_compiled_has_its_defaults() -> None:
-    assert adopted(ThreadContext())[1]["grad"]  # read before torch was there: nothing is known
+    assert adopted(ThreadState())[1]["grad"]  # read before torch was there: nothing is known

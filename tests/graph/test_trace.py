@@ -11,7 +11,7 @@ import pytest
 from graph.graphs import make_plan, random_plan
 from raylane.graph.inspect.trace import CallRecord, DriverRecord, chrome_trace
 from raylane.graph.plan.ir import DRIVER, INPUT, Plan
-from raylane.graph.plan.schedule import taker_of
+from raylane.graph.plan.schedule import reading_task
 
 CHAIN = make_plan([1, 2], [[INPUT], [0]], names=["Encoder", "Head"], labels=["Encoder.forward", "Head.loss"])
 CALLS: list[CallRecord] = [
@@ -91,10 +91,10 @@ def test_names_of_processes_and_threads() -> None:
         ("thread_name", 1, "in flight"),
         ("process_name", 2, "Encoder (pid 4711)"),
         ("process_sort_index", 2, 1),
-        ("thread_name", 2, "lane"),
+        ("thread_name", 2, "graph loop"),
         ("process_name", 3, "Head"),
         ("process_sort_index", 3, 2),
-        ("thread_name", 3, "lane"),
+        ("thread_name", 3, "graph loop"),
     ]
     tids = {event["name"]: event["tid"] for event in events(trace, "X")}
     assert tids["execution 0"] == tids["execution 2"] != tids["execution 1"]
@@ -181,7 +181,7 @@ def test_an_arrow_ends_at_the_call_that_takes_the_message() -> None:
     edge = next(edge for edge in plan.edges if edge.writer == 1 and DRIVER not in edge.readers)
     end = next(e for e in events(chrome_trace(plan, calls, driver), "f") if e["args"]["edge"] == edge.index)
     call = next(e for e in events(chrome_trace(plan, calls, driver), "X") if e["name"] == "B.f2")
-    assert taker_of(plan, edge.index, 2) == 2
+    assert reading_task(plan, edge.index, 2) == 2
     assert end["ts"] == call["ts"]
 
 

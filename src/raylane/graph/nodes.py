@@ -1,11 +1,11 @@
-"""How a graph is written: nodes that stand for values of later executions. Nothing runs, nothing is sent.
+"""Authoring of graphs: nodes that stand for values of later executions. Creating a node runs and sends nothing.
 
     with raylane.InputNode() as x:
         hidden = raylane.bind(encoder.forward, x)
         loss = raylane.bind(head.loss, hidden, reduction="mean")
 
-Nodes are plain values that refer to the nodes they are made from; `plan` turns them into tasks and edges. Ray's own
-nodes (`actor.method.bind`, `ray.dag.InputNode`, `MultiOutputNode`) are translated into these by `translate`.
+Nodes are plain values that refer to the nodes they are made from; `plan.planner` turns them into tasks and edges. Ray's
+own nodes (`actor.method.bind`, `ray.dag.InputNode`, `MultiOutputNode`) are converted into these by `ray_dag`.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ _open_input: contextvars.ContextVar[InputNode | None] = contextvars.ContextVar("
 
 
 class Node:
-    """A value that each execution computes. Indexing gives an item of it: `node[0]`, `node["loss"]`."""
+    """Value that each execution computes. Indexing selects an item of the value: `node[0]`, `node["loss"]`."""
 
     def __getitem__(self, key: Any) -> Node:
         if not isinstance(key, int | str):
-            raise TypeError(f"{self!r}[{key!r}]: a node is indexed with an int or a str")
+            raise TypeError(f"{self!r}[{key!r}]: the index of a node must be an int or a str, got {type(key).__name__}")
         return ItemNode(self, "item", key)
 
     def __iter__(self) -> Any:
         raise TypeError(
-            f"{self!r} cannot be unpacked: how many items it will have is not known now. Use node[0], node[1], ..., "
-            "or declare @ray.method(num_returns=n) on the method"
+            f"{self!r} cannot be unpacked: the number of its items is not known before an execution. Use node[0], "
+            "node[1], ..., or declare @ray.method(num_returns=n) on the method"
         )
 
     def __bool__(self) -> bool:
-        raise TypeError(f"{self!r} has no value yet: a graph has no branches; put the decision into a method")
+        raise TypeError(f"{self!r} has no value before an execution: a graph has no branches. Decide in a method")
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"{self!r} has no value yet, so it cannot be pickled: in arguments of bind, nodes may stand by themselves "
-            "or in lists, tuples and values of dicts, not inside other objects; and they are no arguments of .remote"
+            f"{self!r} has no value before an execution, so it cannot be pickled. Pass nodes to bind as arguments, or "
+            "in lists, tuples and values of dicts; not in other objects, and not to .remote"
         )
 
 
 class InputNode(Node):
-    """What `execute` is called with.
+    """Arguments of `execute`.
 
-    Used whole it is the one positional argument; `x[0]`, `x[1]` are the positional arguments and `x.name` or
-    `x["name"]` the keyword arguments of `execute`, each sent only to those that use it. When the whole input is used
-    too, or when `execute` gets one positional argument although the graph names more, these are items or attributes of
-    that one argument.
+    Used whole, an InputNode `x` is the one positional argument. `x[0]`, `x[1]` are the positional arguments and
+    `x.name` or `x["name"]` the keyword arguments of `execute`; each is sent only to the actors that use it. If the
+    whole input is used too, or if `execute` gets one positional argument although the graph names more, these are items
+    or attributes of that one argument.
 
-    As a context manager it also collects the calls bound in its block that use no node at all.
+    As a context manager, an InputNode also collects calls bound in its block that use no node.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class InputNode(Node):
 
     def __getattr__(self, name: str) -> Node:
         if name.startswith("_"):
-            raise AttributeError(f"an InputNode has no {name!r}; inputs whose names begin with _ are x[{name!r}]")
+            raise AttributeError(f"an InputNode has no attribute {name!r}. For an input of this name write x[{name!r}]")
         return ItemNode(self, "attr", name)
 
     def __enter__(self) -> InputNode:
@@ -77,7 +77,7 @@ class InputNode(Node):
 
 
 class CallNode(Node):
-    """One call of an actor's method in every execution. Made by `bind`."""
+    """One call of an actor's method in every execution. Created by `bind`."""
 
     def __init__(
         self, actor: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, num_returns: int = 1
@@ -98,8 +98,11 @@ class CallNode(Node):
 
 
 class ItemNode(Node):
-    """An item (`how="item"`) or attribute (`how="attr"`; on an input also an argument's name) of another node, or one
-    of the declared returns of a call (`how="return"`)."""
+    """Part of another node.
+
+    `how` is "item"; "attr" for an attribute (on an input also for the name of an argument); or "return" for one of the
+    declared returns of a call.
+    """
 
     def __init__(self, base: Node, how: str, key: int | str) -> None:
         self.base = base
@@ -111,7 +114,7 @@ class ItemNode(Node):
 
 
 class PartNode(Node):
-    """Part `index` of `count` of another node, along an axis. Made by `scatter`."""
+    """Part `index` of `count` of another node, along an axis. Created by `scatter`."""
 
     def __init__(self, base: Node, index: int, count: int, axis: int) -> None:
         self.base = base
@@ -124,7 +127,7 @@ class PartNode(Node):
 
 
 class JoinNode(Node):
-    """Several nodes made one where it is used. Made by `gather`, `first` and `mean`."""
+    """Several nodes joined into one by the process that uses it. Created by `gather`, `first` and `mean`."""
 
     def __init__(self, how: str, nodes: Sequence[Node], axis: int | None = None) -> None:
         self.how = how
@@ -136,7 +139,7 @@ class JoinNode(Node):
 
 
 class MultiOutputNode(Node):
-    """Several results: `get` returns them as a list in this order. Only as the outermost node."""
+    """Several results: `get` returns them as a list in this order. Can only be the outermost node."""
 
     def __init__(self, nodes: Iterable[Any]) -> None:
         self.nodes = list(nodes)
@@ -148,20 +151,25 @@ class MultiOutputNode(Node):
 
 
 def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """A call of `actor.method` in every execution of a graph, with these arguments.
+    """Call `actor.method` with these arguments in every execution of a graph.
 
-    `method` is a method of an actor handle (or, for `backend="inline"`, of any object). Arguments are nodes, constants,
-    and lists, tuples and dicts that hold them at any depth. Constants are sent once, when the graph is compiled.
     Returns a node, or a tuple of nodes if the method declares `num_returns` above 1. A call that no output needs is
-    executed too, as long as it is bound to the same input; its errors are logged and kept in `result.leaf_errors`.
+    executed too, if it is bound to the same input; its errors are logged and kept in `result.leaf_errors`.
 
-    TypeError if `method` is something else or a generator, or if the arguments do not fit its signature.
+    Args:
+        method: A method of an actor handle (or, for `backend="inline"`, of any object).
+        *args: Nodes, constants, and lists, tuples and dicts that hold them at any depth. Constants are sent once, when
+            the graph is compiled.
+        **kwargs: Keyword arguments of the same kinds.
+
+    Raises:
+        TypeError: `method` is no method or is a generator, or the arguments do not fit its signature.
     """
     target = _ray.bound_method(method)
     if target is None:
         raise TypeError(
-            f"bind({method!r}): the first argument is a method of an actor handle, such as bind(actor.step, x); "
-            "call bind(actor.step, x), not bind(actor.step(x)) or bind(actor.step.remote, x)"
+            f"bind({method!r}): the first argument must be a method of an actor handle. Write bind(actor.step, x), not "
+            "bind(actor.step(x)) or bind(actor.step.remote, x)"
         )
     actor, name, num_returns, signature = target
     if signature is not None:
@@ -173,8 +181,8 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
     foreign = next((value for value in [*args, *kwargs.values()] if _ray.dag_node(value) is not None), None)
     if foreign is not None:
         raise TypeError(
-            f"bind: {type(foreign).__name__} is a node of ray.dag; write the whole graph with raylane.bind and "
-            "raylane.InputNode, or all of it with Ray's nodes"
+            f"bind: {type(foreign).__name__} is a node of ray.dag. Write the whole graph with raylane.bind and "
+            "raylane.InputNode, or the whole graph with Ray's nodes"
         )
     if not isinstance(num_returns, int):
         raise TypeError(
@@ -186,50 +194,54 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:
-    """`count` nodes, each a part of `node` along `axis`, to be bound to one actor each. Cut where the value is made, so
-    that each part travels alone.
+    """Split `node` along `axis` into `count` nodes, to be bound to one actor each.
 
-    Lists, tuples and strings are cut along axis 0; arrays and tensors along any; a dict has each of its values cut; an
-    object is asked that has `size` and `slice(start, stop)` (such as `raylane.BatchDict`) or `shard(index, count)`.
-    Lengths may differ by one. The execution fails with ValueError if the length along `axis` is below `count`.
+    The process that computes the value splits it, so that each part is sent alone. Lists, tuples and strings are split
+    along axis 0; arrays and tensors along any axis; in a dict each value is split; an object splits itself if it has
+    `size` and `slice(start, stop)` (such as `raylane.BatchDict`) or `shard(index, count)`. Lengths may differ by one.
+    The execution fails with ValueError if the length along `axis` is below `count`.
     """
-    if not _is_node(node):
-        raise TypeError(f"scatter({node!r}, {count}): the first argument is a node")
+    if not isinstance(node, Node):
+        raise TypeError(f"scatter({node!r}, {count}): the first argument must be a node")
     if count < 1:
-        raise ValueError(f"scatter(..., {count!r}): the number of parts is an int of 1 or more")
+        raise ValueError(f"scatter: count must be an int of 1 or more, got {count!r}")
     return [PartNode(node, index, count, axis) for index in range(count)]
 
 
 def gather(nodes: Sequence[Node], axis: int | None = None) -> Node:
-    """The values of all nodes as one: a list (`axis=None`), or joined along `axis` the way `scatter` cuts: lists are
-    added up, arrays and tensors concatenated, dicts joined key by key. Joined by each process that uses it."""
+    """Join the values of all nodes: into a list (`axis=None`), or along `axis`, the inverse of `scatter`.
+
+    Along an axis, lists and arrays are concatenated, and dicts are joined key by key. Each process that uses the joined
+    value joins it.
+    """
     return JoinNode("gather", _several("gather", nodes), axis)
 
 
 def first(nodes: Sequence[Node]) -> Node:
-    """The value of the first node. The others run, and their errors count, but their values are not transferred."""
+    """Return a node with the value of the first node.
+
+    The other nodes are computed, and their errors count, but their values are not transferred.
+    """
     return JoinNode("first", _several("first", nodes))
 
 
 def mean(nodes: Sequence[Node]) -> Node:
-    """The mean of the values: numbers, arrays, tensors, and dicts, lists and tuples of those, item by item."""
+    """Return a node with the mean of the values: numbers, arrays, tensors, and dicts, lists and tuples of those."""
     return JoinNode("mean", _several("mean", nodes))
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, Node)
-
-
 def _several(how: str, nodes: Sequence[Node]) -> list[Node]:
-    found = list(nodes)
-    wrong = [node for node in found if not _is_node(node)]
+    found: list[Any] = list(nodes)
+    wrong = [node for node in found if not isinstance(node, Node)]
     if wrong or not found:
-        raise TypeError(f"{how} takes a list of one or more nodes, got {wrong[0] if wrong else nodes!r}")
+        raise TypeError(
+            f"{how}: the argument must be a list of one or more nodes, got {wrong[0] if wrong else nodes!r}"
+        )
     return found
 
 
 def parts_of(node: Node) -> list[Any]:
-    """What a node is made from: nodes, constants and containers."""
+    """Return the nodes, constants and containers that a node is made from."""
     if isinstance(node, CallNode):
         return [*node.args, *node.kwargs.values()]
     if isinstance(node, ItemNode | PartNode):
@@ -240,7 +252,7 @@ def parts_of(node: Node) -> list[Any]:
 
 
 def nodes_in(value: Any) -> list[Node]:
-    """The nodes in an argument: itself, or those in its lists, tuples and dict values, at any depth."""
+    """Return the nodes in an argument: the argument itself, or those in its lists, tuples and dicts, at any depth."""
     if isinstance(value, Node):
         return [value]
     found: list[Node] = []
@@ -257,7 +269,7 @@ def nodes_in(value: Any) -> list[Node]:
 
 
 def _input_of(values: Iterable[Any]) -> InputNode | None:
-    """The input that these depend on, looked up through nodes that are no calls; a call knows its own."""
+    """Return the input on which these values depend; None if there is none."""
     for value in values:
         for node in nodes_in(value):
             if isinstance(node, InputNode):

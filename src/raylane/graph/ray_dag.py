@@ -1,5 +1,7 @@
-"""Ray's own graph nodes (`actor.method.bind`, `ray.dag.InputNode`, `MultiOutputNode`) as ours, so that a program
-written for `experimental_compile` changes one line."""
+"""Conversion of graphs written with ray.dag (`actor.method.bind`, `InputNode`, `MultiOutputNode`) into raylane's nodes.
+
+A program written for `experimental_compile` changes one line.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,34 @@ from raylane.errors import GraphPlanError
 from raylane.graph import nodes
 
 
-def from_ray(node: Any) -> Any:
-    """The same graph in our nodes; anything that is not Ray's comes back as it is. GraphPlanError for nodes of Ray's
-    that have no counterpart (functions, collectives). Each actor's calls run in the order in which they were bound."""
-    translation = _Translation()
-    found = translation.convert(node)
-    translation.convert_leaves()
-    translation.number()
+def convert(node: Any) -> Any:
+    """Return the same graph in raylane's nodes; anything that is no node of Ray is returned as it is.
+
+    Each actor's calls run in the order in which they were bound. GraphPlanError for nodes of Ray that have no
+    counterpart (functions, collectives).
+    """
+    conversion = _Conversion()
+    found = conversion.convert(node)
+    conversion.convert_leaves()
+    conversion.number_calls()
     return found
 
 
-class _Translation:
+class _Conversion:
     def __init__(self) -> None:
-        self._known: dict[int, nodes.Node] = {}
-        self._kept: list[Any] = []
+        self._converted: dict[int, nodes.Node] = {}
+        """Nodes of raylane by id of the node of Ray."""
+        self._originals: list[Any] = []
+        """Converted nodes of Ray: kept, so that their ids stay valid."""
         self._calls: list[tuple[int, int, nodes.CallNode]] = []
-        """(which handle, how many calls were bound on it before, call)"""
+        """(id of the actor handle, number of calls bound on the handle before, call)."""
 
-    def number(self) -> None:
-        """Number the calls as they may have been bound: after what they use, and as their handle has counted them."""
+    def number_calls(self) -> None:
+        """Number the calls in an order in which they may have been bound.
+
+        Ray counts calls for each handle only: so a call comes after the calls whose results it uses, and after the
+        calls bound before on the same handle.
+        """
         needs = {id(call): {id(made) for made in _calls_in(nodes.parts_of(call))} for _, _, call in self._calls}
         for earlier, later in itertools.pairwise(sorted(self._calls, key=lambda found: found[:2])):
             if earlier[0] == later[0]:
@@ -42,37 +53,38 @@ class _Translation:
             calls[key].number = number
 
     def convert_leaves(self) -> None:
-        """Calls that use what the output is made from, and that no output needs, are part of the graph too."""
-        met: set[int] = set()
-        waiting = list(self._kept)
+        """Convert the calls that use nodes of the graph but that no output needs: they belong to the graph too."""
+        seen_ids: set[int] = set()
+        waiting = list(self._originals)
         while waiting:
             node = waiting.pop()
-            if id(node) in met:
+            if id(node) in seen_ids:
                 continue
-            met.add(id(node))
+            seen_ids.add(id(node))
             for user in _ray.dag_users(node):
-                seen = _ray.dag_node(user)
-                if seen is not None and seen[0] == "call":
+                found = _ray.dag_node(user)
+                if found is not None and found[0] == "call":
                     self.convert(user)
                     waiting.append(user)
-                elif seen is not None and seen[0] in ("attribute", "output"):
+                elif found is not None and found[0] in ("attribute", "output"):
                     waiting.append(user)
 
     def convert(self, value: Any) -> Any:
+        """Convert a node of Ray, or the nodes in a list, tuple or dict."""
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
             return type(value)(self.convert(item) for item in value)
         if type(value) is dict:
             return {key: self.convert(item) for key, item in value.items()}
-        seen = _ray.dag_node(value)
-        if seen is None:
+        found = _ray.dag_node(value)
+        if found is None:
             return value
-        if id(value) not in self._known:
-            self._kept.append(value)
-            self._known[id(value)] = self._make(value, seen)
-        return self._known[id(value)]
+        if id(value) not in self._converted:
+            self._originals.append(value)
+            self._converted[id(value)] = self._new_node(value, found)
+        return self._converted[id(value)]
 
-    def _make(self, value: Any, seen: tuple[Any, ...]) -> nodes.Node:
-        kind, *parts = seen
+    def _new_node(self, value: Any, found: tuple[Any, ...]) -> nodes.Node:
+        kind, *parts = found
         if kind == "input":
             return nodes.InputNode()
         if kind == "attribute":
@@ -90,13 +102,13 @@ class _Translation:
         if kind == "multiple":
             return nodes.MultiOutputNode([self.convert(item) for item in parts[0]])
         raise GraphPlanError(
-            f"{type(value).__name__} of ray.dag has no counterpart in a compiled graph of raylane; it takes InputNode, "
-            "actor.method.bind and MultiOutputNode"
+            f"cannot convert {type(value).__name__} of ray.dag: a compiled graph of raylane has no such node. Use "
+            "InputNode, actor.method.bind and MultiOutputNode"
         )
 
 
 def _calls_in(values: Iterable[Any]) -> list[nodes.CallNode]:
-    """The calls whose results these values are made from."""
+    """Return the calls whose results these values are made from."""
     found = [node for value in values for node in nodes.nodes_in(value)]
     deeper = [
         call for node in found if not isinstance(node, nodes.CallNode) for call in _calls_in(nodes.parts_of(node))

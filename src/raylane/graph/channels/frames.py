@@ -1,10 +1,13 @@
-"""What goes over a hop: frames of one direction, receipts of the other. Bytes only; `hop` sends them, `arrivals` reads.
+"""Format of the bytes between two hosts: frames in one direction, receipts in the other.
+
+Frames are sent by `peer_link` and read by `receiver`.
 
     frame    =  channel u32 | kind u8 | flags u8 | 0 u16 | buffers u32 | sequence u64 | body bytes u64
                 + size u64 of each buffer + the buffers + the body
-    receipt  =  channel u32 | sequence u64        for frames with the flag RECEIPT: the receiver has all of it
+    receipt  =  channel u32 | sequence u64        for frames with the flag RECEIPT: the receiver has the whole message
 
-Both ends have proven themselves to the listener before the first frame (`transport.wire`): sizes are trusted.
+Before the first frame both ends have authenticated each other (`transport.wire`). The receiver checks sizes all the
+same: a defect of the peer must not make this process allocate memory.
 """
 
 from __future__ import annotations
@@ -16,19 +19,24 @@ from typing import Any, NamedTuple
 
 from raylane.graph.values.message import Message
 
-_HEAD = struct.Struct("<IBBxxIQQ")
-HEAD_BYTES = _HEAD.size
+_HEADER = struct.Struct("<IBBxxIQQ")
+HEADER_BYTES = _HEADER.size
 _RECEIPT = struct.Struct("<IQ")
 RECEIPT_BYTES = _RECEIPT.size
 RECEIPT = 128
-"""A flag beside those of rings: the sender waits for the receipt, because it lends its own memory until then."""
+"""Flag of a frame whose sender waits for a receipt, because it lends the memory of the message until then.
+
+The flag does not collide with those of rings, which travel in the same byte.
+"""
 JOIN_BELOW_BYTES = 1 << 17
-"""Smaller frames are copied into one piece: the sender keeps them and returns at once."""
+"""Size below which a frame is copied into one piece: the sender keeps the copy and returns at once."""
 _MAX_PIECES = 512
-"""Below IOV_MAX, 1024 on Linux."""
+"""Maximum number of pieces in one sendmsg call; IOV_MAX is 1024 on Linux."""
 
 
-class Head(NamedTuple):
+class FrameHeader(NamedTuple):
+    """Fixed part of a frame. `buffers` is the number of buffers, `body` the size of the body in bytes."""
+
     channel: int
     kind: int
     flags: int
@@ -37,41 +45,44 @@ class Head(NamedTuple):
     body: int
 
 
-def pack(channel: int, sequence: int, message: Message, flags: int) -> tuple[list[memoryview], bool]:
-    """The pieces of a frame, and whether they lend memory of the message (else they are a copy of it)."""
+def pack_message(channel: int, sequence: int, message: Message, flags: int) -> tuple[list[memoryview], bool]:
+    """Return the pieces of a frame, and True if they share memory with the message (else they are a copy)."""
     kind, body, buffers, _ = message
     if not buffers and len(body) < JOIN_BELOW_BYTES:
-        return [memoryview(_HEAD.pack(channel, kind, flags, 0, sequence, len(body)) + body)], False
+        return [memoryview(_HEADER.pack(channel, kind, flags, 0, sequence, len(body)) + body)], False
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     sizes = [view.nbytes for view in views]
     lent = sum(sizes) + len(body) >= JOIN_BELOW_BYTES
-    head = _HEAD.pack(channel, kind, flags | (RECEIPT if lent else 0), len(views), sequence, len(body))
-    head += struct.pack(f"<{len(sizes)}Q", *sizes)
+    header = _HEADER.pack(channel, kind, flags | (RECEIPT if lent else 0), len(views), sequence, len(body))
+    header += struct.pack(f"<{len(sizes)}Q", *sizes)
     if lent:
-        return [memoryview(head), *(view for view in views if view.nbytes), memoryview(body)], True
-    return [memoryview(b"".join([head, *views, body]))], False
+        return [memoryview(header), *(view for view in views if view.nbytes), memoryview(body)], True
+    return [memoryview(b"".join([header, *views, body]))], False
 
 
-def unpack(data: Any) -> Head:
-    return Head(*_HEAD.unpack(data))
+def unpack_header(data: Any) -> FrameHeader:
+    """Read a header from HEADER_BYTES bytes."""
+    return FrameHeader(*_HEADER.unpack(data))
 
 
-def sizes_of(data: Any, count: int) -> tuple[int, ...]:
+def unpack_sizes(data: Any, count: int) -> tuple[int, ...]:
+    """Read the sizes of `count` buffers."""
     return struct.unpack(f"<{count}Q", data)
 
 
 def pack_receipt(channel: int, sequence: int) -> bytes:
+    """Return the bytes of a receipt."""
     return _RECEIPT.pack(channel, sequence)
 
 
 def unpack_receipt(data: Any) -> tuple[int, int]:
-    """(channel, sequence)."""
+    """Read a receipt as (channel, sequence)."""
     found: tuple[int, int] = _RECEIPT.unpack(data)
     return found
 
 
 def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
-    """Send all of it from where it lies. OSError when the connection ends."""
+    """Send all pieces without joining them. Waits for the peer to read; OSError when the connection ends."""
     if len(pieces) == 1:
         sock.sendall(pieces[0])
         return
@@ -85,7 +96,7 @@ def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
 
 
 class FrameReader:
-    """Takes bytes off a blocking socket: small pieces many at a time, large ones straight to where they belong."""
+    """Buffered reader of a blocking socket: many small pieces per system call, large pieces without a copy."""
 
     def __init__(self, sock: socket.socket, buffer_bytes: int = 1 << 16) -> None:
         self._sock = sock
@@ -93,18 +104,19 @@ class FrameReader:
         self._start = self._end = 0
 
     def exactly(self, count: int) -> bytes:
-        """ConnectionError when the connection ends before that."""
+        """Return the next `count` bytes. ConnectionError if the connection ends before."""
         while self._end - self._start < count:
             if count > self._memory.nbytes:
                 data = bytearray(count)
                 self.fill(memoryview(data))
                 return bytes(data)
-            self._more(count)
+            self._receive(count)
         data_at = self._start
         self._start += count
         return bytes(self._memory[data_at : self._start])
 
-    def _more(self, count: int) -> None:
+    def _receive(self, count: int) -> None:
+        """Receive more bytes into the buffer, which must have room for `count` bytes from its first unread one."""
         memory, start, end = self._memory, self._start, self._end
         if start == end:
             self._start = start = end = 0
@@ -117,7 +129,7 @@ class FrameReader:
         self._end = end + got
 
     def fill(self, view: memoryview) -> None:
-        """Fill this memory. ConnectionError when the connection ends before that."""
+        """Fill `view` with the next bytes. ConnectionError if the connection ends before."""
         have = min(self._end - self._start, view.nbytes)
         view[:have] = self._memory[self._start : self._start + have]
         self._start += have

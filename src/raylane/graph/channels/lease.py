@@ -1,14 +1,23 @@
-"""Large buffers within a host: segments that a writer fills, lends to its readers, and uses again when they let go.
+"""Leased shared memory: how large buffers travel within a host without a copy on the reader's side.
 
-The reader's arrays lie in the segment itself: nothing is copied, and they may be kept for as long as anybody likes. A
-segment is lent until every reader has dropped the last array made from it, which its finalizer says with a semaphore:
+A writer copies buffers into a segment and leases it to the readers of the message. A reader's arrays lie in the segment
+itself and may be kept for any time. Each reader has a semaphore at the head of the segment; a finalizer posts it when
+the reader's last array of that message is garbage. After all posts the writer uses the segment again.
 
-    0      semaphore of reader 0: posted when it has let go
+    0      semaphore of reader 0: posted when reader 0 has returned the lease
     64     semaphore of reader 1 ...
     16384  the message: its buffers, each at a multiple of 64 bytes, then its body
 
-Making and populating 10 MB costs 8 ms, copying into warm memory 0.9: so segments and their mappings are kept. Used by
-`ring`.
+    writer                                     reader
+    copy buffers into a segment
+    write (path, number, sizes) into a slot
+                                        --->   map the segment, build arrays inside of it
+                                               last array is garbage: post own semaphore
+    find all semaphores posted          <---
+    use the segment for the next message
+
+Creating and populating 10 MB costs 8 ms, copying into warm memory 0.9 ms: so segments and their mappings are kept.
+Called by `ring`.
 """
 
 from __future__ import annotations
@@ -29,72 +38,88 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
+from raylane.graph.lifecycle import Lifecycle
 
 MAX_READERS = 256
-"""Of one message within a host: so many semaphores stand before it, in a ring too."""
-DATA_AT = MAX_READERS * SEMAPHORE_BYTES
+"""Maximum number of readers of one message within a host; rings and segments reserve a semaphore for each."""
+DATA_OFFSET = MAX_READERS * SEMAPHORE_BYTES
 ALIGNMENT = 64
 MAX_IDLE = 8
-"""Idle segments that a pool keeps; those idle for longest go first."""
+"""Maximum number of idle segments in a pool; the segment that was idle for longest is discarded first."""
 MAX_MAPPED = 64
-"""Mappings that a reader keeps for segments it may meet again. Those of retired segments hold no memory."""
-KEPT_OPEN = 64
-"""When more segments are lent, those that all readers have mapped go without a descriptor: arrays may be kept for ever,
-and `ulimit -n` is 1024 in many places. Their segments are not lent again."""
-LOOK_EVERY_S = 0.01
-"""Seconds between two looks for memory that has come back: readers post no doorbell for it."""
-_ASKED = 16
-"""Segments that each `lend` asks whether they have come back, in turn: readers may keep thousands. So at most one
-segment in this many has come back unnoticed, except where room is short: then all are asked."""
+"""Maximum number of mappings that a reader keeps for reuse. A mapping of a discarded segment holds no memory."""
+MAX_OPEN_LEASES = 64
+"""Number of leased segments above which those that every reader has mapped lose their file descriptor.
+
+Readers may keep arrays for ever, and `ulimit -n` is 1024 in many places. A segment without descriptor is not reused.
+"""
+POLL_INTERVAL_S = 0.01
+"""Seconds between two checks for returned memory: readers post no doorbell when they return a lease."""
+RECLAIM_CHECKS = 16
+"""Number of segments that each `lend` checks for their return.
+
+Readers may keep thousands, so not all are checked each time: at most one segment in this many is returned and not yet
+noticed. All segments are checked where memory is short.
+"""
 
 
 class Descriptor(NamedTuple):
-    """What a message says instead of its bytes: where they are. `sizes` are the buffers', then the body's."""
+    """Place of a message's bytes, sent in their stead. `sizes` are those of the buffers, then that of the body."""
 
     path: str
     number: int
     sizes: tuple[int, ...]
 
 
-class Reserved(NamedTuple):
-    """Memory that is lent before it is filled: `parts` has the sizes that were asked for."""
+class Reservation(NamedTuple):
+    """Leased memory that the caller has still to fill. `parts` have the requested sizes."""
 
     descriptor: Descriptor
     parts: list[memoryview]
 
 
-class NoRoom(Exception):
-    """Raised by a pool that does not wait: readers keep too much memory at the moment. Nothing was lent."""
+class PoolFull(Exception):
+    """Readers keep too much memory at the moment. Raised by a pool that does not wait; nothing was leased."""
 
-    def __init__(self, complaint: str) -> None:
-        super().__init__(complaint)
-        self.complaint = complaint
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class SegmentGone(FileNotFoundError):
-    """Raised for a message whose memory is not there any more: the process that lent it has ended or left the graph."""
+    """The memory of a message no longer exists: its writer has ended or has left the graph."""
 
 
-class _Lent:
-    __slots__ = ("at", "capacity", "number", "owed", "readers", "segment")
+class _Lease:
+    __slots__ = ("capacity", "number", "outstanding", "readers", "segment", "serial")
 
     def __init__(self, segment: Segment, capacity: int, number: int) -> None:
         self.segment = segment
         self.capacity = capacity
+        """Bytes after DATA_OFFSET."""
         self.number = number
-        self.at = 0
-        """How many had been lent before."""
+        """Number of the segment, unique within its pool."""
+        self.serial = 0
+        """Number of leases granted before this one."""
         self.readers: tuple[str, ...] = ()
-        self.owed: list[int] = []
-        """Indices of readers that have not let go."""
+        self.outstanding: list[int] = []
+        """Indices of the readers that have not returned the lease."""
 
     def returned(self) -> bool:
-        self.owed = [i for i in self.owed if semaphore.try_wait(self.segment.address + i * SEMAPHORE_BYTES)]
-        return not self.owed
+        """Return True if every reader has returned the lease."""
+        self.outstanding = [
+            index
+            for index in self.outstanding
+            if semaphore.try_wait(self.segment.address + index * SEMAPHORE_BYTES)  # -1 while it was not posted
+        ]
+        return not self.outstanding
 
 
 class LeasePool:
-    """What one process lends along the edges of one graph. One thread at a time, except `lent_bytes` and `close`."""
+    """Segments that one process leases to the readers of one graph's edges.
+
+    Used by one thread at a time, except `leased_bytes`.
+    """
 
     def __init__(
         self,
@@ -103,165 +128,186 @@ class LeasePool:
         read_within: int | None = None,
         *,
         waits: bool = True,
+        lifecycle: Lifecycle | None = None,
     ) -> None:
-        """With `waits=False`, for a thread that has other things to do, `lend` raises NoRoom instead of waiting."""
+        """Create an empty pool.
+
+        `read_within` is the number of further leases after which every reader has certainly mapped a segment; None if
+        unknown. With `waits=False`, for a thread that serves other graphs too, `lend` raises PoolFull instead of
+        waiting. When `lifecycle` stops running, waits end and the limit no longer holds, so that the graph can end.
+        """
         self.limit_bytes = limit_bytes
         self.waits = waits
         self.timeout_s = timeout_s
-        """How long `lend` waits for readers to let go."""
+        """Seconds that `lend` waits for readers to return memory."""
         self.read_within = read_within
-        """When that many more were lent, every reader has mapped a segment; None where nobody knows."""
-        self._count = 0
-        self.closed = False
-        """Set (by any thread) to end a wait at once; what is lent then is not limited any more."""
+        self.lifecycle = lifecycle or Lifecycle()
+        self._granted = 0
         self._numbers = itertools.count()
-        self._lent: collections.deque[_Lent] = collections.deque()
-        self._kept: collections.deque[_Lent] = collections.deque()
-        """Lent too, without a descriptor."""
-        self._lent_bytes = 0
-        self._idle: collections.deque[_Lent] = collections.deque()
+        self._leased: collections.deque[_Lease] = collections.deque()
+        self._without_fd: collections.deque[_Lease] = collections.deque()
+        """Leased segments whose file descriptor is closed."""
+        self._leased_bytes = 0
+        self._idle: collections.deque[_Lease] = collections.deque()
 
     def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
-        """Copy these buffers into a segment for that many readers (their names are for messages).
+        """Copy buffers into a segment and lease it to `readers` (names for error messages, in order of their index).
 
-        Waits while more than `limit_bytes` are lent. GraphTimeoutError then names who holds them; GraphValueError if
-        the message alone is above the limit. A pool that does not wait raises NoRoom: call again later.
+        Waits while more than `limit_bytes` are leased. GraphTimeoutError then names the readers that hold the memory;
+        GraphValueError if the message alone is above the limit. A pool that does not wait raises PoolFull instead: call
+        again later.
         """
         views = [memoryview(part).cast("B") for part in parts]
-        reserved = self.reserve([view.nbytes for view in views], readers)
-        for room, view in zip(reserved.parts, views, strict=True):
-            room[:] = view
-        return reserved.descriptor
+        reservation = self.reserve([view.nbytes for view in views], readers)
+        for target, view in zip(reservation.parts, views, strict=True):
+            target[:] = view
+        return reservation.descriptor
 
-    def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reserved:
-        """Like `lend`, but the caller fills the memory. It is lent from now on: hand its descriptor to the readers, or
-        `cancel`."""
-        offsets, end = [], DATA_AT
+    def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reservation:
+        """Lease memory that the caller fills. Waits and raises like `lend`.
+
+        The lease begins now: afterwards either send the descriptor to the readers, or call `cancel`.
+        """
+        offsets, end = [], DATA_OFFSET
         for nbytes in sizes:
             offsets.append(end)
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        lent = self._take(size_class(max(end - DATA_AT, 1)))
-        memory = lent.segment.view
-        lent.readers, lent.owed, lent.at = readers, list(range(len(readers))), self._count
-        self._count += 1
-        self._lent.append(lent)
-        self._lent_bytes += lent.capacity
+            end += _aligned(nbytes)
+        lease = self._allocate(size_class(max(end - DATA_OFFSET, 1)))
+        memory = lease.segment.view
+        lease.readers, lease.outstanding, lease.serial = readers, list(range(len(readers))), self._granted
+        self._granted += 1
+        self._leased.append(lease)
+        self._leased_bytes += lease.capacity
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
-        return Reserved(Descriptor(lent.segment.path, lent.number, tuple(sizes)), parts)
+        return Reservation(Descriptor(lease.segment.path, lease.number, tuple(sizes)), parts)
 
     def has_room(self, capacities: Sequence[int]) -> bool:
-        """Return True if messages of these sizes could be lent now without a wait (or would be refused at once)."""
+        """Return True if messages of these sizes can be leased now without waiting, or would be refused at once."""
         wanted = sum(size_class(max(capacity, 1)) for capacity in capacities)
-        if self.closed or wanted > self.limit_bytes or self._lent_bytes + wanted <= self.limit_bytes:
+        if not self.lifecycle.running or wanted > self.limit_bytes or self._leased_bytes + wanted <= self.limit_bytes:
             return True
-        self._settle(self._lent_count())
-        return self._lent_bytes + wanted <= self.limit_bytes
+        self.reclaim()
+        return self._leased_bytes + wanted <= self.limit_bytes
 
-    def cancel(self, reserved: Reserved) -> None:
-        """Nobody will be told of that memory."""
-        for lent in self._lent:
-            if lent.number == reserved.descriptor.number:
-                lent.owed = []
+    def cancel(self, reservation: Reservation) -> None:
+        """End a lease whose descriptor was not sent to any reader."""
+        for lease in self._leased:
+            if lease.number == reservation.descriptor.number:
+                lease.outstanding = []
 
-    def lent_bytes(self) -> int:
-        """What has not come back, as far as it was noticed."""
-        return self._lent_bytes
+    def leased_bytes(self) -> int:
+        """Return the bytes that readers hold, as of the last check."""
+        return self._leased_bytes
 
-    def _lent_count(self) -> int:
-        return len(self._lent) + len(self._kept)
+    @property
+    def leased_count(self) -> int:
+        """Number of segments that readers hold, as of the last check."""
+        return len(self._leased) + len(self._without_fd)
 
-    def _take(self, capacity: int) -> _Lent:
+    @property
+    def idle_count(self) -> int:
+        """Number of segments that are kept for the next message."""
+        return len(self._idle)
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the segments that are kept for the next message."""
+        return sum(lease.capacity for lease in self._idle)
+
+    def _allocate(self, capacity: int) -> _Lease:
         if capacity > self.limit_bytes:
             raise GraphValueError(
-                f"a message of {capacity} bytes is above the limit of {self.limit_bytes} for what an edge may lend; "
-                "send less at a time, or compile with a larger max_lent_bytes"
+                f"cannot send a message of {capacity} bytes: max_lent_bytes is {self.limit_bytes}. Send less at a "
+                "time, or compile with a larger max_lent_bytes"
             )
-        self._settle(_ASKED)
+        self.reclaim(RECLAIM_CHECKS)
         deadline = None
         while True:
-            found = next((lent for lent in self._idle if lent.capacity == capacity), None)
+            found = next((lease for lease in self._idle if lease.capacity == capacity), None)
             if found is not None:
                 self._idle.remove(found)
                 return found
-            if self._lent_bytes + capacity <= self.limit_bytes or self.closed:
-                return self._make(capacity)
-            if not self._settle(self._lent_count()):
+            if self._leased_bytes + capacity <= self.limit_bytes or not self.lifecycle.running:
+                return self._create(capacity)
+            if not self.reclaim():
                 if not self.waits:
-                    raise NoRoom(self._complaint(capacity))
+                    raise PoolFull(self._full_reason(capacity))
                 deadline = deadline or Deadline(self.timeout_s)
-                self._wait(capacity, deadline)
+                left = deadline.left_s()
+                if left is not None and left <= 0:
+                    raise GraphTimeoutError(self._full_reason(capacity))
+                time.sleep(POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S))
 
-    def _wait(self, capacity: int, deadline: Deadline) -> None:
-        left = deadline.left_s()
-        if left is not None and left <= 0:
-            raise GraphTimeoutError(self._complaint(capacity))
-        time.sleep(LOOK_EVERY_S if left is None else min(left, LOOK_EVERY_S))
-
-    def _make(self, capacity: int) -> _Lent:
-        used = self._lent_bytes + sum(idle.capacity for idle in self._idle)
+    def _create(self, capacity: int) -> _Lease:
+        used = self._leased_bytes + self.idle_bytes
         while self._idle and used + capacity > self.limit_bytes:
-            used -= self._retire()
+            used -= self._discard_oldest()
         try:
-            segment = Segment.make(DATA_AT + capacity)
-        except OSError:  # no descriptor, mapping or memory: give back what can be, and try once more
-            self._settle(self._lent_count())
+            segment = Segment.make(DATA_OFFSET + capacity)
+        except OSError:  # out of descriptors, mappings or memory: free all idle segments, then try once more
+            self.reclaim()
             while self._idle:
-                self._retire()
+                self._discard_oldest()
             try:
-                segment = Segment.make(DATA_AT + capacity)
+                segment = Segment.make(DATA_OFFSET + capacity)
             except OSError as error:
-                error.add_note(f"{self._lent_count()} segments are lent: {self._holders() or 'to nobody'}")
+                error.add_note(f"{self.leased_count} segments are leased: {self._holders() or 'to no reader'}")
                 raise
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
-        return _Lent(segment, capacity, next(self._numbers))
+        return _Lease(segment, capacity, next(self._numbers))
 
-    def _settle(self, most: int) -> bool:
-        """Ask that many segments whether they have come back, those first that were not asked for longest; and as many
-        of those without a descriptor."""
+    def reclaim(self, limit: int | None = None) -> bool:
+        """Move returned segments to the idle ones. Return True if there were any. Does not wait.
+
+        Checks at most `limit` segments of each kind (None: all), those first that were not checked for longest.
+        """
+        limit = self.leased_count if limit is None else limit
         found = False
-        for _ in range(min(most, len(self._lent))):
-            lent = self._lent.popleft()
-            if lent.returned():
-                self._lent_bytes -= lent.capacity
-                self._idle.append(lent)
+        for _ in range(min(limit, len(self._leased))):
+            lease = self._leased.popleft()
+            if lease.returned():
+                self._leased_bytes -= lease.capacity
+                self._idle.append(lease)
                 found = True
-            elif self._has_been_read(lent) and len(self._lent) >= KEPT_OPEN:
-                lent.segment.close_fd()
-                self._kept.append(lent)
+            elif self._mapped_by_all(lease) and len(self._leased) >= MAX_OPEN_LEASES:
+                lease.segment.close_fd()
+                self._without_fd.append(lease)
             else:
-                self._lent.append(lent)
-        for _ in range(min(most, len(self._kept))):
-            lent = self._kept.popleft()
-            if lent.returned():
-                self._lent_bytes -= lent.capacity
-                lent.segment.discard()
+                self._leased.append(lease)
+        for _ in range(min(limit, len(self._without_fd))):
+            lease = self._without_fd.popleft()
+            if lease.returned():
+                self._leased_bytes -= lease.capacity
+                lease.segment.discard()
                 found = True
             else:
-                self._kept.append(lent)
+                self._without_fd.append(lease)
         while len(self._idle) > MAX_IDLE:
-            self._retire()
+            self._discard_oldest()
         return found
 
-    def _has_been_read(self, lent: _Lent) -> bool:
-        """Whether nobody can need its path any more."""
-        return self.read_within is not None and self._count - lent.at > self.read_within
+    def _mapped_by_all(self, lease: _Lease) -> bool:
+        """Return True if no reader can still need the path of the segment."""
+        return self.read_within is not None and self._granted - lease.serial > self.read_within
 
-    def _retire(self) -> int:
-        """Forget the segment that was idle for longest; how large it was. Readers may have it mapped still, but nobody
-        will look there: its pages are free at once."""
-        lent = self._idle.popleft()
-        lent.segment.discard()
-        return lent.capacity
+    def _discard_oldest(self) -> int:
+        """Discard the segment that was idle for longest and return its capacity in bytes.
+
+        Readers may still have the segment mapped, but no message refers to it: its pages are freed at once.
+        """
+        lease = self._idle.popleft()
+        lease.segment.discard()
+        return lease.capacity
 
     def _holders(self) -> str:
         held: collections.Counter[str] = collections.Counter()
-        for lent in (*self._lent, *self._kept):
-            for index in lent.owed:
-                held[lent.readers[index]] += lent.capacity
+        for lease in (*self._leased, *self._without_fd):
+            for index in lease.outstanding:
+                held[lease.readers[index]] += lease.capacity
         return ", ".join(f"{name} holds {count} bytes" for name, count in held.most_common())
 
-    def _complaint(self, capacity: int) -> str:
+    def _full_reason(self, capacity: int) -> str:
         return (
             f"no memory for a message of {capacity} bytes within {self.timeout_s} s: of at most {self.limit_bytes} "
             f"bytes, {self._holders()}, in arrays that they received and still keep. Drop or copy those arrays, or "
@@ -270,38 +316,51 @@ class LeasePool:
 
 
 class LeaseReader:
-    """What one process has mapped of others' segments, for one graph. Thread-safe."""
+    """Segments of other processes that this process has mapped for one graph. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards _mapped
         self._mapped: collections.OrderedDict[tuple[str, int], Segment] = collections.OrderedDict()
+        """Mappings, least recently used first, by path and number of the segment."""
 
     def borrow(self, descriptor: Descriptor, reader: int, *, writable: bool) -> list[memoryview]:
-        """The message's parts, in place. The segment goes back when the last thing made from them is garbage."""
+        """Return the parts of a leased message in place. The lease ends when the last view of them is garbage.
+
+        `reader` is the index of this process among the readers. SegmentGone if the writer has ended; OSError if the
+        segment is smaller than the descriptor says.
+        """
         segment = self._map(descriptor.path, descriptor.number)
-        total = segment.nbytes - DATA_AT
-        if total < sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in descriptor.sizes) or total <= 0:
-            raise OSError(errno.EINVAL, f"{descriptor.path} is too small for what is said to lie there")
-        memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_AT)
-        back = weakref.finalize(memory, _let_go, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
-        back.atexit = False
+        total = segment.nbytes - DATA_OFFSET
+        if total < sum(map(_aligned, descriptor.sizes)) or total <= 0:
+            raise OSError(errno.EINVAL, f"{descriptor.path} is smaller than the message that it should hold")
+        memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_OFFSET)
+        # The views of the parts keep `memory` alive, so its finalizer marks the end of the lease.
+        end = weakref.finalize(memory, _return_lease, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
+        end.atexit = False
         view = memoryview(memory).cast("B")
         if not writable:
             view = view.toreadonly()
         parts, at = [], 0
         for nbytes in descriptor.sizes:
             parts.append(view[at : at + nbytes])
-            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            at += _aligned(nbytes)
         return parts
 
+    @property
+    def mapped_count(self) -> int:
+        """Number of mappings that are kept for reuse."""
+        return len(self._mapped)
+
     def _map(self, path: str, number: int) -> Segment:
-        key = (path, number)  # descriptors are numbered anew by the kernel, segments never by their pool
+        # The path alone does not identify a segment: the kernel reuses descriptor numbers, a pool never its own.
+        key = (path, number)
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
                 try:
                     segment = self._mapped[key] = Segment.open(path)
-                except (FileNotFoundError, PermissionError, ProcessLookupError) as error:  # what /proc says of a zombie
+                except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+                    # PermissionError is what /proc reports for a zombie process.
                     raise SegmentGone(f"{path} cannot be opened any more: {error}") from error
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
@@ -310,7 +369,14 @@ class LeaseReader:
             return segment
 
 
-def _let_go(segment: Segment, address: int, pid: int) -> None:
-    """Finalizer: runs anywhere, never waits. `segment` keeps the memory of the semaphore mapped."""
-    if os.getpid() == pid:  # a forked child has a copy of the array, not the lease
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _return_lease(segment: Segment, address: int, pid: int) -> None:
+    """Post the semaphore of a reader. A finalizer: runs in any thread, never waits.
+
+    `segment` is an argument only to keep the memory of the semaphore mapped until now.
+    """
+    if os.getpid() == pid:  # a forked child has a copy of the array, but the lease belongs to its parent
         semaphore.post(address)

@@ -1,17 +1,20 @@
-"""The sending end of a hop: one connection to a process of another host, for many channels of one graph.
+"""Sending end of a link: one connection to a process of another host, for many channels of one graph.
 
-Ordered and retried: every frame has the number of its message in its channel, and the last frames of each channel are
-kept, as many as there may be executions in flight. When the connection breaks, it is opened again until the graph's
-deadline; the other end then says which message of each channel it expects next, and everything from there on is sent
-again (it drops what it has already). So nothing is lost, doubled or out of order.
+Messages are delivered once and in order, also when the connection breaks:
 
-What is kept: small frames as a copy. Large ones (JOIN_BELOW_BYTES) are sent from the memory of the value itself, which
-its owner may change as soon as `write` has returned: so `settle` waits until the receiver says that it has all of it,
-and nothing is kept of it then.
+    sender                                              receiver
+    number each message within its channel
+    keep the last frames of each channel        --->    read frames
+    connection breaks, is opened again          <---    number of the next message expected in each channel
+    send again from that number on              --->    drop frames that have arrived before
 
-The other process is gone when nobody listens there any more (connection refused), or when its listener does not know
-the graph. `Events` is told; this end then drops what is written. Used by `station`, from any thread: the lane's, the
-driver's, those of inbound connections, the watcher's.
+As many frames are kept as executions may be in flight. Small frames are kept as a copy. Large frames (from
+`frames.JOIN_BELOW_BYTES` on) are sent from the memory of the value itself, which its owner may change as soon as
+`write` returns: so `wait_until_received` waits for the receiver's receipt, and nothing of the frame is kept.
+
+The peer is gone when no process listens at its address (connection refused), or when its listener does not know the
+graph. The link then notifies `LinkEvents` and drops further messages. Used by `peer_network`, from any thread: the
+graph loop, the driver's threads, receivers, the process watcher.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
 from raylane.graph.channels.ring import RingWriter
+from raylane.graph.lifecycle import Lifecycle
 from raylane.graph.values.message import Message
 from raylane.graph.watch import Watch, watcher
 from raylane.transport import wire
@@ -38,86 +42,99 @@ from raylane.transport.link import Address, Link
 log = logging.getLogger("raylane.graph")
 
 ATTEMPT_S, SHORTEST_ATTEMPT_S = 5.0, 0.1
-"""For one attempt to connect and shake hands; the shortest is that at the end of the deadline."""
+"""Seconds for one attempt to connect and authenticate; the shorter limit holds at the end of the deadline."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
+"""Seconds between two attempts to connect; each pause is twice as long as the one before."""
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_COUNT = 2, 1, 3
-"""An idle connection to a machine that is gone breaks after about 5 s."""
-BESIDE_S = 5.0
-"""The receiver stops waiting for memory after the graph's timeout, and says so: the sender waits this much longer."""
+"""TCP keep-alive settings: an idle connection to a machine that is gone breaks after about 5 s."""
+RECEIVER_MARGIN_S = 5.0
+"""Seconds that a sender waits beyond the graph's timeout.
+
+The receiver itself stops waiting for memory after the timeout and says so; the sender must still be there to read that.
+"""
 
 
-class Refused(Exception):
-    """The process at the other end is gone, or has left the graph."""
+class PeerRefused(Exception):
+    """The peer process has ended, or has left the graph."""
 
 
-class Events(Protocol):
-    """What a hop tells its station."""
+class LinkEvents(Protocol):
+    """Events of a link, for its owner. Called on any thread."""
 
-    closing: threading.Event
+    lifecycle: Lifecycle
 
-    def gone(self, member: int) -> None:
-        """That member's process has ended, or has left the graph."""
+    def peer_gone(self, member: int) -> None:
+        """Handle that the process of `member` has ended or has left the graph."""
 
-    def lost(self, member: int, why: str) -> None:
-        """That member could not be reached until the deadline."""
+    def peer_unreachable(self, member: int, why: str) -> None:
+        """Handle that `member` could not be reached until the deadline."""
 
 
 @dataclass(frozen=True)
-class Target:
-    """To whom, and how to introduce oneself there."""
+class LinkTarget:
+    """Peer of a link, and the facts by which this process introduces itself there."""
 
     member: int
     level: int
-    who: str
-    """The other end, for messages."""
+    name: str
+    """Name of the peer for messages."""
     address: Address
     key: bytes
     secret: bytes = field(repr=False)
     own_member: int
-    own_who: str
+    own_name: str
 
 
 @dataclass(slots=True)
-class _Kept:
+class _RetainedFrame:
+    """Frame that may have to be sent again. `pieces` is empty once the peer has confirmed a large frame."""
+
     sequence: int
     pieces: list[memoryview]
 
 
-class Hop:
-    """See above. One lock, held while bytes are sent: connections that could wait for each other differ in level (see
-    `routing`)."""
+class PeerLink:
+    """Sending end of a link.
 
-    def __init__(self, target: Target, timeout_s: float | None, events: Events) -> None:
+    One lock is held while bytes are sent. Links whose senders could wait for each other differ in level (see
+    `plan.routing`), so holding the lock cannot deadlock.
+    """
+
+    def __init__(self, target: LinkTarget, timeout_s: float | None, events: LinkEvents) -> None:
         self.target = target
         self.clock_offset_s = 0.0
-        """time.perf_counter() there less that here, as of the last connection; right within half a round trip."""
+        """time.perf_counter() of the peer minus that of this process; accurate to half a round trip."""
         self.reconnections = 0
         self._timeout_s = timeout_s
         self._events = events
         self._lock = threading.RLock()  # guards everything below
         self._socket: socket.socket | None = None
         self._watch: Watch | None = None
-        self._given_up = False
-        self._kept: dict[int, collections.deque[_Kept]] = {}
-        self._received: dict[int, int] = {}
-        """By channel the last message that the other end has said it has."""
+        self._abandoned = False
+        """True after the peer has gone or could not be reached: messages are dropped."""
+        self._retained: dict[int, collections.deque[_RetainedFrame]] = {}
+        self._confirmed: dict[int, int] = {}
+        """Last message of each channel that the peer has confirmed."""
 
     def open(self, deadline: Deadline) -> None:
-        """Connect for the first time. TransportError, Refused."""
+        """Connect for the first time. TransportError if that fails, PeerRefused if the peer has gone."""
         with self._lock:
             self._connect(deadline)
 
     def send(self, channel: int, sequence: int, message: Message, flags: int, keep: int) -> bool:
-        """Send one message, keeping the last `keep` of its channel. True if `settle` must be called before the
-        message's memory may change. Waits while the connection is broken; then drops the message if it stays so."""
-        pieces, lent = frames.pack(channel, sequence, message, flags)
+        """Send one message and retain the last `keep` frames of its channel.
+
+        Return True if `wait_until_received` must be called before the message's memory may change. Waits while the
+        connection is broken; if it cannot be opened again, drops the message.
+        """
+        pieces, lent = frames.pack_message(channel, sequence, message, flags)
         with self._lock:
-            if self._given_up:
+            if self._abandoned:
                 return False
-            kept = self._kept.get(channel)
-            if kept is None:
-                kept = self._kept[channel] = collections.deque(maxlen=keep)
-            kept.append(_Kept(sequence, pieces))
+            retained = self._retained.get(channel)
+            if retained is None:
+                retained = self._retained[channel] = collections.deque(maxlen=keep)
+            retained.append(_RetainedFrame(sequence, pieces))  # before sending: a reconnection sends it again
             sock = self._socket
             if sock is None:
                 self._reconnect("it was closed")
@@ -126,39 +143,39 @@ class Hop:
                 frames.send_all(sock, pieces)
             except OSError as error:
                 self._reconnect(str(error))
-            except BaseException:  # Ctrl-C: what has been sent of the frame is of no use
-                self._drop()
+            except BaseException:  # Ctrl-C in the middle of a frame: the peer cannot read the rest of this connection
+                self._disconnect()
                 raise
             return lent
 
-    def settle(self, channel: int, sequence: int) -> None:
-        """Wait until the other end has that message, or is given up."""
+    def wait_until_received(self, channel: int, sequence: int) -> None:
+        """Wait until the peer has received a message completely, or the link is abandoned."""
         with self._lock:
-            while self._received.get(channel, -1) < sequence and not self._given_up:
+            while self._confirmed.get(channel, -1) < sequence and not self._abandoned:
                 if self._socket is None:
                     self._reconnect("it was closed")
                     continue
                 try:
-                    found, number = frames.unpack_receipt(_exactly(self._socket, frames.RECEIPT_BYTES))
-                    self._received[found] = max(number, self._received.get(found, -1))
+                    found, number = frames.unpack_receipt(_receive_exactly(self._socket, frames.RECEIPT_BYTES))
+                    self._confirmed[found] = max(number, self._confirmed.get(found, -1))
                 except OSError as error:
                     self._reconnect(str(error))
                 except BaseException:
-                    self._drop()
+                    self._disconnect()
                     raise
-            for kept in self._kept.get(channel, ()):
-                if kept.sequence <= sequence and len(kept.pieces) > 1:
-                    kept.pieces = []
+            for frame in self._retained.get(channel, ()):
+                if frame.sequence <= sequence and len(frame.pieces) > 1:
+                    frame.pieces = []  # the memory is the value's again
 
     # Connecting
 
     def _connect(self, deadline: Deadline) -> None:
         target = self.target
         try:
-            link = Link(target.address, target.secret, deadline, who=target.own_who, peer=target.who)
+            link = Link(target.address, target.secret, deadline, who=target.own_name, peer=target.name)
         except TransportError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
-                raise Refused(f"nobody listens at {target.address} any more") from error
+                raise PeerRefused(f"no process listens at {target.address} any more") from error
             raise
         try:
             began = time.perf_counter()
@@ -166,125 +183,136 @@ class Hop:
             answer = link.receive()
             ended = time.perf_counter()
             if isinstance(answer, wire.Refusal):
-                raise Refused(answer.reason)
+                raise PeerRefused(answer.reason)
             if not isinstance(answer, wire.Streaming):
-                raise ProtocolError(f"{target.who} answered {type(answer).__name__} to a stream")
+                raise ProtocolError(f"{target.name} answered {type(answer).__name__} to a stream")
             self.clock_offset_s = answer.clock_s - (began + ended) / 2
             sock = link.socket
             _configure(sock, self._timeout_s)
-            self._resend(sock, dict(answer.expected))
+            self._send_again(sock, dict(answer.expected))
         except OSError as error:
             link.close()
-            raise ProtocolError(f"{target.who} broke the connection at once: {error}") from error
+            raise ProtocolError(f"{target.name} broke the connection at once: {error}") from error
         except BaseException:
             link.close()
             raise
         self._socket = sock
-        self._watch = watcher.watch_connection(sock, lambda: self._broken(sock))
+        self._watch = watcher.watch_connection(sock, lambda: self._on_break(sock))
 
-    def _resend(self, sock: socket.socket, expected: dict[int, int]) -> None:
-        for channel, kept in self._kept.items():
+    def _send_again(self, sock: socket.socket, expected: dict[int, int]) -> None:
+        """Send all retained frames that the peer has not received; `expected` maps channel to its next message."""
+        for channel, retained in self._retained.items():
             first = expected.get(channel, 0)
-            self._received[channel] = max(first - 1, self._received.get(channel, -1))
-            for frame in kept:
+            self._confirmed[channel] = max(first - 1, self._confirmed.get(channel, -1))
+            for frame in retained:
                 if frame.sequence >= first:
                     if not frame.pieces:
-                        raise AssertionError(f"{self.target.who} had message {frame.sequence} and asks for it again")
+                        raise AssertionError(
+                            f"{self.target.name} had confirmed message {frame.sequence} and expects it again"
+                        )
                     frames.send_all(sock, frame.pieces)
 
     def _reconnect(self, why: str) -> None:
-        """Until it works, the other end is gone, or the deadline has passed: then this end has given up."""
-        self._drop()
+        """Try to connect until that works, the peer has gone or the deadline has passed; then abandon the link."""
+        self._disconnect()
+        lifecycle = self._events.lifecycle
         deadline = Deadline(self._timeout_s)
         pause_s = FIRST_PAUSE_S
-        while not self._events.closing.is_set():
+        while not lifecycle.disconnecting:
             left = deadline.left_s()
             if left is not None and left <= 0:
-                self._give_up()
-                self._events.lost(self.target.member, why)
+                self._abandon()
+                self._events.peer_unreachable(self.target.member, why)
                 return
             try:
                 self._connect(Deadline(ATTEMPT_S if left is None else max(SHORTEST_ATTEMPT_S, min(left, ATTEMPT_S))))
                 self.reconnections += 1
-                log.info("the connection to %s broke (%s) and is open again", self.target.who, why)
+                log.info("reconnected to %s: the connection had broken (%s)", self.target.name, why)
                 return
-            except Refused:
-                self._give_up()
-                self._events.gone(self.target.member)
+            except PeerRefused:
+                self._abandon()
+                self._events.peer_gone(self.target.member)
                 return
             except TransportError as error:
-                why = str(error.__cause__ or error)  # not the error itself, whose traceback holds this frame
-            self._events.closing.wait(pause_s)
+                why = str(error.__cause__ or error)  # as text: the error's traceback would keep this frame alive
+            lifecycle.pause(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        self._give_up()
+        self._abandon()
 
-    def _give_up(self) -> None:
-        self._given_up = True
-        self._kept.clear()
+    def _abandon(self) -> None:
+        self._abandoned = True
+        self._retained.clear()
 
-    def _broken(self, sock: socket.socket) -> None:
-        """On the watcher's thread, which must not wait: mending has a thread of its own."""
-        threading.Thread(target=self._mend, args=(sock,), name="raylane-hop-mend", daemon=True).start()
+    def _on_break(self, sock: socket.socket) -> None:
+        """Repair a connection that broke while it was idle: frames that it has lost must be sent again.
 
-    def _mend(self, sock: socket.socket) -> None:
-        """A connection that nobody writes to has broken: what it lost must be sent again all the same."""
-        with self._lock:
-            if self._socket is sock and not self._given_up:
-                self._reconnect("seen while it was idle")
+        Called on the watcher's thread, which must not wait; reconnecting may take seconds, so it gets its own thread.
+        """
 
-    def _drop(self) -> None:
+        def reconnect() -> None:
+            with self._lock:
+                if self._socket is sock and not self._abandoned:  # a sender may have noticed the break first
+                    self._reconnect("noticed while the connection was idle")
+
+        threading.Thread(target=reconnect, name="raylane-reconnect", daemon=True).start()
+
+    def _disconnect(self) -> None:
         sock, self._socket = self._socket, None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.forget()
         if sock is not None:
+            # The watcher holds a copy of the descriptor, so `close` alone would not end the connection.
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
 
     def cut(self) -> None:
-        """Break the connection, as a network does. For tests."""
+        """Break the connection, as a network failure does. The link reconnects. For tests of failures."""
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """What was sent still arrives. Set `Events.closing` first: then this waits for nobody."""
+        """Close the connection; bytes that were sent still arrive. Advance the lifecycle first: then this is quick."""
         if not self._lock.acquire(timeout=0.1):
-            self.cut()  # whoever holds the lock is sending, to somebody who does not read
+            self.cut()  # the holder of the lock is sending to a peer that does not read: end that send
             self._lock.acquire()
         try:
-            self._give_up()
-            self._drop()
+            self._abandon()
+            self._disconnect()
         finally:
             self._lock.release()
 
 
 def _configure(sock: socket.socket, timeout_s: float | None) -> None:
-    """Blocking, with limits kept by the kernel: a timeout of Python's costs a poll before every call."""
+    """Make a socket blocking with time limits kept by the kernel.
+
+    A timeout of Python's socket module would cost one poll(2) before every call.
+    """
     sock.setblocking(True)
     if timeout_s is not None:
-        limit_s = timeout_s + BESIDE_S
+        limit_s = timeout_s + RECEIVER_MARGIN_S
         limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     if sock.family != socket.AF_UNIX:
-        keep_alive(sock)
+        enable_keepalive(sock)
         if timeout_s is not None:
-            # Also ends a connection whose other end does not read; so not before the receiver's own deadline.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((timeout_s + BESIDE_S) * 1000))
+            # This option also ends a connection whose peer does not read, so it must outlast the receiver's deadline.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((timeout_s + RECEIVER_MARGIN_S) * 1000))
 
 
-def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice that the machine at the other end is gone."""
+def enable_keepalive(sock: socket.socket) -> None:
+    """Let the kernel notice that the peer's machine is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
         got = sock.recv(count - len(data))
@@ -294,42 +322,43 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
     return data
 
 
-class FanWriter:
-    """Writes a channel's messages into the ring of this host, if it has readers here, and over hops to others.
+class FanOutWriter:
+    """Writer of a channel that has readers on other hosts: the ring of this host, if any, and links to relays.
 
-    The ring comes first: only it can fail (memory that readers keep), and nothing has been sent then."""
+    The ring is written first: only the ring can refuse a message (PoolFull), and then no link has sent it.
+    """
 
-    def __init__(self, ring: RingWriter | None, hops: list[Hop], channel: int, keep: int) -> None:
+    def __init__(self, ring: RingWriter | None, links: list[PeerLink], channel: int, keep: int) -> None:
         self._ring = ring
-        self._hops = hops
+        self._links = links
         self._channel = channel
         self._keep = keep
-        self._hop_bytes = 0
+        self._link_bytes = 0
 
     @property
     def bytes(self) -> int:
-        """Written in all, as counted for a ring."""
-        return self._hop_bytes if self._ring is None else self._ring.bytes
+        """Number of bytes written in total, counted once for all readers."""
+        return self._link_bytes if self._ring is None else self._ring.bytes
 
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
-        """See `RingWriter.write`. Waits also for connections that are broken, and for large messages to arrive."""
+        """Send one message, like `RingWriter.write`. Also waits for broken connections and for large messages."""
         if self._ring is None:
-            self._hop_bytes += message.nbytes
+            self._link_bytes += message.nbytes
         else:
-            self._ring.write(sequence, message, flags)  # may raise NoRoom: then nothing was sent over a hop either
+            self._ring.write(sequence, message, flags)
         self.forward(sequence, message, flags)
 
-    def lends(self, message: Message) -> int:
-        """See `RingWriter.lends`. What goes over hops is sent from where it lies."""
-        return 0 if self._ring is None else self._ring.lends(message)
+    def leased_bytes(self, message: Message) -> int:
+        """Return the bytes that must be leased to send a message. Links send from the message's own memory."""
+        return 0 if self._ring is None else self._ring.leased_bytes(message)
 
     def forward(self, sequence: int, message: Message, flags: int) -> None:
-        """Over the hops alone. All are given the message before the first is waited for."""
+        """Send over the links alone. Every link gets the message before this waits for the first receipt."""
         channel = self._channel
-        lent = [hop for hop in self._hops if hop.send(channel, sequence, message, flags, self._keep)]
-        for hop in lent:
-            hop.settle(channel, sequence)
+        lent = [link for link in self._links if link.send(channel, sequence, message, flags, self._keep)]
+        for link in lent:
+            link.wait_until_received(channel, sequence)
 
 
-Writer: TypeAlias = RingWriter | FanWriter
-"""What sends along an edge or a line: the ring's own writer where no message leaves the host."""
+Writer: TypeAlias = RingWriter | FanOutWriter
+"""Sending end of a channel: the ring's own writer where no message leaves the host."""

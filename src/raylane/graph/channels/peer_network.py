@@ -1,8 +1,12 @@
-"""One process's part in what crosses hosts, for one graph: hops that leave, connections that arrive, and their end.
+"""All connections of one process for one graph that spans hosts: links that it opens, and receivers of peers.
 
-The driver has one, and so has every actor with a hop; a graph within one host has none. Made in two steps, because
-every end must be there before the first connection is made: `post` registers with the listener and makes this process's
-rings for others to open; `connect` opens the hops.
+The driver has a `PeerNetwork`, and so has every actor that sends to another host or receives from one; a graph within
+one host has none. It is set up in two steps, because every process must be ready before the first link is opened:
+
+    driver                                      every actor with a link
+    PeerSetup                           --->    `prepare`: create rings, register the graph with the listener
+    PeerEndpoint of all                 <---
+    LinkSpecs (within the Program)      --->    `connect`: open links
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raylane.core.deadline import Deadline
@@ -19,252 +24,285 @@ from raylane.core.semaphore import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import FanWriter, Hop, Refused, Target
-from raylane.graph.channels.receiver import JOIN_S, MAX_TOLD_BYTES, Arrival, Inbound
+from raylane.graph.channels.peer_link import FanOutWriter, LinkTarget, PeerLink, PeerRefused
+from raylane.graph.channels.receiver import JOIN_S, MAX_REPORT_BYTES, InboundChannel, Receiver
 from raylane.graph.channels.ring import RingSpec, RingWriter
+from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec, PeerSetup
+from raylane.graph.lifecycle import Event, Lifecycle, State
 from raylane.graph.plan.ir import DRIVER
-from raylane.graph.plan.routing import LINES
-from raylane.graph.values import message as m
+from raylane.graph.plan.routing import CONTROL_LEVEL
+from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
-from raylane.graph.worker.program import Directions, HopTo, Outbound, Posting
 from raylane.transport import endpoint as endpoints
 
 log = logging.getLogger("raylane.graph")
 
+KEPT_REPORTS = 8
+"""Number of reports to the driver that are sent again after a reconnection."""
 
-def open_shared(path: str, whose: str) -> Segment:
-    """Map memory of another process. GraphPlanError if that cannot be: then they are not on one host after all."""
+
+def open_shared(path: str, owner: str) -> Segment:
+    """Map shared memory of another process, called `owner` in messages.
+
+    GraphPlanError if that is impossible: then the two processes are not on one host after all.
+    """
     try:
         return Segment.open(path)
     except OSError as error:
         raise GraphPlanError(
-            f"cannot open shared memory of {whose} ({path}): {error}. Processes of one kernel, pid namespace and user "
-            "are taken to share /proc; where they do not, give them different values of the environment variable "
-            "RAYLANE_HOST, and they will talk over the network"
+            f"cannot open shared memory of {owner} ({path}): {error}. raylane assumes that processes of one kernel, "
+            "pid namespace and user share /proc; where they do not, give them different values of the environment "
+            "variable RAYLANE_HOST, and they will use the network"
         ) from error
 
 
-class Station:
-    """See above. `directions` say who is who; `fail` is called (from any thread) with what ends the graph."""
+@dataclass(frozen=True)
+class NetworkEvents:
+    """Callbacks of the driver for events of its network. Called on any thread."""
 
-    def __init__(self, directions: Directions) -> None:
-        self.directions = directions
-        self.closing = threading.Event()
-        self._compiled_by = Deadline(directions.timeout_s)
-        self.owner_gone = False
-        """In an actor: the driver's process has ended, or it has given the graph up."""
-        self.on_gone: Callable[[int], None] | None = None
-        self.on_alarm: Callable[[str], None] | None = None
-        self.on_failure: Callable[[int, Any], None] | None = None
-        self._lock = threading.RLock()  # guards on_gone, on_alarm and the three below; a finalizer may `close`
-        self._gone: list[int] = []
-        """Who is gone, until `listen` is called; what was alarming, likewise."""
-        self._alarms: list[str] = []
-        self._inbounds: dict[tuple[int, int], Inbound] = {}
-        self._alarming = threading.Lock()  # guards _alarms_sent
-        self._alarms_sent = 0
-        self.hops: dict[tuple[int, int], Hop] = {}
-        """By member and level."""
+    on_gone: Callable[[int], None]
+    """Called with a member whose process has ended."""
+    on_alarm: Callable[[str], None]
+    """Called with the reason why the graph cannot continue."""
+    on_failure: Callable[[int, Any], None]
+    """Called with the number of a failed execution and its pickled error."""
+
+
+class PeerNetwork:
+    """Links and receivers of this process for one graph. Thread-safe after `connect`."""
+
+    def __init__(self, spec: NetworkSpec, lifecycle: Lifecycle | None = None) -> None:
+        self.spec = spec
+        self.lifecycle = lifecycle or Lifecycle()
+        """State of the graph in this process. ORPHANED in an actor: the driver has ended or has dropped the graph."""
+        self._compiled_by = Deadline(spec.timeout_s)
+        self._events: NetworkEvents | None = None
+        self._lock = threading.RLock()  # guards _events and the three below; reentrant: a finalizer may `close`
+        self._early_gone: list[int] = []
+        """Members that have gone before `listen` was called."""
+        self._early_alarms: list[str] = []
+        """Alarms that were raised before `listen` was called."""
+        self._receivers: dict[tuple[int, int], Receiver] = {}
+        self._reporting = threading.Lock()  # guards _reports_sent
+        self._reports_sent = 0
+        self.links: dict[tuple[int, int], PeerLink] = {}
+        """Open links by (member, level)."""
         self.rings: dict[int, tuple[RingSpec, Segment]] = {}
-        """By channel those that this process has made."""
-        self._arrivals: dict[int, Arrival] = {}
+        """Rings that this process has created, by channel."""
+        self._inbound: dict[int, InboundChannel] = {}
         self._pools: dict[tuple[int, int], LeasePool] = {}
-        self._onward: list[tuple[Arrival, int, tuple[tuple[int, int], ...], int]] = []
+        """Pool for the messages of each announced peer and level."""
+        self._relays: list[tuple[InboundChannel, int, tuple[tuple[int, int], ...], int]] = []
+        """Relayed channels whose onward links are not open yet."""
 
     # Setting up
 
-    def post(self, posting: Posting) -> dict[int, RingSpec]:
-        """Make this process's rings and expect connections. Returns the rings by channel."""
-        self._pools = {peer: self._pool() for peer in posting.peers}
-        made = ring.make_all([(order.readers, order.slots, self.directions.member) for order in posting.rings])
-        self.rings |= {order.channel: found for order, found in zip(posting.rings, made, strict=True)}
-        for relayed in posting.relayed:
-            spec, segment = self._ring(relayed.onward, relayed.channel)
-            bells = [open_shared(path, name) for path, name in zip(relayed.onward.bells, spec.readers, strict=True)]
-            arrival = Arrival(RingWriter(segment, spec, bells, self._pools[relayed.source]))
-            self._arrivals[relayed.channel] = arrival
-            if relayed.onward.hops:
-                self._onward.append((arrival, relayed.channel, relayed.onward.hops, relayed.slots))
-        endpoint = endpoints.endpoint()
-        endpoint.streams[self.directions.key] = self._take
-        return {channel: spec for channel, (spec, _) in self.rings.items()}
+    def prepare(self, setup: PeerSetup) -> dict[int, RingSpec]:
+        """Create this process's rings and accept connections of the graph. Return the rings by channel."""
+        spec = self.spec
+        # One pool for each peer and level: a receiver that waits for memory must not hold up another one.
+        self._pools = {
+            peer: LeasePool(spec.max_lent_bytes, spec.timeout_s, lifecycle=self.lifecycle) for peer in setup.peers
+        }
+        made = ring.make_rings([(request.readers, request.slots, spec.member) for request in setup.rings])
+        self.rings |= {request.channel: found for request, found in zip(setup.rings, made, strict=True)}
+        for relay in setup.relays:
+            ring_spec, segment = self._ring(relay.onward, relay.channel)
+            doorbells = [
+                open_shared(path, name) for path, name in zip(relay.onward.doorbells, ring_spec.readers, strict=True)
+            ]
+            channel = InboundChannel(RingWriter(segment, ring_spec, doorbells, self._pools[relay.source]))
+            self._inbound[relay.channel] = channel
+            if relay.onward.links:
+                self._relays.append((channel, relay.channel, relay.onward.links, relay.slots))
+        endpoints.endpoint().streams[spec.key] = self._accept  # last: from now on peers may connect
+        return {channel: ring_spec for channel, (ring_spec, _) in self.rings.items()}
 
-    def _ring(self, writing: Outbound, channel: int) -> tuple[RingSpec, Segment]:
+    def _ring(self, outbound: OutboundSpec, channel: int) -> tuple[RingSpec, Segment]:
         if channel in self.rings:
             return self.rings[channel]
-        assert writing.ring is not None
-        return writing.ring, open_shared(writing.ring.path, writing.ring.readers[0])
+        assert outbound.ring is not None
+        return outbound.ring, open_shared(outbound.ring.path, outbound.ring.readers[0])
 
-    def _pool(self) -> LeasePool:
-        return LeasePool(self.directions.max_lent_bytes, self.directions.timeout_s)
+    def connect(self, links: Sequence[LinkSpec], deadline: Deadline) -> None:
+        """Open every link of this process. Waits until all are open.
 
-    def connect(self, hops: Sequence[HopTo], deadline: Deadline) -> None:
-        """Open every hop that leaves here. GraphClosedError, GraphTimeoutError, GraphPlanError; both ends named."""
+        GraphClosedError if a peer has gone, GraphTimeoutError after the deadline, GraphPlanError if a peer cannot be
+        reached; each names both ends.
+        """
         endpoint = endpoints.endpoint()
-        directions = self.directions
-        for to in hops:
-            target = Target(
+        spec = self.spec
+        for to in links:
+            target = LinkTarget(
                 member=to.member,
                 level=to.level,
-                who=directions.names[to.member],
+                name=spec.names[to.member],
                 address=endpoint.address_of(to.source),
-                key=directions.key,
+                key=spec.key,
                 secret=endpoint.secret(),
-                own_member=directions.member,
-                own_who=directions.names[directions.member],
+                own_member=spec.member,
+                own_name=spec.names[spec.member],
             )
-            hop = self.hops[to.member, to.level] = Hop(target, directions.timeout_s, self)
+            link = self.links[to.member, to.level] = PeerLink(target, spec.timeout_s, self)
             try:
-                hop.open(deadline)
-            except Refused as error:
+                link.open(deadline)
+            except PeerRefused as error:
                 raise GraphClosedError(
-                    f"{target.who} ended, or gave up, while {target.own_who} compiled a graph with it: {error}"
+                    f"{target.own_name} cannot connect to {target.name}, which ended or left the graph while it was "
+                    f"compiled: {error}"
                 ) from error
             except TransportError as error:
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
-                    f"{target.own_who} cannot connect to {target.who} at {target.address}: {error}. The hosts of a "
+                    f"{target.own_name} cannot connect to {target.name} at {target.address}: {error}. The hosts of a "
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
-        for arrival, channel, onward, slots in self._onward:
-            arrival.onward = self.writer(None, channel, onward, slots)
+        for inbound, channel, onward, slots in self._relays:
+            inbound.onward = self.writer(None, channel, onward, slots)
 
-    def writer(self, own: RingWriter | None, channel: int, onward: Iterable[tuple[int, int]], keep: int) -> FanWriter:
-        """What writes a channel that has readers beyond this host."""
-        return FanWriter(own, [self.hops[to] for to in onward], channel, keep)
+    def writer(self, own: RingWriter | None, channel: int, links: Iterable[tuple[int, int]], keep: int) -> FanOutWriter:
+        """Return the writer of a channel that has readers on other hosts, over open links."""
+        return FanOutWriter(own, [self.links[to] for to in links], channel, keep)
 
-    # Connections and what they tell
+    # Events
 
-    def _take(self, sock: socket.socket, member: int, level: int) -> None:
-        """The listener's thread brings a connection."""
+    def _accept(self, sock: socket.socket, member: int, level: int) -> None:
+        """Hand a new connection to its receiver. Called on the listener's thread."""
         with self._lock:
-            inbound = self._inbounds.get((member, level))
-            pool = self._pools.get((member, level))  # of those that were announced: each costs a thread
-            if inbound is None and pool is not None and not self.closing.is_set():
-                name = f"hop of level {level} from {self.directions.names[member]}"
-                inbound = Inbound(name, self._arrivals, pool, self.directions.alarm, self.alarmed, self._failed)
-                self._inbounds[member, level] = inbound
-        if inbound is None:
+            receiver = self._receivers.get((member, level))
+            pool = self._pools.get((member, level))  # only announced peers: each receiver costs a thread
+            if receiver is None and pool is not None and not self.lifecycle.disconnecting:
+                name = f"link of level {level} from {self.spec.names[member]}"
+                receiver = Receiver(
+                    name, self._inbound, pool, self.spec.alarm_channel, self.raise_alarm, self._on_failure
+                )
+                self._receivers[member, level] = receiver
+        if receiver is None:
             sock.close()
         else:
-            inbound.take(sock)
+            receiver.serve(sock)
 
-    def listen(
-        self, on_gone: Callable[[int], None], on_alarm: Callable[[str], None], on_failure: Callable[[int, Any], None]
-    ) -> None:
-        """The driver: be told of ends and alarms, those that have been included, and of failed executions."""
+    def listen(self, events: NetworkEvents) -> None:
+        """Call these callbacks from now on, and at once for events that have happened before. For the driver."""
         with self._lock:
-            self.on_failure = on_failure
-            self.on_gone, self.on_alarm = on_gone, on_alarm
-            gone, alarms = self._gone, self._alarms
+            self._events = events
+            gone, alarms = self._early_gone, self._early_alarms
         for member in gone:
-            on_gone(member)
+            events.on_gone(member)
         for text in alarms:
-            on_alarm(text)
+            events.on_alarm(text)
 
-    def gone(self, member: int) -> None:
-        """See `hop.Events`. Of an actor's peers only the driver's end matters: it notices the others' itself."""
-        if self.closing.is_set():
+    def peer_gone(self, member: int) -> None:
+        """Handle the end of a peer (an event of `PeerLink`).
+
+        In an actor only the driver's end matters: the driver itself notices that other members end.
+        """
+        if self.lifecycle.disconnecting:
             return
         with self._lock:
-            self._gone.append(member)
-            told = self.on_gone
-        if told is not None:
-            told(member)
+            self._early_gone.append(member)
+            events = self._events
+        if events is not None:
+            events.on_gone(member)
         elif member == DRIVER:
-            self._leave()
+            self.lifecycle.advance(Event.OWNER_GONE)
 
-    def lost(self, member: int, why: str) -> None:
-        """See `hop.Events`."""
-        names, own = self.directions.names, self.directions.member
+    def peer_unreachable(self, member: int, why: str) -> None:
+        """Handle that a peer could not be reached again (an event of `PeerLink`)."""
+        names, own = self.spec.names, self.spec.member
         text = (
             f"the connection from {names[own]} to {names[member]} broke and could not be opened again within "
-            f"{self.directions.timeout_s} s: {why}"
+            f"{self.spec.timeout_s} s: {why}"
         )
         if member == DRIVER:
             log.warning("%s: leaving the graph", text)
-            self._leave()
+            self.lifecycle.advance(Event.OWNER_GONE)
             return
-        self.alarmed(text)
+        self.raise_alarm(text)
 
-    def alarmed(self, text: str) -> None:
-        """Something that ends the graph: the driver must know."""
-        if self.closing.is_set():
+    def raise_alarm(self, text: str) -> None:
+        """Report to the driver that the graph cannot continue."""
+        if self.lifecycle.disconnecting:
             return
-        if self.directions.member != DRIVER:
-            if not self.tell_driver(Message(m.VALUE, text.encode()[:MAX_TOLD_BYTES])):
+        if self.spec.member != DRIVER:
+            if not self.report(Message(messages.VALUE, text.encode()[:MAX_REPORT_BYTES])):
                 log.error("%s", text)
             return
         with self._lock:
-            self._alarms.append(text)
-            told = self.on_alarm
-        if told is not None:
-            told(text)
+            self._early_alarms.append(text)
+            events = self._events
+        if events is not None:
+            events.on_alarm(text)
 
-    def tell_driver(self, message: Message) -> bool:
-        """Over the channel for alarms and failures, of which some may be lost: the oldest when a connection breaks, and
-        those that are too large. False without a connection."""
-        hop = self.hops.get((DRIVER, LINES))
-        if hop is None:
+    def report(self, message: Message) -> bool:
+        """Send an alarm or a failure to the driver. Return False if there is no link to the driver.
+
+        Reports may be lost: those above MAX_REPORT_BYTES, and the oldest ones when a connection breaks.
+        """
+        link = self.links.get((DRIVER, CONTROL_LEVEL))
+        if link is None:
             return False
-        if len(message.body) <= MAX_TOLD_BYTES:
-            with self._alarming:
-                hop.send(self.directions.alarm, self._alarms_sent, message, 0, 8)
-                self._alarms_sent += 1
+        if len(message.body) <= MAX_REPORT_BYTES:
+            with self._reporting:
+                link.send(self.spec.alarm_channel, self._reports_sent, message, 0, KEPT_REPORTS)
+                self._reports_sent += 1
         return True
 
-    def _failed(self, data: bytes) -> None:
-        """A member of another host tells the driver that an execution has failed."""
-        told = self.on_failure
-        if told is not None:
-            told(*pickle.loads(data))
+    def _on_failure(self, data: bytes) -> None:
+        """Handle the report of a member of another host that an execution has failed. Only the driver gets these."""
+        events = self._events
+        if events is not None:
+            events.on_failure(*pickle.loads(data))
 
-    def _leave(self) -> None:
-        """The driver is gone: nothing here shall wait any more, so that the lane can look up and leave."""
-        self.owner_gone = True
-        self.closing.set()
-        for pool in self._pools.values():
-            pool.closed = True
+    # State
 
-    # Looking
+    @property
+    def owner_gone(self) -> bool:
+        """True in an actor if the driver's process has ended, or has dropped the graph."""
+        return self.lifecycle.state is State.ORPHANED
 
     def stale(self) -> bool:
-        """Whether a compilation that began with this must have ended: its driver died half way, and told nobody."""
+        """Return True if the compilation that created this network must have ended: its driver died during it."""
         return self._compiled_by.left_s() == 0
 
     def ring_writer(self, channel: int) -> RingWriter:
-        """Who fills this host's ring of a channel that arrives here."""
-        return self._arrivals[channel].ring
+        """Return the writer of this host's ring of a channel that arrives over a link."""
+        return self._inbound[channel].ring
 
-    def lent_bytes(self) -> int:
-        return sum(pool.lent_bytes() for pool in self._pools.values())
+    def leased_bytes(self) -> int:
+        """Return the bytes that readers on this host hold of messages from other hosts."""
+        return sum(pool.leased_bytes() for pool in self._pools.values())
+
+    @property
+    def receivers(self) -> tuple[Receiver, ...]:
+        """Receivers of the peers that have connected so far."""
+        return tuple(self._receivers.values())
 
     # The end
 
-    def let_nobody_wait(self) -> None:
-        """Connections that break from now on stay so."""
-        self.closing.set()
-
     def close(self, join_s: float = JOIN_S) -> None:
-        """Close every connection, in and out. What was sent still arrives. A second call does nothing more."""
-        self.closing.set()
+        """Close every connection, in and out; bytes that were sent still arrive. A second call does nothing more.
+
+        Waits at most `join_s` seconds for receivers.
+        """
+        self.lifecycle.advance(Event.CLOSE)  # first: from now on no thread waits for memory or reconnects
         endpoint = endpoints.existing()
         if endpoint is not None:
-            endpoint.streams.pop(self.directions.key, None)
-        for hop in self.hops.values():
-            hop.close()
+            endpoint.streams.pop(self.spec.key, None)
+        for link in self.links.values():
+            link.close()
         with self._lock:
-            inbounds = list(self._inbounds.values())
-            self._inbounds.clear()
-        for inbound in inbounds:
-            inbound.close()
+            receivers = list(self._receivers.values())
+            self._receivers.clear()
+        for receiver in receivers:
+            receiver.close()
         if join_s:
             deadline = Deadline(join_s)
-            for inbound in inbounds:
-                inbound.join(deadline.left_s() or 0.0)
+            for receiver in receivers:
+                receiver.join(deadline.left_s() or 0.0)
         for _, segment in self.rings.values():
             segment.close_fd()
-        # Hops and connections refer to this station: memory is let go now, not when the garbage collector comes.
-        self.on_gone = self.on_alarm = self.on_failure = None
-        for part in (self.hops, self.rings, self._arrivals, self._pools, self._onward):
+        # Links and receivers refer to this object: cut these cycles, so that memory is freed without a collection.
+        self._events = None
+        for part in (self.links, self.rings, self._inbound, self._pools, self._relays):
             part.clear()

@@ -1,11 +1,15 @@
-"""The receiving end of hops: one thread for each inbound connection of one graph.
+"""Receiving end of links: one thread for each peer and level of one graph.
 
-A frame's bytes are received where they will live: small ones on their way into a slot of this host's ring, large ones
-straight into a leased segment, from which the readers here take them without a copy. Then the relay sends the message
-on to the relays that it serves.
+    peer's link  --socket-->  Receiver thread  --ring of this host-->  readers on this host
+                                    |
+                                    +--onward links-->  relays of further hosts
 
-What a connection has brought is known beyond its end: when its other end connects again, it is told which message of
-each channel comes next. Made by `station`.
+A frame's bytes are received where they will stay: small ones on their way into a slot of this host's ring, large ones
+straight into a leased segment, from which the readers use them without a copy. Then the receiver forwards the message
+to the relays that this process serves.
+
+A receiver outlives its connections: when the peer connects again, the receiver answers which message of each channel it
+expects next. Created by `peer_network`.
 """
 
 from __future__ import annotations
@@ -21,58 +25,65 @@ from typing import Any
 
 from raylane.errors import GraphError, ProtocolError
 from raylane.graph.channels import frames
-from raylane.graph.channels.frames import FrameReader, Head
+from raylane.graph.channels.frames import FrameHeader, FrameReader
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import FanWriter, keep_alive
+from raylane.graph.channels.peer_link import FanOutWriter, enable_keepalive
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
-from raylane.graph.values import message as m
+from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
 from raylane.transport import wire
 
 log = logging.getLogger("raylane.graph")
 
 JOIN_S = 2.0
-MAX_TOLD_BYTES = (1 << 17) - 1
-"""Limit of one alarm or failure: below `frames.JOIN_BELOW_BYTES`, so that its sender does not wait for a receipt."""
+MAX_REPORT_BYTES = (1 << 17) - 1
+"""Size limit of one alarm or failure report.
+
+It lies below `frames.JOIN_BELOW_BYTES`, so that the sender does not wait for a receipt.
+"""
 
 
 @dataclass
-class Arrival:
-    """Where the messages of one channel go from here."""
+class InboundChannel:
+    """Destinations of one channel whose messages arrive over a link."""
 
     ring: RingWriter
-    onward: FanWriter | None = None
+    onward: FanOutWriter | None = None
 
 
-class Inbound:
-    """All connections, one after the other, from one member at one level."""
+class Receiver:
+    """Reader of all connections, one after the other, from one member at one level."""
 
     def __init__(
         self,
         name: str,
-        arrivals: dict[int, Arrival],
+        channels: dict[int, InboundChannel],
         pool: LeasePool,
-        alarm: int,
-        alarmed: Callable[[str], None],
-        failed: Callable[[bytes], None],
+        alarm_channel: int,
+        on_alarm: Callable[[str], None],
+        on_failure: Callable[[bytes], None],
     ) -> None:
+        """Create a receiver without a connection.
+
+        Messages of `alarm_channel` go to `on_alarm` as text or, those of kind ERROR, to `on_failure` as bytes. The
+        receiver's life ends with `pool.lifecycle`.
+        """
         self.name = name
-        self.pool = pool
-        self._arrivals = arrivals
-        self._alarm = alarm
-        """The channel of it, whose messages are text for `alarmed`, or (kind ERROR) for `failed`."""
-        self._alarmed = alarmed
-        self._failed = failed
-        self._lock = threading.RLock()  # guards _socket, _thread and _closed; a finalizer may `close`
+        self._pool = pool
+        self._channels = channels
+        self._alarm_channel = alarm_channel
+        self._on_alarm = on_alarm
+        self._on_failure = on_failure
+        self._lock = threading.RLock()  # guards _socket, _next and _thread; reentrant, because a finalizer may `close`
         self._socket: socket.socket | None = None
         self._next: socket.socket | None = None
-        """The connection to serve after this one. A newer one takes its place: a peer has one at a time."""
+        """Connection to serve after the present one. A newer connection replaces it: a peer has one at a time."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._expected: dict[int, int] = {}
-        """By channel the next message. Belongs to the thread."""
+        """Number of the next message in each channel. Belongs to the thread."""
 
-    def take(self, sock: socket.socket) -> None:
+    def serve(self, sock: socket.socket) -> None:
         """Serve this connection from now on, in place of the one before. Does not wait."""
         with self._lock:
             if self._closed:
@@ -81,28 +92,32 @@ class Inbound:
             skipped, self._next = self._next, sock
             if skipped is not None:
                 skipped.close()
-            _shut(self._socket)  # its thread may be waiting for memory, at most for the graph's timeout
+            _shut_down(self._socket)  # the thread may be waiting for memory, at most for the graph's timeout
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve_all, name="raylane-hop", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="raylane-receiver", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
-        """End the connection; the thread ends by itself."""
+        """End the connection. Does not wait for the thread, which ends by itself."""
         with self._lock:
             self._closed = True
-            self.pool.closed = True
             sock = self._socket
             skipped, self._next = self._next, None
             if skipped is not None:
                 skipped.close()
-        _shut(sock)
+        _shut_down(sock)
 
     def join(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` seconds for the thread to end."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _serve_all(self) -> None:
+    def cut(self) -> None:
+        """Break the connection, as a network failure does. The peer reconnects. For tests of failures."""
+        _shut_down(self._socket)
+
+    def _run(self) -> None:
         while True:
             with self._lock:
                 sock, self._next = self._next, None
@@ -110,124 +125,134 @@ class Inbound:
                 if sock is None:
                     self._thread = None
                     return
-            self._serve(sock)
+            self._read_connection(sock)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _read_connection(self, sock: socket.socket) -> None:
         try:
             if sock.family != socket.AF_UNIX:
-                keep_alive(sock)
+                enable_keepalive(sock)
             sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
             reader = FrameReader(sock)
             while True:
-                head = frames.unpack(reader.exactly(frames.HEAD_BYTES))
-                self._receive(sock, reader, head)
+                header = frames.unpack_header(reader.exactly(frames.HEADER_BYTES))
+                self._receive(sock, reader, header)
         except OSError as error:
-            log.debug("%s: %s", self.name, error)  # whoever sends knows whether there is more to come
-        except Exception as error:  # a defect of ours: the graph cannot go on
+            log.debug("%s: %s", self.name, error)  # only the sender knows if there is more to come
+        except Exception as error:  # a defect of raylane: the graph cannot continue
             if not self._closed:
                 log.exception("%s", self.name)
-                self._alarmed(f"{self.name}: {m.shown(error)}")
+                self._on_alarm(f"{self.name}: {messages.error_text(error)}")
         finally:
-            with self._lock:  # not while `close` may use its number
+            with self._lock:  # `close` must not shut down another file that has got the same descriptor number
                 self._socket = None
                 sock.close()
 
-    def _receive(self, sock: socket.socket, reader: FrameReader, head: Head) -> None:
-        if head.buffers > m.MAX_BUFFERS or head.kind not in m.KINDS:
+    def _receive(self, sock: socket.socket, reader: FrameReader, header: FrameHeader) -> None:
+        if header.buffers > messages.MAX_BUFFERS or header.kind not in messages.KINDS:
             raise ProtocolError(
-                f"a frame of kind {head.kind} with {head.buffers} buffers; at most {m.MAX_BUFFERS} are allowed"
+                f"a frame of kind {header.kind} with {header.buffers} buffers; at most {messages.MAX_BUFFERS} are "
+                "allowed"
             )
-        sizes = frames.sizes_of(reader.exactly(8 * head.buffers), head.buffers) if head.buffers else ()
-        expected = self._expected.get(head.channel, 0)
-        if head.sequence < expected:  # sent again, and here already
-            _skip(reader, sum(sizes) + head.body)
-            self._confirm(sock, head)
+        sizes = frames.unpack_sizes(reader.exactly(8 * header.buffers), header.buffers) if header.buffers else ()
+        expected = self._expected.get(header.channel, 0)
+        if header.sequence < expected:  # sent again after a reconnection, and received before
+            _skip(reader, sum(sizes) + header.body)
+            self._confirm(sock, header)
             return
-        if head.channel == self._alarm:
-            self._receive_told(reader, head)
+        if header.channel == self._alarm_channel:  # its messages may have gaps: the oldest are not sent again
+            self._receive_report(reader, header)
             return
-        if head.sequence > expected:
-            raise ProtocolError(f"message {head.sequence} of channel {head.channel} in the place of {expected}")
-        arrival = self._arrivals.get(head.channel)
-        if arrival is None:
-            raise ProtocolError(f"a message of channel {head.channel}, which does not arrive here")
-        flags = head.flags & WAKE
-        if not sizes and head.body < LEND_FROM_BYTES:  # fits into a slot
-            message = Message(head.kind, reader.exactly(head.body))
-            self._expected[head.channel] = head.sequence + 1
-            self._hand_over(arrival, head.sequence, message, flags)
+        if header.sequence > expected:
+            raise ProtocolError(f"message {header.sequence} of channel {header.channel} in the place of {expected}")
+        channel = self._channels.get(header.channel)
+        if channel is None:
+            raise ProtocolError(f"a message of channel {header.channel}, which this process does not receive")
+        flags = header.flags & WAKE
+        if not sizes and header.body < LEND_FROM_BYTES:  # fits into a slot
+            message = Message(header.kind, reader.exactly(header.body))
+            self._expected[header.channel] = header.sequence + 1
+            _deliver(channel, header.sequence, message, flags)
         else:
-            self._receive_large(sock, reader, head, sizes, arrival, flags)
+            self._receive_large(sock, reader, header, sizes, channel, flags)
 
-    def _receive_told(self, reader: FrameReader, head: Head) -> None:
-        if head.body > MAX_TOLD_BYTES:
-            raise ProtocolError(f"an alarm of {head.body} bytes; at most {MAX_TOLD_BYTES} are allowed")
-        data = reader.exactly(head.body)
-        self._expected[head.channel] = head.sequence + 1
-        if head.kind == m.ERROR:
-            self._failed(data)
+    def _receive_report(self, reader: FrameReader, header: FrameHeader) -> None:
+        if header.body > MAX_REPORT_BYTES:
+            raise ProtocolError(f"an alarm of {header.body} bytes; at most {MAX_REPORT_BYTES} are allowed")
+        data = reader.exactly(header.body)
+        self._expected[header.channel] = header.sequence + 1
+        if header.kind == messages.ERROR:
+            self._on_failure(data)
         else:
-            self._alarmed(data.decode(errors="replace"))
+            self._on_alarm(data.decode(errors="replace"))
 
     def _receive_large(
-        self, sock: socket.socket, reader: FrameReader, head: Head, sizes: tuple[int, ...], arrival: Arrival, flags: int
+        self,
+        sock: socket.socket,
+        reader: FrameReader,
+        header: FrameHeader,
+        sizes: tuple[int, ...],
+        channel: InboundChannel,
+        flags: int,
     ) -> None:
         try:
-            reserved = arrival.ring.reserve(head.body, sizes)
-        except GraphError as error:  # too large, or no memory in time: that is what the readers get
-            _skip(reader, sum(sizes) + head.body)
-            self._arrived(sock, head)
-            self._hand_over(arrival, head.sequence, m.encode_error(error), flags)
+            reservation = channel.ring.reserve(header.body, sizes)
+        except GraphError as error:  # too large, or no memory in time: the readers get that error instead
+            _skip(reader, sum(sizes) + header.body)
+            self._mark_received(sock, header)
+            _deliver(channel, header.sequence, messages.encode_error(error), flags)
             return
-        if reserved is None:
-            parts: list[Any] = [bytearray(nbytes) for nbytes in (*sizes, head.body)]
-        elif len(reserved.parts) > len(sizes):
-            parts = reserved.parts
+        if reservation is None:
+            parts: list[Any] = [bytearray(nbytes) for nbytes in (*sizes, header.body)]
+        elif len(reservation.parts) > len(sizes):
+            parts = reservation.parts
         else:
-            parts = [*reserved.parts, bytearray(head.body)]
+            parts = [*reservation.parts, bytearray(header.body)]
         try:
             for part in parts:
                 reader.fill(memoryview(part))
         except BaseException:
-            if reserved is not None:
-                arrival.ring.cancel(reserved)
+            if reservation is not None:
+                channel.ring.cancel(reservation)
             raise
-        self._arrived(sock, head)
-        message = Message(head.kind, memoryview(parts[-1]), parts[:-1])
-        if reserved is None:
-            self._hand_over(arrival, head.sequence, message, flags)
+        self._mark_received(sock, header)
+        message = Message(header.kind, memoryview(parts[-1]), parts[:-1])
+        if reservation is None:
+            _deliver(channel, header.sequence, message, flags)
             return
-        # On to others first: the one reader of a ring may write to what it gets, and then it must have left already.
-        if arrival.onward is not None:
-            arrival.onward.forward(head.sequence, message, flags)
-        body = b"" if len(reserved.parts) > len(sizes) else bytes(parts[-1])
-        arrival.ring.write_reserved(head.sequence, head.kind, body, reserved, flags)
+        # Forward before writing the ring: a single reader of the ring may change the memory as soon as it has the
+        # message, and by then the message must have been sent to the other hosts.
+        if channel.onward is not None:
+            channel.onward.forward(header.sequence, message, flags)
+        body = b"" if len(reservation.parts) > len(sizes) else bytes(parts[-1])
+        channel.ring.write_reserved(header.sequence, header.kind, body, reservation, flags)
 
-    def _hand_over(self, arrival: Arrival, sequence: int, message: Message, flags: int) -> None:
-        arrival.ring.write(sequence, message, flags)
-        if arrival.onward is not None:
-            arrival.onward.forward(sequence, message, flags)
+    def _mark_received(self, sock: socket.socket, header: FrameHeader) -> None:
+        """Note that a message is complete: it must not be sent again, and the sender may reuse its memory."""
+        self._expected[header.channel] = header.sequence + 1
+        self._confirm(sock, header)
 
-    def _arrived(self, sock: socket.socket, head: Head) -> None:
-        """It is all here: it will not be asked for again, and its sender may use its memory."""
-        self._expected[head.channel] = head.sequence + 1
-        self._confirm(sock, head)
+    def _confirm(self, sock: socket.socket, header: FrameHeader) -> None:
+        if header.flags & frames.RECEIPT:
+            with contextlib.suppress(OSError):  # connection broken: the answer to the next one says the same
+                sock.sendall(frames.pack_receipt(header.channel, header.sequence))
 
-    def _confirm(self, sock: socket.socket, head: Head) -> None:
-        if head.flags & frames.RECEIPT:
-            with contextlib.suppress(OSError):  # the connection broke: the sender asks when it is back
-                sock.sendall(frames.pack_receipt(head.channel, head.sequence))
+
+def _deliver(channel: InboundChannel, sequence: int, message: Message, flags: int) -> None:
+    """Write a message to the readers of this host, then forward it. The message has memory of its own."""
+    channel.ring.write(sequence, message, flags)
+    if channel.onward is not None:
+        channel.onward.forward(sequence, message, flags)
 
 
 def _skip(reader: FrameReader, nbytes: int) -> None:
-    scrap = memoryview(bytearray(min(nbytes, 1 << 16)))
+    scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
     while nbytes:
-        piece = scrap[: min(nbytes, len(scrap))]
+        piece = scratch[: min(nbytes, len(scratch))]
         reader.fill(piece)
         nbytes -= len(piece)
 
 
-def _shut(sock: socket.socket | None) -> None:
+def _shut_down(sock: socket.socket | None) -> None:
     if sock is not None:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

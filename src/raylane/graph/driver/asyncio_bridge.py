@@ -1,8 +1,13 @@
-"""How asyncio waits for results: an eventfd that the actors write to, and one timer for all that are awaited.
+"""How asyncio waits for results: one eventfd that the actors write, and one timer for all results that are awaited.
 
-The actors write to it only for executions that were started while a loop was known (flag WAKE), so a message is never
-missed: its flag travels with it. An event loop is woken in 14 us this way; by a helper thread in 31-82. Where the
-kernel forbids an actor to fetch the eventfd, and for a second loop at the same time, results are awaited on a thread.
+    actor                                   driver
+    writes a message with the flag WAKE
+    writes the driver's eventfd      --->   event loop wakes (add_reader), reads messages, resolves futures
+
+Messages carry the flag WAKE only if their execution was started while an event loop was running, so a message is never
+missed: its flag travels with it. An event loop wakes in 14 us this way; with a helper thread in 31-82 us. Where the
+kernel forbids an actor to fetch the eventfd, and for a second event loop at the same time, results are awaited on a
+thread.
 """
 
 from __future__ import annotations
@@ -22,32 +27,37 @@ from raylane.core import wake
 log = logging.getLogger("raylane.graph")
 
 
-class Awaiting:
-    """The asyncio side of one graph."""
+class AsyncioBridge:
+    """Connection of one graph to one event loop at a time."""
 
-    def __init__(self, woken: Callable[[], None], timeout_s: float | None) -> None:
-        """`woken`, a method of the graph, reads messages and never waits. It is not kept alive."""
-        self._woken = weakref.WeakMethod(woken)
+    def __init__(self, on_wake: Callable[[], None], timeout_s: float | None) -> None:
+        """Create the bridge. `on_wake`, a bound method, reads messages and never waits; it is held weakly."""
+        self._on_wake = weakref.WeakMethod(on_wake)
         self._timeout_s = timeout_s
         self.active = False
-        """Whether executions that are started from a loop are flagged."""
+        """True if executions that are started from an event loop carry the flag WAKE."""
         self._fd: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadlines: collections.deque[tuple[float, asyncio.Future[None]]] = collections.deque()
-        """In order, because the limit is the same for all."""
+        """(deadline, future), ordered by deadline: all futures have the same timeout."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, fd: int, refused: str | None) -> None:
-        """Use this eventfd, which the actors have fetched, and close it in the end. `refused`: why one could not."""
+        """Use this eventfd, which the actors have fetched. The bridge owns it from now on.
+
+        `refused` is the reason why an actor could not fetch it, if so.
+        """
         self._fd = fd
         self.active = refused is None
         if refused is not None:
-            log.info("asyncio waits on a thread: %s", refused)
+            log.info("results are awaited on a thread: %s", refused)
 
     def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
-        """What a flagged result's waiter in this loop awaits: to be resolved when the result is done, and resolved by
-        itself after `timeout_s`. None if this loop is not woken."""
-        if self._loop is not loop and not self._adopt(loop):
+        """Return a future for the waiter of a result; None if messages do not wake this event loop.
+
+        The caller resolves the future when the result is done; the timer resolves it after `timeout_s`.
+        """
+        if self._loop is not loop and not self._attach(loop):
             return None
         future: asyncio.Future[None] = loop.create_future()
         if self._timeout_s is not None:
@@ -59,23 +69,23 @@ class Awaiting:
                 self._timer = loop.call_later(self._timeout_s, self._expire)
         return future
 
-    def _adopt(self, loop: asyncio.AbstractEventLoop) -> bool:
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> bool:
         if not self.active or self._fd is None or (self._loop is not None and not self._loop.is_closed()):
             return False
-        loop.add_reader(self._fd, self._read)
+        loop.add_reader(self._fd, self._on_readable)
         self._loop, self._timer = loop, None
         self._deadlines.clear()
         return True
 
-    def _read(self) -> None:
+    def _on_readable(self) -> None:
         if self._fd is not None:
-            wake.drain(self._fd)
-            woken = self._woken()
-            if woken is not None:
-                woken()
+            wake.drain(self._fd)  # before reading messages: a later message must make the eventfd readable again
+            on_wake = self._on_wake()
+            if on_wake is not None:
+                on_wake()
 
     def _expire(self) -> None:
-        """The timer: resolve whom it is too late for, and set it for the next."""
+        """Resolve the futures whose deadline has passed, and set the timer for the next one."""
         self._timer = None
         now = time.monotonic()
         while self._deadlines:
@@ -87,22 +97,22 @@ class Awaiting:
                 future.set_result(None)
             self._deadlines.popleft()
 
-    def ring(self) -> None:
-        """Have the loop read messages soon. From any thread, a finalizer included."""
+    def notify(self) -> None:
+        """Make the event loop read messages soon. From any thread, a finalizer included."""
         fd = self._fd
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.eventfd_write(fd, 1)
 
     def disown(self) -> None:
-        """In a forked child: forget the loop, which is the parent's, and the copy of the eventfd."""
+        """Forget the event loop in a forked child, to whose parent it belongs, and close the copy of the eventfd."""
         fd, self._fd = self._fd, None
         self._loop, self.active = None, False
         if fd is not None:
             os.close(fd)
 
     def close(self) -> None:
-        """Let go of the loop and the eventfd."""
+        """Detach from the event loop and close the eventfd. From any thread; a second call does nothing."""
         loop, self._loop = self._loop, None
         fd, self._fd = self._fd, None
         self.active = False
@@ -110,16 +120,16 @@ class Awaiting:
             return
         if loop is not None and not loop.is_closed():
             if asyncio._get_running_loop() is loop or not loop.is_running():
-                _forget(loop, fd, self._timer)
+                _detach(loop, fd, self._timer)
             else:
-                loop.call_soon_threadsafe(_forget, loop, fd, self._timer)
+                loop.call_soon_threadsafe(_detach, loop, fd, self._timer)
                 return
         else:
             os.close(fd)
 
 
-def _forget(loop: asyncio.AbstractEventLoop, fd: int, timer: asyncio.TimerHandle | None) -> None:
-    """On the loop's own thread, or while it does not run."""
+def _detach(loop: asyncio.AbstractEventLoop, fd: int, timer: asyncio.TimerHandle | None) -> None:
+    """Remove the reader from the loop. Runs on the loop's own thread, or while the loop does not run."""
     loop.remove_reader(fd)
     if timer is not None:
         timer.cancel()
@@ -127,17 +137,17 @@ def _forget(loop: asyncio.AbstractEventLoop, fd: int, timer: asyncio.TimerHandle
 
 
 def resolve(waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]) -> None:
-    """Resolve futures, each on its own loop."""
-    here = asyncio._get_running_loop()
+    """Resolve futures and empty the list, each future on its own event loop."""
+    running = asyncio._get_running_loop()
     while waiting:
         try:
             loop, future = waiting.pop()
-        except IndexError:  # another thread was quicker
+        except IndexError:  # another thread has taken the last one
             return
-        if loop is here:
+        if loop is running:
             _set(future)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits there
+            with contextlib.suppress(RuntimeError):  # the loop has been closed: no coroutine waits there
                 loop.call_soon_threadsafe(_set, future)
 
 

@@ -1,4 +1,4 @@
-"""A forked child has copies of its parent's graphs and no part in them: what it did would look like the parent's."""
+"""Disown compiled graphs in forked children: whatever a child did with a graph would look like the parent's doing."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Protocol
 
 
 class Disownable(Protocol):
-    """A graph, as far as forks are concerned."""
+    """Object that must be disowned in a forked child."""
 
     def disown(self) -> None:
-        """In the child: touch nothing that is shared with the parent from now on."""
+        """Stop using everything that is shared with the parent process. Called in the child."""
 
 
-_living: weakref.WeakSet[Disownable] = weakref.WeakSet()
+_registered: weakref.WeakSet[Disownable] = weakref.WeakSet()
 
 
 def register(graph: Disownable) -> None:
-    """Disown this graph in every child that is forked as long as it lives."""
-    _living.add(graph)
+    """Disown this graph in every child that is forked during the graph's life."""
+    _registered.add(graph)
 
 
 def _after_fork() -> None:
-    for graph in list(_living):
+    for graph in list(_registered):
         graph.disown()
 
 

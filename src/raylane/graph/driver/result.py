@@ -1,4 +1,4 @@
-"""What `execute` returns: the outcome of one execution, now or later. Made and completed by `compiled` and `inline`."""
+"""Result of one execution: returned by `execute` at once, completed later by the collector or the inline backend."""
 
 from __future__ import annotations
 
@@ -13,159 +13,164 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphTimeoutError, RaylaneError
 from raylane.graph.driver.asyncio_bridge import resolve
+from raylane.graph.values.failures import Failure
 
 
-class Pump(Protocol):
-    """Who completes results."""
+class ResultSource(Protocol):
+    """Object that completes results: the collector of a compiled graph, or an inline graph."""
 
     timeout_s: float | None
 
-    def finish(self, result: GraphResult, timeout_s: float | None) -> bool:
-        """Wait until it is done; whether it is."""
+    def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
+        """Wait until the result is done. Return False after the timeout."""
         ...
 
-    def pump_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool: ...
+    def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Read messages, or wait while another thread does, until `ready()`. Return False after the deadline."""
+        ...
 
     def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
-        """What a flagged result's waiter awaits; None where a thread has to wait."""
+        """Return a future for a coroutine of this loop to await; None if a thread has to wait instead."""
         ...
 
-    def waiting_for(self, number: int) -> str: ...
-
-    def nudge(self) -> None:
-        """Have whoever waits look again."""
+    def describe_wait(self, number: int) -> str:
+        """Return for messages which results of execution `number` have not arrived."""
         ...
 
-
-class Failed:
-    """In the place of a value: the error that came instead."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    def notify(self) -> None:
+        """Make all waiting threads check again."""
+        ...
 
 
 class GraphResult:
-    """The outcome of one execution. `get` and `await` may be used by any number of threads and tasks, in any order,
-    any number of times; a timeout loses nothing. Pickled, or passed to another graph, it is its value (which waits).
+    """Result of one execution of a graph.
 
-    `leaf_errors` holds the errors of calls whose result nobody reads: once the result is done, or, if it has failed,
-    once all its calls have ended.
+    `get` and `await` may be used by any number of threads and tasks, in any order, any number of times; a timeout loses
+    nothing. A result that is pickled, or passed to another graph, is replaced by its value (which waits).
+
+    `leaf_errors` holds the errors of calls whose result no output needs: complete once the result is done or, if it has
+    failed, once all its calls have ended.
     """
 
     leaf_errors: Sequence[BaseException] = ()
-    # What most results never set is set here: one is made for every execution.
+    # Attributes that most results never set have defaults in the class: one result is created for every execution.
     _done = False
     _value: Any = None
     _error: BaseException | None = None
     _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
 
-    def __init__(self, graph: Pump, number: int, left: int, values: list[Any], flagged: bool) -> None:
-        self._graph: Pump | None = graph
-        """None once the result is done: a result that is kept does not keep the graph and its actors."""
+    def __init__(
+        self, source: ResultSource, number: int, messages_left: int, values: list[Any], wakes_asyncio: bool
+    ) -> None:
+        self._source: ResultSource | None = source
+        """None once the result is done: a result that is kept must not keep the graph and its actors."""
         self.number = number
-        """Of this execution, from 0."""
-        self._left = left
-        """Messages still to come."""
+        """Number of this execution, from 0."""
+        self._messages_left = messages_left
+        """Number of messages that have not been read."""
         self._values: list[Any] | None = values
-        self._flagged = flagged
-        """Whether its messages wake the asyncio loop."""
+        """Values read so far; None once every message was read."""
+        self._wakes_asyncio = wakes_asyncio
+        """True if the messages of this execution wake the asyncio loop."""
         self.submitted_s = time.perf_counter()
 
     def done(self) -> bool:
-        """Whether `get` would return, or raise, at once. Does not wait."""
-        graph = self._graph
-        if graph is not None:
-            graph.pump_until(self._is_done, Deadline(0))
+        """Return True if `get` would return, or raise, at once. Does not wait."""
+        source = self._source
+        if source is not None:
+            source.collect_until(self._is_done, Deadline(0))
         return self._done
 
     def get(self, timeout: float | None = None) -> Any:
-        """The output (for a MultiOutputNode the list of outputs). Waits up to `timeout` seconds (None: the graph's
-        `timeout_s`), without using CPU. As soon as one call that the output needs has failed, raises its error, while
-        the others may still be running.
+        """Return the output (for a MultiOutputNode the list of outputs).
 
-        Raises what a method raised (an instance of its class and of `ray.exceptions.RayTaskError`, with the remote
-        traceback), GraphTimeoutError (ask again later), GraphActorDiedError, GraphClosedError.
-        Arrays above 32 KB lie in memory shared with the actor that made them: they may be kept for ever, and are
-        read-only where several processes received them.
+        Waits up to `timeout` seconds (None: the graph's `timeout_s`), without using CPU. Raises the error of a call
+        that the output needs as soon as it has failed, while other calls may still be running.
+
+        Raises the method's exception (an instance of its class and of `ray.exceptions.RayTaskError`, with the remote
+        traceback), GraphTimeoutError (call `get` again later), GraphActorDiedError or GraphClosedError.
+
+        Arrays above 32 KB lie in memory shared with the actor that created them. They may be kept for any time, and are
+        read-only if several processes received them.
         """
-        graph = self._graph
-        if graph is not None:
-            limit = graph.timeout_s if timeout is None else timeout
-            if not graph.finish(self, limit):
+        source = self._source
+        if source is not None:
+            limit = source.timeout_s if timeout is None else timeout
+            if not source.wait_for_result(self, limit):
                 raise GraphTimeoutError(
                     f"execution {self.number} did not end within {limit} s: "
-                    f"{graph.waiting_for(self.number)}. Its result is not lost: get it later",
+                    f"{source.describe_wait(self.number)}. Its result is not lost: call get again later",
                     execution=self.number,
                 )
         if self._error is None:
             return self._value
-        return self._outcome()
+        return self._raise()
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if not self._done:
-            yield from self.arrival()
+            yield from self._wait_until_done()
         if self._error is None:
             return self._value
-        return self._outcome()
+        return self._raise()
 
-    def arrival(self) -> Generator[Any, Any, None]:
-        """For `await`: until the result is done, of which nothing is taken. GraphTimeoutError after `timeout_s`."""
-        graph = self._graph
-        if graph is None:
+    def _wait_until_done(self) -> Generator[Any, Any, None]:
+        source = self._source
+        if source is None:
             return
-        yield from self._until(graph, self._is_done)
+        yield from self._wait(source, self._is_done)
         if not self._done:
             raise GraphTimeoutError(
-                f"execution {self.number} did not end within {graph.timeout_s} s: "
-                f"{graph.waiting_for(self.number)}. Its result is not lost: await it again",
+                f"execution {self.number} did not end within {source.timeout_s} s: "
+                f"{source.describe_wait(self.number)}. Its result is not lost: await it again",
                 execution=self.number,
             )
 
-    def departure(self, graph: Pump) -> Generator[Any, Any, None]:
-        """For the graph's `execute_async`: until every message of the execution was read, or `timeout_s` is over."""
-        while not self._is_over():
-            waited = Deadline(graph.timeout_s)
-            yield from self._until(graph, self._is_over)
+    def wait_until_ended(self, source: ResultSource) -> Generator[Any, Any, None]:
+        """Wait in asyncio until every message of the execution was read, or `timeout_s` has passed. For the graph."""
+        while self._values is not None:
+            waited = Deadline(source.timeout_s)
+            yield from self._wait(source, self._has_ended)
             if waited.left_s() == 0:
                 return
 
-    def _until(self, graph: Pump, ready: Callable[[], bool]) -> Generator[Any, Any, None]:
-        """Until the result is completed, or its last message was read, or `timeout_s` is over: ask again then."""
+    def _wait(self, source: ResultSource, ready: Callable[[], bool]) -> Generator[Any, Any, None]:
+        """Wait in asyncio until the result changes, or `timeout_s` has passed: check `ready` again afterwards."""
         loop = asyncio.get_running_loop()
-        future = graph.future(loop) if self._flagged else None
+        future = source.future(loop) if self._wakes_asyncio else None
         if future is None:
-            yield from loop.run_in_executor(None, graph.pump_until, ready, Deadline(graph.timeout_s))
+            yield from loop.run_in_executor(None, source.collect_until, ready, Deadline(source.timeout_s))
             return
         if self._waiting is None:
             self._waiting = []
         self._waiting.append((loop, future))
-        if ready():  # another thread was quicker
+        # Another thread may have completed the result before the future was in the list.
+        if ready():
             resolve(self._waiting)
         yield from future
 
     def complete(self, value: Any, error: BaseException | None) -> None:
-        """For the graph only."""
+        """Set the value or the error. For the source only."""
         self._value = value
         if error is not None:
             self._error = error
         self._done = True
-        self._graph = None  # after _done: whoever finds none here finds the result done
+        self._source = None  # after _done: a thread that finds no source must find the result done
         if self._waiting:
             resolve(self._waiting)
 
     def fail(self, error: BaseException) -> None:
-        """For the graph only: complete the result although messages are still to come. What has arrived is dropped, but
-        for errors, which may be those of leaves."""
+        """Complete with an error although messages are still to come. For the source only.
+
+        Values that have arrived are dropped, except failures: those of leaves are reported at the end.
+        """
         assert self._values is not None
         for index, value in enumerate(self._values):
-            if type(value) is not Failed:
+            if type(value) is not Failure:
                 self._values[index] = None
         self.complete(None, error)
 
     def end(self) -> None:
-        """For the graph only: every message of the execution was read."""
+        """Note that every message of the execution was read. For the source only."""
         self._values = None
         if self._waiting:
             resolve(self._waiting)
@@ -173,15 +178,16 @@ class GraphResult:
     def _is_done(self) -> bool:
         return self._done
 
-    def _is_over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._values is None
 
-    def _outcome(self) -> Any:
-        """Raise the error. Each time a new object where it can be copied: others have the one of before, and its
-        traceback grows with every raise."""
+    def _raise(self) -> Any:
+        """Raise the error, each time as a new object where it can be copied.
+
+        Other callers may hold the object that was raised before, and its traceback would grow with every raise.
+        """
         error = self._error
-        if error is None:
-            return self._value
+        assert error is not None
         raised = _ray.raised_form(error)
         if raised is error and isinstance(error, RaylaneError):
             raised = copy.copy(error)
@@ -189,70 +195,74 @@ class GraphResult:
         raise raised.with_traceback(None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.get(),)
+        return _identity, (self.get(),)
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "done" if self._done else "under way"
         return f"GraphResult(execution {self.number}, {state})"
 
 
-class Departure:
-    """Awaits the end of an execution without taking its value, or its error."""
+class ExecutionEnd:
+    """Awaitable for the end of an execution. Takes neither the value nor the error of its result."""
 
-    def __init__(self, graph: Pump, result: GraphResult) -> None:
-        self._graph = graph
+    def __init__(self, source: ResultSource, result: GraphResult) -> None:
+        self._source = source
         self._result = result
 
     def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._result.departure(self._graph)
+        yield from self._result.wait_until_ended(self._source)
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def wait(
     results: Sequence[GraphResult], *, num_returns: int = 1, timeout: float | None = None
 ) -> tuple[list[GraphResult], list[GraphResult]]:
-    """(done, not done), each in the order given: like `ray.wait`, for results of one or several graphs.
+    """Return (done, not done), each in the order given: like `ray.wait`, for results of one or several graphs.
 
-    Returns when `num_returns` are done or after `timeout` seconds (None: the first graph's `timeout_s`).
+    Waits until `num_returns` are done or for `timeout` seconds (None: the first graph's `timeout_s`).
     """
     for result in results:
         if not isinstance(result, GraphResult):
-            raise TypeError(f"wait: {result!r} is no GraphResult; pass a list of what execute has returned")
+            raise TypeError(f"wait: {result!r} is no GraphResult; pass a list of results that execute has returned")
     if not 0 < num_returns <= len(results):
-        raise ValueError(f"num_returns={num_returns} of {len(results)} results: it is between 1 and their number")
-    graphs = {id(graph): graph for result in results if (graph := result._graph) is not None}
-    if graphs:
-        limit_s = next(iter(graphs.values())).timeout_s if timeout is None else timeout
-        _pump_all(list(graphs.values()), lambda: sum(r._done for r in results) >= num_returns, Deadline(limit_s))
+        raise ValueError(f"num_returns must be between 1 and the number of results, {len(results)}, got {num_returns}")
+    sources = {id(source): source for result in results if (source := result._source) is not None}
+    if sources:
+        limit_s = next(iter(sources.values())).timeout_s if timeout is None else timeout
+        _collect_all(list(sources.values()), lambda: sum(r._done for r in results) >= num_returns, Deadline(limit_s))
     done = [result for result in results if result.done()]
     return done, [result for result in results if result not in done]
 
 
-def _pump_all(graphs: list[Pump], ready: Callable[[], bool], deadline: Deadline) -> None:
-    """Read messages of several graphs until `ready` or the deadline: each has its own doorbell, so each but the first
-    is waited for on a thread."""
+def _collect_all(sources: list[ResultSource], ready: Callable[[], bool], deadline: Deadline) -> None:
+    """Read messages of several graphs until `ready` or the deadline.
+
+    Each graph has its own doorbell, so a thread waits for each graph but the first.
+    """
     over = False
 
     def over_or_ready() -> bool:
         return over or ready()
 
-    def pump(graph: Pump) -> None:
-        graph.pump_until(over_or_ready, deadline)
-        for other in graphs:  # these sleep, and nothing rings there
-            if other is not graph:
-                other.nudge()
+    def collect(source: ResultSource) -> None:
+        source.collect_until(over_or_ready, deadline)
+        for other in sources:  # their threads sleep, and no message wakes them
+            if other is not source:
+                other.notify()
 
-    threads = [threading.Thread(target=pump, args=(graph,), name="raylane-wait", daemon=True) for graph in graphs[1:]]
+    threads = [
+        threading.Thread(target=collect, args=(source,), name="raylane-wait", daemon=True) for source in sources[1:]
+    ]
     for thread in threads:
         thread.start()
     try:
-        graphs[0].pump_until(over_or_ready, deadline)
+        sources[0].collect_until(over_or_ready, deadline)
     finally:
         over = True
-        for graph in graphs[1:]:
-            graph.nudge()
+        for source in sources[1:]:
+            source.notify()
         for thread in threads:
             thread.join()

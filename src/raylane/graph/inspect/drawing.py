@@ -1,13 +1,14 @@
-"""A plan as a picture: what `g.draw("graph.svg")` writes. Pure, needs nothing; `show` makes the text of the same.
+"""Picture of a plan: the SVG that `g.draw("graph.svg")` writes. Pure; `text` makes the text.
 
-One lane for each member, the driver's on top, and in it the member's calls from left to right in the order in which it
-runs them. A call stands to the right of all that it waits for. Edges run at right angles and never behind a box:
+Each member has a lane, the driver's on top. A lane holds the member's calls from left to right, in the order in which
+it runs them. A call stands to the right of all calls that it waits for. Edges run at right angles and never behind a
+box:
 
-    lane A   +------+  trunk                                        out of the box into the gap behind its column,
-             | call |----+                                          there up or down the edge's own trunk,
-             +------+    |                                          into the next column's boxes at once,
-    ---------------------|----------------------------------        to others along a corridor on top of their lane,
-    lane B   corridor    +---------------------+                    and down a riser in the gap before their column
+    lane A   +------+  trunk                                        An edge leaves its box into the gap behind the
+             | call |----+                                          column and runs up or down its own trunk there:
+             +------+    |                                          straight into boxes of the next column; to other
+    ---------------------|----------------------------------        boxes along a corridor at the top of their lane
+    lane B   corridor    +---------------------+                    and down a riser in the gap before their column.
              +------+    |    +------+   riser |    +------+
              | ...  |    +--->| call |         +--->| call |
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 
 from raylane.graph.inspect.text import Channels, arguments_text, expression_text, summary
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
-from raylane.graph.plan.schedule import taker_of
+from raylane.graph.plan.schedule import reading_task
 
 __all__ = ["draw"]
 
@@ -30,13 +31,13 @@ COLOURS = ("#1f5fa8", "#b3450f", "#1c7a3f", "#8a2f8a", "#a0201f", "#0f7480", "#6
 FONT = "font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\""
 MARGIN, HEAD = 16, 44
 LANE_PADDING, TRACK, PORT = 12, 9, 15
-"""Pixels between a lane's border and what is in it, between two parallel lines, and between two ports of a box."""
+"""Distances in pixels: lane border to content, two parallel lines, two ports of a box."""
 LETTER, SMALL_LETTER = 7.4, 5.9
-"""Pixels that a letter takes at most on the average, in 12 and in 10 pixels of height."""
+"""Maximum average widths of a letter in pixels, at font sizes of 12 and 10 pixels."""
 BOX_WIDTHS = (84, 210)
 
 ENTRY, EXIT = -1, -2
-"""The driver's two boxes, beside those of the tasks: what is sent, and what is collected."""
+"""Numbers of the driver's two boxes (inputs and results), beside those of the tasks."""
 
 
 @dataclass
@@ -47,8 +48,9 @@ class _Box:
     detail: str
     dashed: bool = False
     ins: list[Edge] = field(default_factory=list)
-    """Edges that end here, from top to bottom; `outs` are those that begin here."""
+    """Edges that end at this box, from top to bottom."""
     outs: list[Edge] = field(default_factory=list)
+    """Edges that begin at this box, from top to bottom."""
     x: float = 0
     y: float = 0
     width: float = 0
@@ -58,19 +60,23 @@ class _Box:
         return max(38, PORT * max(len(self.ins), len(self.outs)) + 8)
 
     def entry(self, edge: Edge) -> float:
-        """How far down a line ends: lines are spread evenly over the side, a little higher than those that leave, so
-        that what leaves a box does not lie on what enters the next one."""
+        """Return the y coordinate at which an edge ends.
+
+        Edges are spread evenly over the side, a little higher than those that leave, so that an edge that leaves a box
+        does not overlap one that enters the next box.
+        """
         return self.y + self.height * (self.ins.index(edge) + 0.5) / len(self.ins) - 3
 
     def exit(self, edge: Edge) -> float:
+        """Return the y coordinate at which an edge begins."""
         return self.y + self.height * (self.outs.index(edge) + 0.5) / len(self.outs) + 3
 
 
 def draw(plan: Plan, channels: Channels | None = None, *, max_inflight: int | None = None) -> str:
-    """An SVG of the graph: a document of its own, without scripts, style sheets or fonts from elsewhere.
+    """Return an SVG document of the graph, without scripts, style sheets or external fonts.
 
-    Edges are labelled with their number and channel kinds; what does not fit in is in the titles that viewers show
-    under the mouse.
+    Edges are labelled with their number and channel kinds. Text that does not fit is in the titles that viewers show
+    under the mouse pointer.
     """
     ways = {edge.index: list((channels or {}).get(edge.index, ())) for edge in plan.edges}
     boxes = _boxes(plan)
@@ -92,7 +98,7 @@ def draw(plan: Plan, channels: Channels | None = None, *, max_inflight: int | No
     )
 
 
-# Where what goes
+# Layout
 
 
 def _boxes(plan: Plan) -> dict[int, _Box]:
@@ -118,13 +124,13 @@ def _boxes(plan: Plan) -> dict[int, _Box]:
 
 
 def _columns(plan: Plan) -> list[int]:
-    """For each task the number of steps on the longest way to it; 0 is the driver's."""
+    """Return the column of each task: the length of the longest path to it. Column 0 is the driver's."""
     before = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
     for tasks in plan.order:
         for earlier, later in itertools.pairwise(tasks):
             before[later].add(earlier)
     columns = [1] * len(before)
-    for _ in before:  # as often as the longest way can be long, which also ends it for a plan that has cycles
+    for _ in before:  # the longest possible path; a plan with cycles ends here too
         columns = [1 + max((columns[one] for one in earlier), default=0) for earlier in before]
     return columns
 
@@ -135,20 +141,20 @@ def _begin(plan: Plan, edge: Edge) -> int:
 
 
 def _ends(plan: Plan, edge: Edge) -> list[int]:
-    return [EXIT if reader == DRIVER else taker_of(plan, edge.index, reader) for reader in edge.readers]
+    return [EXIT if reader == DRIVER else reading_task(plan, edge.index, reader) for reader in edge.readers]
 
 
 class _Page:
-    """Places of everything, in pixels."""
+    """Coordinates of all parts, in pixels."""
 
     def __init__(self, plan: Plan, boxes: dict[int, _Box], ways: dict[int, list[tuple[str, str]]]) -> None:
         self.plan = plan
         self.boxes = boxes
         self.ways = ways
         self.upright: dict[tuple[int, int], int] = {}
-        """(gap, edge) to its track there: trunk or riser. Gap c lies behind column c."""
+        """Track of each edge's trunk or riser, by (gap, edge). Gap c lies behind column c."""
         self.corridors: dict[tuple[int, int], int] = {}
-        """(member, edge) to the track on top of the lane."""
+        """Track of each edge's corridor at the top of a lane, by (member, edge)."""
         self._find_tracks()
         self.names = min(170.0, max(LETTER * len(name) for name in plan.members) + 2 * LANE_PADDING)
         self.width = self._place_columns() + LANE_PADDING + MARGIN
@@ -168,7 +174,7 @@ class _Page:
                     self._upright(end.column - 1, edge)
                     far[end.member] = max(far.get(end.member, 0), end.column)
             for member, column in far.items():
-                until = taken.setdefault(member, [])  # for each track of this lane, the column up to which it is used
+                until = taken.setdefault(member, [])  # last used column of each track of this lane
                 free = next((track for track, last in enumerate(until) if last <= begin), len(until))
                 until[free : free + 1] = [column]
                 self.corridors[member, edge.index] = free
@@ -177,7 +183,7 @@ class _Page:
         self.upright.setdefault((gap, edge.index), sum(1 for at, _ in self.upright if at == gap))
 
     def _place_columns(self) -> float:
-        """x and widths of all boxes; returns where the last column ends."""
+        """Set x and width of all boxes. Return the x coordinate at which the last column ends."""
         self.first_track: dict[int, float] = {}
         x = MARGIN + self.names
         for column in range(1 + max(box.column for box in self.boxes.values())):
@@ -193,7 +199,7 @@ class _Page:
         return max(box.x + box.width for box in self.boxes.values())
 
     def _place_lanes(self) -> float:
-        """y of all lanes and boxes; returns where the last lane ends."""
+        """Set y of all lanes and boxes. Return the y coordinate at which the last lane ends."""
         y = float(HEAD)
         for member in range(len(self.plan.members)):
             self.tops[member] = y
@@ -220,9 +226,10 @@ class _Page:
             " ".join([f"e{edge.index}", "+".join(dict.fromkeys(kind for kind, _ in self.ways[edge.index]))]), 24
         )
 
-    # What is drawn
+    # SVG elements
 
     def lanes(self) -> Iterable[str]:
+        """Yield the elements of all lanes."""
         for member, name in enumerate(self.plan.members):
             top, bottom = self.tops[member], self.tops[member + 1]
             fill = "#f4f6f9" if member % 2 == 0 else "#fbfbf8"
@@ -235,6 +242,7 @@ class _Page:
             yield f"<g><title>{_escaped(name)}</title>{_text(MARGIN + LANE_PADDING, middle, shown, 12, bold=True)}</g>"
 
     def edge(self, edge: Edge) -> Iterable[str]:
+        """Yield the elements of an edge."""
         source = self._source(edge)
         colour = COLOURS[edge.index % len(COLOURS)]
         start = source.exit(edge)
@@ -257,6 +265,7 @@ class _Page:
         return "\n".join([first, *(f"{kind}: {note}" if note else kind for kind, note in self.ways[edge.index])])
 
     def box(self, box: _Box) -> str:
+        """Return the element of a box."""
         fill, stroke = ("#e9ecf1", "#8b95a5") if box.member == DRIVER else ("#e3eefb", "#5d8fc9")
         dash = ' stroke-dasharray="4 3"' if box.dashed else ""
         middle = box.y + box.height / 2
@@ -296,5 +305,5 @@ def _text(
 
 
 def _escaped(text: str) -> str:
-    """As text of an XML document; characters that XML 1.0 (section 2.2) does not have become a question mark."""
+    """Return text for an XML document. Characters that XML 1.0 (section 2.2) excludes become a question mark."""
     return html.escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text))

@@ -1,7 +1,7 @@
-"""A plan as text: what `g.show()` prints. Pure; `drawing` makes the picture of the same.
+"""Text of a plan: the output of `g.show()`. Pure; `drawing` makes the picture.
 
-Channels come as a plain mapping, edge index -> [(kind, note), ...], one entry for each way that the edge's messages
-take (a ring on each host, a link to another); edges that it leaves out are shown without.
+Channels are passed as a mapping: edge index to [(kind, note), ...]. Edges that are not in the mapping are shown without
+a channel.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from raylane.graph.plan.ir import (
     Task,
     steps_label,
 )
-from raylane.graph.plan.schedule import taker_of
+from raylane.graph.plan.schedule import reading_task
 
 __all__ = ["Channels", "arguments_text", "describe", "expression_text", "summary"]
 
 Channels: TypeAlias = Mapping[int, Sequence[tuple[str, str]]]
 
 WIDTH = 100
-"""Columns of a terminal that the text fits into."""
+"""Number of columns of a terminal that the text fits into."""
 LEAST_CELL = 16
-"""Columns that a cell keeps when its table has to be narrowed."""
+"""Number of columns that a cell keeps when its table has to be narrowed."""
 
 
 def describe(plan: Plan, channels: Channels | None = None, *, max_inflight: int | None = None) -> str:
-    """The members with their calls in order, what each takes, has and sends, and every edge with the way it takes.
+    """Return the members with their calls in order, the edges that each call takes and sends, and each edge's channel.
 
-    `e3` is edge 3. A call takes a message from an edge, unless its actor has the value already: it was made by an
-    earlier call there, or came with a message that an earlier one took. Lines have at most 100 columns.
+    `e3` is edge 3. A call takes a message from an edge, unless its actor has the value already: an earlier call there
+    computed the value or took its message. Lines have at most 100 columns.
     """
     parts = [summary(plan, max_inflight), _driver(plan), _actors(plan)]
     if plan.edges:
@@ -51,7 +51,7 @@ def describe(plan: Plan, channels: Channels | None = None, *, max_inflight: int 
 
 
 def summary(plan: Plan, max_inflight: int | None = None) -> str:
-    """The graph in one line."""
+    """Return the size of the graph in one line."""
     actors, calls, edges = len(plan.members) - 1, len(plan.tasks), len(plan.edges)
     text = f"graph of {_count(actors, 'actor')}, {_count(calls, 'call')}, {_count(edges, 'edge')}"
     return text if max_inflight is None else f"{text}; at most {_count(max_inflight, 'execution')} in flight"
@@ -71,7 +71,7 @@ def _driver(plan: Plan) -> str:
 
 
 def _actors(plan: Plan) -> str:
-    """One table for all, so that the columns of all actors are aligned, with the name of each before its calls."""
+    """Return one table for all actors, so that their columns are aligned, with each name before the actor's calls."""
     rows = {
         (member, place): _call_row(plan, place, plan.tasks[task])
         for member in range(1, len(plan.members))
@@ -85,7 +85,9 @@ def _actors(plan: Plan) -> str:
 
 
 def _call_row(plan: Plan, place: int, task: Task) -> list[str]:
-    incoming = [edge for edge in plan.edges_to(task.member) if taker_of(plan, edge.index, task.member) == task.index]
+    incoming = [
+        edge for edge in plan.edges_to(task.member) if reading_task(plan, edge.index, task.member) == task.index
+    ]
     taken = {edge.value for edge in incoming}
     has = [plan.source_label(value) for value in task.reads if value not in taken]
     outgoing = [edge for edge in plan.edges if plan.values[edge.value].source == task.index]
@@ -100,7 +102,7 @@ def _call_row(plan: Plan, place: int, task: Task) -> list[str]:
 
 
 def _method(plan: Plan, task: Task) -> str:
-    """Its label without the member's name, under which it stands."""
+    """Return the label of a task without its member's name, which is printed above it."""
     return plan.labels[task.index].removeprefix(f"{plan.members[task.member]}.")
 
 
@@ -119,13 +121,13 @@ def _edge_rows(plan: Plan, edge: Edge, ways: Sequence[tuple[str, str]]) -> list[
 
 
 def arguments_text(plan: Plan, task: Task) -> str:
-    """The arguments as in a call: `input[0], k=1`."""
+    """Return the arguments of a call: `input[0], k=1`."""
     named = [f"{key}={expression_text(plan, value)}" for key, value in task.kwargs]
     return ", ".join([*(expression_text(plan, value) for value in task.args), *named])
 
 
 def expression_text(plan: Plan, expression: Expression) -> str:
-    """An expression as people would write it. Constants other than plain ones appear as their type."""
+    """Return an expression as source code. Constants other than short plain ones appear as their type."""
     if isinstance(expression, Const):
         return _constant_text(expression.value)
     if isinstance(expression, Ref):
@@ -148,7 +150,7 @@ def _built_text(expression: Build, items: Sequence[str]) -> str:
 
 
 def _constant_text(value: object) -> str:
-    """Its repr if that is sure to be short and quick."""
+    """Return the repr of a constant if it is certainly short and cheap, else its type."""
     if value is None or isinstance(value, bool | int | float | complex):
         text = repr(value)
     elif isinstance(value, str | bytes):
@@ -164,13 +166,13 @@ def _constant_text(value: object) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned, indented columns; cells that are too wide for the page are wrapped."""
+    """Return lines of aligned, indented columns. Cells that are too wide are wrapped."""
     widths = _widths(rows)
     return [line for row in rows for line in _wrapped(row, widths)]
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """How wide each column is: as its widest cell, the widest columns being narrowed until all fit."""
+    """Return the width of each column: that of its widest cell, with the widest columns narrowed until all fit."""
     widths = [max(1, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
     room = WIDTH - 2 * len(widths)
     while sum(widths) > room and max(widths) > LEAST_CELL:

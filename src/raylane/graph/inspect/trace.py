@@ -1,63 +1,66 @@
-"""Recorded runs of a graph as a trace for ui.perfetto.dev and chrome://tracing: what `g.trace("run.json")` writes.
+"""Trace of executions for ui.perfetto.dev and chrome://tracing: the file that `g.trace("run.json")` writes.
 
-Pure: from plain records to a dict that `json.dump` takes. The format is Google's "Trace Event Format" (JSON object
-form; docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). What viewers ask of it beyond that, and
-how it is met here:
+`chrome_trace` is pure: it turns plain records into a dict for `json.dump`. The format is Google's "Trace Event Format"
+(JSON object form; docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). Viewers require more:
 
-- Slices of one thread must nest or lie apart (perfetto.dev/docs/faq), so the driver has one thread for each execution
-  in flight, and times that clocks could not tell apart are moved by a nanosecond.
-- An arrow ("flow": `s` to `f`, paired by id, name and category) is tied to the slice that is open at its time, with
-  `bp="e"` at its end too. So each end lies inside a slice, and events of one time come in the order slices, arrows.
-- Perfetto cuts microseconds times 1000 off to an int (CoerceToNs in its json_trace_utils.cc), so that 1.001 may become
+- Slices of one thread must nest or lie apart (perfetto.dev/docs/faq). So the driver has one thread for each execution
+  in flight, and times that the clock could not distinguish are moved by a nanosecond.
+- An arrow ("flow": `s` to `f`, paired by id, name and category) belongs to the slice that is open at its time, with
+  `bp="e"` at its end too. So each end lies inside a slice, and events of equal time come in the order slices, arrows.
+- Perfetto truncates microseconds times 1000 to an int (CoerceToNs in its json_trace_utils.cc), so that 1.001 may become
   1000 ns and two slices overlap: such a number is raised by its last bit.
-- Process and thread 0 are the idle process to Perfetto: numbers begin at 1, those of threads are never used twice.
+- Process and thread 0 mean the idle process to Perfetto: numbers begin at 1, and thread numbers are never reused.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
-from raylane.graph.plan.schedule import taker_of
+from raylane.graph.plan.schedule import reading_task
 
-__all__ = ["CallRecord", "DriverRecord", "chrome_trace"]
+__all__ = ["CallRecord", "DriverRecord", "chrome_trace", "save"]
 
 CallRecord: TypeAlias = tuple[int, int, float, float, float, float]
-"""(task, execution, ready_s, start_s, end_s, sent_s): a member was free for a task, began it once all that it needs had
-come, was done with it, had sent its results. Seconds, of the same clock for all."""
+"""(task, execution, ready_s, start_s, end_s, sent_s), in seconds of one clock.
+
+A member was ready for the task, started it when all inputs had arrived, ended it, and had sent its results.
+"""
 
 DriverRecord: TypeAlias = tuple[int, float, float]
 """(execution, submitted_s, completed_s)."""
 
 Event: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]
-"""From when to when, in nanoseconds since the first record; never empty."""
+"""(start, end) in nanoseconds since the first record; never empty."""
 
 THREADS_PER_MEMBER = 1000
-"""A stride between thread numbers that leaves room for every execution in flight."""
+"""Distance between the thread numbers of two members, with room for every execution in flight."""
 
 
 def chrome_trace(
     plan: Plan, calls: Iterable[CallRecord], executions: Iterable[DriverRecord], *, pids: Mapping[int, int] = {}
 ) -> dict[str, Any]:
-    """The trace of what these records tell, in any order and with gaps; arrows are drawn where both ends are known.
+    """Return the trace of these records, which may come in any order and with gaps.
 
-    Each member is a process, named with its real process number where `pids` has it. A call is a slice; before it lies
-    a slice `wait` for its inputs (from the submission on: what comes before is idle), behind it a slice `send`. Times
-    in the trace are microseconds since the first record.
+    Each member is a process, named with its real process id if `pids` has it. A call is a slice; before it lies a slice
+    `wait` for its inputs (from the submission on; the time before is idle), after it a slice `send`. Arrows are drawn
+    where both ends are known. Times in the trace are microseconds since the first record.
     """
     calls, executions = sorted(calls, key=lambda call: call[3]), sorted(executions, key=lambda one: one[1])
     begin = min([*(call[2] for call in calls), *(one[1] for one in executions)], default=0.0)
     trace = _Trace(plan, begin)
     for number, submitted_s, completed_s in executions:
-        trace.execution(number, submitted_s, completed_s)
+        trace.add_execution(number, submitted_s, completed_s)
     for call in calls:
-        trace.call(*call)
+        trace.add_call(*call)
     for edge in plan.edges:
-        trace.arrows(edge)
+        trace.add_arrows(edge)
     return {
         "traceEvents": [*trace.names(pids), *sorted(trace.events, key=lambda event: (event["ts"], event["ph"] != "X"))],
         "displayTimeUnit": "ns",
@@ -65,27 +68,37 @@ def chrome_trace(
     }
 
 
+def save(path: str | Path, trace: dict[str, Any]) -> None:
+    """Write a trace as JSON. Creates the folder if it does not exist."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(trace))
+
+
 class _Trace:
-    """The events of a trace, and where the slices lie that arrows begin and end in."""
+    """Events of a trace, and the slices in which arrows begin and end."""
 
     def __init__(self, plan: Plan, begin_s: float) -> None:
         self.plan = plan
         self.begin_s = begin_s
         self.events: list[Event] = []
         self.submitted: dict[int, Span] = {}
-        """Execution to its slice; `rows` has the thread that shows it."""
+        """Slice of each execution."""
         self.rows: dict[int, int] = {}
+        """Thread of the driver that shows an execution."""
         self.free_rows: list[int] = []
         self.busy_rows: list[tuple[int, int]] = []
-        """(until when, row) of executions that are shown, the first to end first."""
+        """Heap of (end, row) of the executions that occupy a row."""
         self.called: list[dict[int, Span]] = [{} for _ in plan.tasks]
-        """For each task, execution to the slice of the call; `sent` to the slice behind it."""
+        """Slice of each call, by task and execution."""
         self.sent: list[dict[int, Span]] = [{} for _ in plan.tasks]
+        """Slice of each send, by task and execution."""
         self.until = [0] * len(plan.members)
-        """For each member, the end of its last slice."""
+        """End of each member's last slice."""
         self.arrow_count = 0
 
-    def execution(self, number: int, submitted_s: float, completed_s: float) -> None:
+    def add_execution(self, number: int, submitted_s: float, completed_s: float) -> None:
+        """Add the slice of an execution, in the first free row of the driver."""
         start = self._ns(submitted_s)
         end = max(self._ns(completed_s), start + 1)
         while self.busy_rows and self.busy_rows[0][0] <= start:
@@ -96,7 +109,8 @@ class _Trace:
         self.rows[number] = row
         self._slice(f"execution {number}", "execution", DRIVER, (start, end), number, row)
 
-    def call(self, task: int, number: int, ready_s: float, start_s: float, end_s: float, sent_s: float) -> None:
+    def add_call(self, task: int, number: int, ready_s: float, start_s: float, end_s: float, sent_s: float) -> None:
+        """Add the slices of a call: waiting, the call itself, sending."""
         member = self.plan.tasks[task].member
         ready = max(self._ns(ready_s), self.until[member], self.submitted.get(number, (0, 0))[0])
         start = max(self._ns(start_s), self.until[member])
@@ -110,19 +124,19 @@ class _Trace:
         self.sent[task][number] = end, sent
         self.until[member] = sent
 
-    def arrows(self, edge: Edge) -> None:
-        """One for each reader and execution, from where the message was sent to the call that took it."""
+    def add_arrows(self, edge: Edge) -> None:
+        """Add an arrow for each reader and execution, from the send to the call that read the message."""
         source = self.plan.values[edge.value].source
         begins = self.submitted if source == INPUT else self.sent[source]
         for reader in edge.readers:
-            ends = self.submitted if reader == DRIVER else self.called[taker_of(self.plan, edge.index, reader)]
+            ends = self.submitted if reader == DRIVER else self.called[reading_task(self.plan, edge.index, reader)]
             for number in begins.keys() & ends.keys():
                 self._arrow(edge, reader, number, begins[number][0], ends[number])
 
     def _arrow(self, edge: Edge, reader: int, number: int, begin: int, end: Span) -> None:
-        """The driver has a message as soon as it is sent; a call takes it at its start. None goes back in time."""
+        """Add one arrow. A message reaches the driver when it is sent, and a call when the call starts."""
         at = max(begin, end[0])
-        if at >= end[1]:  # clocks of different hosts: the reader was done before the writer sent
+        if at >= end[1]:  # clocks of two hosts differ: the reader ended before the writer had sent
             return
         self.arrow_count += 1
         common = {"name": self.plan.source_label(edge.value), "cat": "edge", "id": self.arrow_count}
@@ -150,14 +164,14 @@ class _Trace:
         return {"pid": member + 1, "tid": (member + 1) * THREADS_PER_MEMBER + row}
 
     def names(self, pids: Mapping[int, int]) -> Iterable[Event]:
-        """Metadata: what processes and threads are called, and in which order they stand."""
+        """Yield the metadata: names and order of processes and threads."""
         for member, name in enumerate(self.plan.members):
             shown = f"{name} (pid {pids[member]})" if member in pids else name
             yield self._metadata("process_name", member, 0, name=shown)
             yield self._metadata("process_sort_index", member, 0, sort_index=member)
             rows = range(1 + max(self.rows.values(), default=0)) if member == DRIVER else [0]
             for row in rows:
-                yield self._metadata("thread_name", member, row, name="in flight" if member == DRIVER else "lane")
+                yield self._metadata("thread_name", member, row, name="in flight" if member == DRIVER else "graph loop")
                 yield self._metadata("thread_sort_index", member, row, sort_index=row)
 
     def _metadata(self, what: str, member: int, row: int, **args: str | int) -> Event:

@@ -1,11 +1,11 @@
-"""What a graph is, worked out once: members, tasks, values, who sends what to whom, and what each member does in order.
+"""Intermediate representation of a graph: a `Plan` of frozen values. Pure; knows nothing of Ray, channels or hosts.
 
-Pure. `plan` reads nodes (see `nodes`) and gives a `Plan` of frozen values, which is printed, drawn, checked against
-deadlock (`schedule`) and sent to the members. It knows nothing of Ray, channels or hosts.
+`planner` makes a plan from nodes. It is printed, drawn, checked for deadlock (`schedule`) and sent to the members.
 
-Vocabulary: a *member* is a process of the graph (0 is the driver, the others are actors); a *task* is one method call
-in every execution; a *value* is what a task returns, or the input, or a selected part of either; an *edge* carries one
-value from the member that makes it to all members that read it. An *expression* says how an argument is put together.
+A *member* is a process of the graph (0 is the driver, the others are actors). A *task* is one method call in every
+execution. A *value* is the result of a task, or the input, or a selected part of either. An *edge* carries one value
+from the member that computes it to all members that read it. An *expression* describes how an argument is built from
+values and constants.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ from typing import Any, TypeAlias
 
 DRIVER = 0
 INPUT = -1
-"""The source of values that come with `execute`."""
+"""Source of the values that are arguments of `execute`."""
 
 Step: TypeAlias = tuple[Any, ...]
-"""How to select from a value: ("item", key), ("attr", name), ("return", index, count) for one of the declared returns
-of a call, ("part", index, count, axis), ("done",) for nothing but the fact that it was computed, or
-("argument", how, key) for one argument of `execute`."""
+"""One step of a selection from a value.
+
+("item", key); ("attr", name); ("return", index, count) for one of the declared returns of a call;
+("part", index, count, axis); ("done",) for the mere fact that the value was computed; ("argument", how, key) for one
+argument of `execute`.
+"""
+
+MUTABLE_CONTAINERS = (list, dict, set, bytearray)
+"""Types of containers among constants that a method could change."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """What travels: the result of task `source` (or INPUT), with `steps` applied where it is made."""
+    """Result of task `source` (or INPUT) with `steps` applied by the member that computes it."""
 
     index: int
     source: int
@@ -35,21 +41,23 @@ class Value:
 
 @dataclass(frozen=True)
 class Const:
+    """Constant argument."""
+
     value: Any
-    renewed: bool = field(default=False, compare=False)
-    """True for a container that a method could change: each call gets one of its own (`ops.renewed`)."""
+    mutable: bool = field(default=False, compare=False)
+    """True if the value is or holds a mutable container: each call gets a copy (`operations.copy_containers`)."""
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The value with this index."""
+    """Value with index `value`."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Build:
-    """A container of expressions: `kind` is list, tuple or dict; `keys` are a dict's."""
+    """Container of expressions. `kind` is "list", "tuple" or "dict"; `keys` are those of a dict."""
 
     kind: str
     items: tuple[Expression, ...]
@@ -58,7 +66,10 @@ class Build:
 
 @dataclass(frozen=True)
 class Select:
-    """Steps applied where an expression is used (those on a plain value are applied where it is made)."""
+    """Selection from an expression, applied by the member that uses it.
+
+    Steps on a plain value belong to the `Value` instead: the member that computes it applies them.
+    """
 
     base: Expression
     steps: tuple[Step, ...]
@@ -66,7 +77,7 @@ class Select:
 
 @dataclass(frozen=True)
 class Join:
-    """gather, first or mean of several expressions."""
+    """Several expressions joined by `how`: "gather", "first" or "mean"."""
 
     how: str
     items: tuple[Expression, ...]
@@ -78,7 +89,10 @@ Expression: TypeAlias = Const | Ref | Build | Select | Join
 
 @dataclass(frozen=True)
 class Task:
-    """One call. `reads` are the values its arguments (and its trigger) need, each once, in order of first use."""
+    """One call. `reads` are the values that its arguments need, each once, in order of first use.
+
+    A call without such values reads one that marks the beginning of the execution.
+    """
 
     index: int
     member: int
@@ -87,12 +101,12 @@ class Task:
     kwargs: tuple[tuple[str, Expression], ...]
     reads: tuple[int, ...]
     leaf: bool
-    """Whether no output needs it: its errors are reported, its result is dropped."""
+    """True if no output needs the call: its errors are reported, its result is dropped."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """One value on its way from `writer` to `readers`, who are other members, in ascending order."""
+    """Transfer of one value from member `writer` to `readers`: other members, in ascending order."""
 
     index: int
     value: int
@@ -102,61 +116,66 @@ class Edge:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole graph. Every tuple is indexed by the `index` of what it holds; `members[0]` is the driver's name."""
+    """Whole graph. Tasks, values and edges are at the position of their `index`."""
 
     members: tuple[str, ...]
+    """Names of the members, the driver's first."""
     tasks: tuple[Task, ...]
     values: tuple[Value, ...]
     edges: tuple[Edge, ...]
     order: tuple[tuple[int, ...], ...]
-    """For each member, its tasks in the order in which it runs them in every execution."""
+    """Tasks of each member, in the order in which it runs them in every execution."""
     output: Expression
+    """Result of an execution."""
     collects: tuple[int, ...]
-    """Values the driver reads: those of `output`, and of each leaf that it is done."""
+    """Values that the driver reads: those of `output`, and one for each leaf that marks its end."""
     leaves: tuple[tuple[int, int], ...]
-    """(value, task) for each leaf: the value says whether it went well."""
+    """(value, task) for each leaf; the value marks the end of the task."""
     multiple: bool = False
-    """Whether the output is a MultiOutputNode."""
+    """True if the output is a MultiOutputNode."""
     labels: tuple[str, ...] = field(default=())
-    """For each task, how people call it: Class.method, numbered where one actor has it several times."""
+    """Name of each task for people: Class.method, numbered where it occurs several times."""
     leaves_are_fatal: bool = False
     """True if a failed leaf fails the result too."""
 
     @functools.cached_property
     def output_values(self) -> tuple[int, ...]:
-        """The values that the output is put together from, each once: asked for in every execution."""
+        """Values that the output is built from, each once. Cached, because every execution uses them."""
         return tuple(dict.fromkeys(values_in(self.output)))
 
     @functools.cached_property
     def fatal_tasks(self) -> frozenset[int]:
-        """Calls whose failure fails the result: those that the output needs, or all."""
+        """Tasks whose failure fails the result: those that the output needs, or all."""
         return frozenset(task.index for task in self.tasks if self.leaves_are_fatal or not task.leaf)
 
     @functools.cached_property
     def fatal_values(self) -> frozenset[int]:
-        """Values whose failure fails the result: those of the output, and what its calls read; or all."""
+        """Values whose failure fails the result: those of the output and those that fatal tasks read, or all."""
         if self.leaves_are_fatal:
             return frozenset(range(len(self.values)))
         return frozenset(self.output_values).union(*(self.tasks[task].reads for task in self.fatal_tasks))
 
     def edges_from(self, member: int) -> list[Edge]:
+        """Return the edges that a member writes."""
         return [edge for edge in self.edges if edge.writer == member]
 
     def edges_to(self, member: int) -> list[Edge]:
+        """Return the edges that a member reads."""
         return [edge for edge in self.edges if member in edge.readers]
 
     def source_member(self, value: int) -> int:
-        """Who makes a value."""
+        """Return the member that computes a value."""
         source = self.values[value].source
         return DRIVER if source == INPUT else self.tasks[source].member
 
     def source_label(self, value: int) -> str:
-        """What people call a value: `input[0]`, `Encoder.forward[1]`, `Head.loss (part 1 of 4)`."""
+        """Return the name of a value for people: `input[0]`, `Encoder.forward[1]`, `Head.loss (part 1 of 4)`."""
         found = self.values[value]
         return ("input" if found.source == INPUT else self.labels[found.source]) + steps_label(found.steps)
 
 
 def steps_label(steps: tuple[Step, ...]) -> str:
+    """Return the text of a selection: `[0]`, `.name`, ` (part 1 of 4)`."""
     text = ""
     for step in steps:
         if step[0] in ("item", "return"):
@@ -173,7 +192,7 @@ def steps_label(steps: tuple[Step, ...]) -> str:
 
 
 def values_in(expression: Expression) -> list[int]:
-    """The values that an expression needs, in order, with repetitions."""
+    """Return the values that an expression needs, in order, with repetitions."""
     if isinstance(expression, Ref):
         return [expression.value]
     if isinstance(expression, Select):

@@ -1,8 +1,8 @@
-"""From nodes to a `Plan`: which calls belong to a graph, what each needs, and which values travel to whom. Pure.
+"""Planner: makes a `Plan` from nodes. It decides which calls belong to a graph and which values go to whom. Pure.
 
-Calls are found from the output backwards, and from the input forwards (calls that no output needs are *leaves*). Values
-are selected where they are made, so that `x["a"]` or one part of a scatter travels alone; results of one member's task
-used by another task of the same member do not travel at all.
+Calls are found from the output backwards, and from the input forwards (calls that no output needs are *leaves*). The
+member that computes a value applies selections, so that `x["a"]` or one part of a scatter is sent alone. Results that
+only the same member uses are not sent at all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from raylane.graph.plan import schedule
 from raylane.graph.plan.ir import (
     DRIVER,
     INPUT,
+    MUTABLE_CONTAINERS,
     Build,
     Const,
     Edge,
@@ -30,9 +31,9 @@ from raylane.graph.plan.ir import (
     Value,
     values_in,
 )
-from raylane.graph.values import operations as ops
 
-TICK: tuple[Step, ...] = (("done",),)
+DONE: tuple[Step, ...] = (("done",),)
+"""Selection of the mere fact that a value was computed."""
 
 
 def plan(
@@ -42,22 +43,22 @@ def plan(
     name: Callable[[Any], str],
     order: Mapping[Any, Sequence[n.Node]] | None = None,
 ) -> tuple[Plan, list[Any]]:
-    """The plan of the graph that computes `output`, and the actors of its members 1, 2, ...
+    """Return the plan of the graph that computes `output`, and the actors of its members 1, 2, ...
 
-    `identify` says which actor handles are the same actor, `name` what to call one. `order`, for each actor that it
-    names, lists all its calls in the order in which they shall run (default: as bound).
-    GraphPlanError if the nodes make no graph: no calls, two inputs, something that is not a node.
+    `identify` maps an actor handle to a key that is equal for handles of one actor, `name` to the actor's name. `order`
+    lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding).
+    GraphPlanError if the nodes make no graph: no calls, two inputs, an argument that is not a node.
     """
     calls, source = _find(output)
     whole = source is not None and _uses_whole([*calls, output], source)
     planner = _Planner(calls, whole, identify, name)
-    return planner.finish(output, order or {}), planner.actors
+    return planner.build(output, order or {}), planner.actors
 
 
 def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
-    """All calls of the graph, in the order in which they were bound, and its input."""
+    """Return all calls of the graph, in the order in which they were bound, and its input."""
     if not isinstance(output, n.Node):
-        raise GraphPlanError(f"compile({output!r}): the argument is a node, such as what raylane.bind returns")
+        raise GraphPlanError(f"compile({output!r}): the argument must be a node, such as the result of raylane.bind")
     seen: dict[int, n.Node] = {}
     inputs: dict[int, n.InputNode] = {}
     waiting: list[n.Node] = [output]
@@ -85,7 +86,7 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
 
 
 class _Planner:
-    """Numbers things as it meets them."""
+    """Numbers values and members in the order in which it finds them."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class _Planner:
         self.task_of = {id(call): index for index, call in enumerate(calls)}
         self.whole_input = whole_input
         self.building: set[int] = set()
-        """Containers whose items are being looked at."""
+        """Ids of the containers whose items are being converted, to find a container inside itself."""
         self.values: dict[tuple[int, tuple[Step, ...]], Value] = {}
         self.numbered: list[Value] = []
         self.actors: list[Any] = []
@@ -113,7 +114,7 @@ class _Planner:
                 self.members.append(name(call.actor))
         self.members = _distinct(self.members)
 
-    def finish(self, output: n.Node, order: Mapping[Any, Sequence[n.Node]]) -> Plan:
+    def build(self, output: n.Node, order: Mapping[Any, Sequence[n.Node]]) -> Plan:
         member_of = [self.keys[self.identify(call.actor)] for call in self.calls]
         drafts = [self._draft(call) for call in self.calls]
         if isinstance(output, n.MultiOutputNode):
@@ -123,7 +124,7 @@ class _Planner:
         used = {self.numbered[value].source for draft in drafts for value in draft[2]}
         used |= {self.numbered[value].source for value in values_in(result)}
         needed = self._needed_by(result, drafts)
-        leaves = tuple((self._value(task, TICK), task) for task in range(len(self.calls)) if task not in used)
+        leaves = tuple((self._value(task, DONE), task) for task in range(len(self.calls)) if task not in used)
         tasks = tuple(
             Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed)
             for index, (call, (args, kwargs, reads)) in enumerate(zip(self.calls, drafts, strict=True))
@@ -149,13 +150,13 @@ class _Planner:
         args = tuple(self._argument(arg) for arg in call.args)
         kwargs = tuple((key, self._argument(arg)) for key, arg in call.kwargs.items())
         reads = tuple(dict.fromkeys(v for e in [*args, *(e for _, e in kwargs)] for v in values_in(e)))
-        return args, kwargs, reads or (self._value(INPUT, TICK),)
+        return args, kwargs, reads or (self._value(INPUT, DONE),)
 
     def _needs(self, tasks: Sequence[Task]) -> list[set[int]]:
         return [{source for v in task.reads if (source := self.numbered[v].source) != INPUT} for task in tasks]
 
     def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
-        """The tasks that the output depends on."""
+        """Return the tasks that the output depends on."""
         found: set[int] = set()
         waiting = [self.numbered[value].source for value in values_in(result)]
         while waiting:
@@ -170,7 +171,7 @@ class _Planner:
         for actor, given in order.items():
             member = self.keys.get(self.identify(actor))
             if member is None:
-                raise GraphPlanError(f"order names {actor!r}, which has no call in this graph")
+                raise GraphPlanError(f"order names {actor!r}, which has no call in this graph. Remove it from order")
             tasks = [self._task_of(node) for node in given]
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
@@ -181,27 +182,30 @@ class _Planner:
         return wanted
 
     def _task_of(self, node: Any) -> int:
-        while isinstance(node, n.ItemNode):  # what bind returns for a method of several returns
+        while isinstance(node, n.ItemNode):  # the result of bind for a method with several returns
             node = node.base
         task = self.task_of.get(id(node))
         if task is None:
-            raise GraphPlanError(f"order lists {node!r}, which is no call of this graph")
+            raise GraphPlanError(f"order lists {node!r}, which is no call of this graph. List results of raylane.bind")
         return task
 
     # Expressions
 
     def _argument(self, value: Any) -> Expression:
-        """An argument as written: nodes, constants, or containers of both."""
+        """Convert an argument: a node, a constant, or a container of both."""
         if isinstance(value, n.Node):
             return self._expression(value)
         if not n.nodes_in(value):
-            return Const(value, renewed=ops.is_mutable(value))
+            return Const(value, mutable=_is_mutable(value))
         if type(value) not in (list, tuple, dict):
             raise GraphPlanError(
-                f"an argument of type {type(value).__name__} holds nodes; lists, tuples and dicts may, others not"
+                f"an argument of type {type(value).__name__} holds nodes: only lists, tuples and dicts may. Pass the "
+                "nodes as arguments of their own"
             )
         if id(value) in self.building:
-            raise GraphPlanError(f"a {type(value).__name__} that contains itself holds nodes: it never ends")
+            raise GraphPlanError(
+                f"an argument is a {type(value).__name__} that holds nodes and itself: remove the cycle"
+            )
         self.building.add(id(value))
         items = tuple(self._argument(item) for item in (value.values() if type(value) is dict else value))
         self.building.remove(id(value))
@@ -212,7 +216,8 @@ class _Planner:
         while isinstance(node, n.ItemNode | n.PartNode):
             steps.insert(0, self._step(node))
             node = node.base
-        if isinstance(node, n.CallNode | n.InputNode):  # selected by its producer, so that no more than this travels
+        if isinstance(node, n.CallNode | n.InputNode):
+            # The producer applies the steps, so that only the selected part is sent.
             source = INPUT if isinstance(node, n.InputNode) else self.task_of[id(node)]
             return Ref(self._value(source, tuple(steps)))
         if isinstance(node, n.MultiOutputNode):
@@ -234,12 +239,12 @@ class _Planner:
     def _joined(self, node: n.JoinNode) -> Expression:
         if node.how != "first":
             return Join(node.how, tuple(self._expression(item) for item in node.nodes), node.axis)
-        # Of the others nothing travels but the fact that they were computed.
+        # The other values are not sent, only the fact that they were computed.
         others = dict.fromkeys(source for item in node.nodes[1:] for source in self._sources(item))
-        return Join("first", (self._expression(node.nodes[0]), *(Ref(self._value(s, TICK)) for s in others)), None)
+        return Join("first", (self._expression(node.nodes[0]), *(Ref(self._value(s, DONE)) for s in others)), None)
 
     def _sources(self, node: n.Node) -> list[int]:
-        """The tasks, or the input, that a node is made from."""
+        """Return the tasks (or INPUT) that a node is made from."""
         if isinstance(node, n.CallNode):
             return [self.task_of[id(node)]]
         return [INPUT] if isinstance(node, n.InputNode) else [s for one in _nodes_of(node) for s in self._sources(one)]
@@ -252,8 +257,21 @@ class _Planner:
         return self.values[key].index
 
 
+def _is_mutable(value: Any) -> bool:
+    """Return True if a constant is, or holds in tuples, a container that a method could change."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        found = waiting.pop()
+        if type(found) in MUTABLE_CONTAINERS:
+            return True
+        if type(found) is tuple and id(found) not in seen:
+            seen.add(id(found))
+            waiting.extend(found)
+    return False
+
+
 def _uses_whole(users: Sequence[n.Node], source: n.InputNode) -> bool:
-    """Whether the input is used other than by its arguments. `users` are all calls and the output."""
+    """Return True if a node uses the whole input, not only arguments of it. `users` are all calls and the output."""
     waiting = list(users)
     seen: set[int] = set()
     while waiting:
@@ -269,7 +287,7 @@ def _uses_whole(users: Sequence[n.Node], source: n.InputNode) -> bool:
 
 
 def _nodes_of(node: n.Node) -> list[n.Node]:
-    """The nodes that a node is made from."""
+    """Return the nodes that a node is made from."""
     return [found for part in n.parts_of(node) for found in n.nodes_in(part)]
 
 
@@ -279,7 +297,7 @@ def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
     except graphlib.CycleError as error:
         cycle = [found[key] for key in error.args[1]]
         calls = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
-        raise GraphPlanError(f"these nodes are made from one another: {' -> '.join(calls)}") from None
+        raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(calls)}. Remove the cycle") from None
 
 
 def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
@@ -299,7 +317,7 @@ def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[in
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Names as they are where they are unique; `name#1`, `name#2`, ... where they are not."""
+    """Return the names with those that occur several times numbered: `name#1`, `name#2`, ..."""
     counts = {name: names.count(name) for name in names}
     met: dict[str, int] = {}
     found = []

@@ -1,22 +1,22 @@
-"""In what order each member runs its tasks, and the proof that a plan can never come to a standstill.
+"""Order of each member's tasks, and the proof that a plan cannot deadlock. Pure.
 
-Pure. `order_of` is used by `plan`, `check` by `compile` before anything starts.
+`order_of` is used by `planner`, `check` by `compile` before any actor is called.
 
-A graph in flight is a marked graph (F. Commoner, A. Holt, S. Even, A. Pnueli, "Marked directed graphs", J. Comput.
-Syst. Sci. 5, 1971): each *event* happens once in every execution, and an *arc* from a to b with k tokens says that b of
-execution n comes after a of execution n - k. Nothing but these arcs makes anybody wait:
+A running graph is a marked graph (F. Commoner, A. Holt, S. Even, A. Pnueli, "Marked directed graphs", J. Comput. Syst.
+Sci. 5, 1971): each *event* happens once in every execution, and an *arc* from a to b with k tokens means that b of
+execution n comes after a of execution n - k. These arcs are the only reasons to wait:
 
-    submit -0-> send e0 -0-> send e1 ... -1-> submit       the driver submits, one execution after the other
-    collect e -max_inflight-> submit                       and not before there is room
-    task -0-> next task of the member ... -1-> first       a member runs its tasks in its order, for ever
-    maker of an edge's message -0-> who takes it           a message is there before it is taken
-    who takes it -slots-> maker                            a slot is free before it is written
+    submit -0-> send e0 -0-> send e1 ... -1-> submit       the driver submits one execution after the other
+    collect e -max_inflight-> submit                       and only when there is a free place
+    task -0-> next task of the member ... -1-> first       a member runs its tasks in order, then starts again
+    writer of an edge's message -0-> its reader            a message is written before it is read
+    reader -slots-> writer                                 a slot is free before it is written
     task -0-> task of the same member that uses its result
 
-Theorem: such a system runs for ever if and only if every directed cycle carries a token; on a cycle without tokens each
-event waits for the one before it, in the very first execution already. The arcs across executions (`max_inflight`,
-`slots`, the turn from one execution to the next) all carry one. So, as long as every edge has one message in each
-execution, the orders within one execution alone decide; the check does not rely on that, but takes all arcs.
+Theorem: such a system never deadlocks if and only if every directed cycle carries a token. On a cycle without tokens
+each event waits for the one before it, in the first execution already. The arcs across executions (`max_inflight`,
+`slots`, from one execution to the next) all carry tokens. So, as long as every edge has one message in each execution,
+only the orders within one execution matter; the check does not rely on that and uses all arcs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from typing import TypeAlias
 from raylane.errors import GraphDeadlockError
 from raylane.graph.plan.ir import DRIVER, INPUT, Plan
 
-__all__ = ["Arc", "arcs_of", "check", "find_deadlock", "order_of", "taker_of"]
+__all__ = ["Arc", "arcs_of", "check", "find_deadlock", "order_of", "reading_task"]
 
 Event: TypeAlias = tuple[str, int]
-"""("task", its index), ("send", edge) and ("collect", edge) of the driver, or ("submit", 0)."""
+"""("task", index); ("send", edge) and ("collect", edge) of the driver; ("submit", 0)."""
 
 SUBMIT: Event = ("submit", 0)
 
 
 @dataclass(frozen=True)
 class Arc:
-    """`after` of execution n waits for `before` of execution n - `tokens`; `why` says so to people."""
+    """Constraint: `after` of execution n waits for `before` of execution n - `tokens`. `why` is the text for people."""
 
     before: Event
     after: Event
@@ -53,12 +53,12 @@ class Arc:
 def order_of(
     task_members: Sequence[int], needs: Sequence[Collection[int]], wanted: Mapping[int, Sequence[int]] = {}
 ) -> tuple[tuple[int, ...], ...]:
-    """The tasks of every member (0, the driver, has none) in the order in which it runs them.
+    """Return the tasks of every member (the driver, 0, has none) in the order in which it runs them.
 
     `task_members[t]` is the member that runs task t, `needs[t]` are the tasks whose results t uses. All members follow
-    one global order, the smallest index first where several may be next; so no two can wait for each other. `wanted`
-    gives the order of some members, each of whose tasks it lists once; the others adapt to it where that is possible.
-    Where it is not, `find_deadlock` will find the cycle: this function always returns an order.
+    one global order, in which the smallest index comes first where several tasks may be next; so no two members can
+    wait for each other. `wanted` fixes the order of some members and must list each of their tasks once; the others
+    adapt to it where that is possible. Otherwise `find_deadlock` finds the cycle: this function always returns.
     """
     before = [set(need) for need in needs]
     for member, tasks in wanted.items():
@@ -72,7 +72,7 @@ def order_of(
 
 
 def _global_order(before: Sequence[Collection[int]], needs: Sequence[Collection[int]]) -> list[int]:
-    """A topological order by `before`. A cycle is cut at a task that has at least what it needs, if there is one."""
+    """Return a topological order by `before`. A cycle is cut at a task whose `needs` are met, if there is one."""
     after: list[list[int]] = [[] for _ in before]
     for task, earlier in enumerate(before):
         for one in earlier:
@@ -94,16 +94,16 @@ def _global_order(before: Sequence[Collection[int]], needs: Sequence[Collection[
     return order
 
 
-def taker_of(plan: Plan, edge: int, member: int) -> int:
-    """The task of a reading member that takes an edge's message: the first in its order that uses the value."""
+def reading_task(plan: Plan, edge: int, member: int) -> int:
+    """Return the task of a member that reads an edge's message: the first in its order that uses the value."""
     value = plan.edges[edge].value
-    takers = [task for task in plan.order[member] if value in plan.tasks[task].reads]
-    assert takers, f"edge {edge} goes to {plan.members[member]}, where no task reads value {value}"
-    return takers[0]
+    readers = [task for task in plan.order[member] if value in plan.tasks[task].reads]
+    assert readers, f"edge {edge} goes to {plan.members[member]}, where no task reads value {value}"
+    return readers[0]
 
 
 def arcs_of(plan: Plan, max_inflight: int, slots: int) -> list[Arc]:
-    """Everything that anybody waits for, with `slots` messages fitting into each edge."""
+    """Return all reasons to wait, if `slots` messages fit into each edge."""
     return [
         *_driver_arcs(plan, max_inflight),
         *_order_arcs(plan),
@@ -117,9 +117,9 @@ def _driver_arcs(plan: Plan, max_inflight: int) -> Iterable[Arc]:
     turn = [SUBMIT, *sends]
     for earlier, later in pairwise(turn):
         yield Arc(
-            earlier, later, 0, f"{_name(plan, later)} waits for {_name(plan, earlier)}: they go out in this order"
+            earlier, later, 0, f"{_name(plan, later)} waits for {_name(plan, earlier)}: the driver sends in this order"
         )
-    yield Arc(turn[-1], SUBMIT, 1, f"{_name(plan, SUBMIT)} waits for the submission before")
+    yield Arc(turn[-1], SUBMIT, 1, f"{_name(plan, SUBMIT)} waits for the previous submission")
     for edge in plan.edges_to(DRIVER):
         collect: Event = ("collect", edge.index)
         yield Arc(collect, SUBMIT, max_inflight, f"{_name(plan, SUBMIT)} waits for {_name(plan, collect)}")
@@ -132,7 +132,7 @@ def _order_arcs(plan: Plan) -> Iterable[Arc]:
             why = f"{_name(plan, later)} waits for {_name(plan, earlier)}: {plan.members[member]} runs it first"
             yield Arc(earlier, later, 0, why)
         if events:
-            why = f"{_name(plan, events[0])} waits for {_name(plan, events[-1])} of the execution before"
+            why = f"{_name(plan, events[0])} waits for {_name(plan, events[-1])} of the previous execution"
             yield Arc(events[-1], events[0], 1, why)
 
 
@@ -141,10 +141,12 @@ def _edge_arcs(plan: Plan, slots: int) -> Iterable[Arc]:
         source = plan.values[edge.value].source
         made: Event = ("send", edge.index) if source == INPUT else ("task", source)
         for reader in edge.readers:
-            taken: Event = ("collect", edge.index) if reader == DRIVER else ("task", taker_of(plan, edge.index, reader))
-            maker, taker, value = _name(plan, made), _name(plan, taken), plan.source_label(edge.value)
-            yield Arc(made, taken, 0, f"{taker} waits for {maker}: it takes {value} from edge {edge.index}")
-            yield Arc(taken, made, slots, f"{maker} waits for {taker}: edge {edge.index} is full")
+            read: Event = (
+                ("collect", edge.index) if reader == DRIVER else ("task", reading_task(plan, edge.index, reader))
+            )
+            writer, reading, value = _name(plan, made), _name(plan, read), plan.source_label(edge.value)
+            yield Arc(made, read, 0, f"{reading} waits for {writer}: it reads {value} from edge {edge.index}")
+            yield Arc(read, made, slots, f"{writer} waits for {reading}: edge {edge.index} is full")
 
 
 def _own_result_arcs(plan: Plan) -> Iterable[Arc]:
@@ -169,26 +171,26 @@ def _name(plan: Plan, event: Event) -> str:
 
 
 def _task_name(plan: Plan, task: int) -> str:
-    """Its label, which usually begins with the member's name, and the member's name if it does not."""
+    """Return the task's label, followed by the member's name unless the label begins with it."""
     label, member = plan.labels[task], plan.members[plan.tasks[task].member]
     return label if label.startswith(member) else f"{label} on {member}"
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:
-    """None if the graph can run for ever, whatever the timing; else a shortest cycle of who waits for whom.
+    """Return None if the graph can never deadlock, whatever the timing; else a shortest cycle of waiting events.
 
-    Each step names two events (member and task, or what the driver sends) and the reason; the second event of a step
-    is the first of the next, and the last step leads back to the first. Exact, see the head of this module.
+    Each step names two events (member and task, or an action of the driver) and the reason; the second event of a step
+    is the first of the next, and the last step leads back to the first. The check is exact: see the module docstring.
     """
     found = _cycle(plan, max_inflight, slots)
     return None if found is None else [arc.why for arc in found]
 
 
 def check(plan: Plan, max_inflight: int, slots: int | None = None) -> None:
-    """GraphDeadlockError, naming the cycle and the order to change, if the graph could come to a standstill.
+    """Raise GraphDeadlockError, with the cycle and the order to change, if the graph could deadlock.
 
-    `slots` is how many messages fit into an edge; by default `max_inflight`, so that nobody waits to write.
-    The error's field `cycle` holds the steps, `members` the names of the members on it.
+    `slots` is the number of messages that fit into an edge; by default `max_inflight`, so that no write has to wait.
+    The error's field `cycle` holds the steps, `members` the names of the members on the cycle.
     """
     slots = max_inflight if slots is None else slots
     cycle = _cycle(plan, max_inflight, slots)
@@ -198,7 +200,7 @@ def check(plan: Plan, max_inflight: int, slots: int | None = None) -> None:
     names = [plan.members[member] for member in members]
     steps = "".join(f"\n  {number}. {arc.why}" for number, arc in enumerate(cycle, 1))
     raise GraphDeadlockError(
-        f"this graph would stand still in its first execution, because these wait for one another:{steps}\n"
+        f"this graph would deadlock in its first execution, because these wait for each other:{steps}\n"
         f"{_remedy(plan, members, max_inflight, slots)}",
         cycle=[arc.why for arc in cycle],
         members=names,
@@ -206,7 +208,7 @@ def check(plan: Plan, max_inflight: int, slots: int | None = None) -> None:
 
 
 def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -> str:
-    """Which order to change, and to what: of one member on the cycle if that is enough, else of all that must."""
+    """Return the advice to change the order of one member on the cycle if that is enough, else of several."""
     task_members = [task.member for task in plan.tasks]
     needs = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
     kept = dict(enumerate(plan.order))
@@ -216,7 +218,7 @@ def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -
         if _cycle(dataclasses.replace(plan, order=order), max_inflight, slots) is None:
             changed = [m for m in range(len(order)) if order[m] != plan.order[m]]
             return "; ".join(_advice(plan, member, order[member]) for member in changed)
-    return "no order= can help: a call needs a result that is made from its own; remove that dependency"
+    return "no order= can help: a call needs a result that is made from its own result. Remove that dependency"
 
 
 def _advice(plan: Plan, member: int, order: Sequence[int]) -> str:
@@ -225,9 +227,9 @@ def _advice(plan: Plan, member: int, order: Sequence[int]) -> str:
 
 
 def _cycle(plan: Plan, max_inflight: int, slots: int) -> list[Arc] | None:
-    """A shortest cycle of arcs without tokens, each arc's `before` being the next one's `after`."""
+    """Return a shortest cycle of arcs without tokens; the `before` of each arc is the `after` of the next one."""
     if max_inflight < 1 or slots < 1:
-        raise ValueError(f"max_inflight and slots are 1 or more, got {max_inflight} and {slots}")
+        raise ValueError(f"max_inflight and slots must be 1 or more, got {max_inflight} and {slots}")
     blocking: dict[Event, list[Arc]] = {}
     for arc in arcs_of(plan, max_inflight, slots):
         if arc.tokens == 0:
@@ -238,7 +240,7 @@ def _cycle(plan: Plan, max_inflight: int, slots: int) -> list[Arc] | None:
 
 
 def _never_reached(blocking: Mapping[Event, Sequence[Arc]]) -> set[Event]:
-    """The events that lie on a cycle or behind one: what is left when all that can happen has happened."""
+    """Return the events on a cycle or behind one: those that are left after all possible events have happened."""
     missing = {event: len(arcs) for event, arcs in blocking.items()}
     after: dict[Event, list[Event]] = {}
     for event, arcs in blocking.items():
@@ -254,7 +256,7 @@ def _never_reached(blocking: Mapping[Event, Sequence[Arc]]) -> set[Event]:
 
 
 def _shortest_from(start: Event, blocking: Mapping[Event, Sequence[Arc]], stuck: Collection[Event]) -> list[Arc]:
-    """The shortest way from an event over what it waits for back to itself; empty if there is none."""
+    """Return the shortest path from an event, along the events it waits for, back to itself; empty if there is none."""
     came_by: dict[Event, Arc] = {}
     waiting = deque([start])
     while waiting and start not in came_by:

@@ -1,10 +1,13 @@
-"""A value as bytes and back, for one edge. Quick for small plain values; tensors go through the transport's codec.
+"""Messages: values as bytes and back, for the edges of a graph. Knows nothing of channels.
 
-    message = kind + body + buffers          the body is pickle (protocol 5); buffers are its out-of-band memory
+    message = kind + body + buffers          the body is a pickle (protocol 5); buffers are its out-of-band memory
 
-Order of attempts: pickle (0.3 us for a small dict); the transport's codec when a torch tensor is met, so that views and
-tied weights stay shared; cloudpickle for what only that can pickle, such as classes of a script (`__main__`), which
-another process could not import. Knows nothing of channels.
+A value is encoded by the first of these that can do it:
+
+1. pickle: 0.3 us for a small dict;
+2. the transport's codec, if the value holds a torch tensor: views and tied weights stay shared;
+3. cloudpickle, for values that only it can pickle, such as classes of a script (`__main__`), which another process
+   could not import.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from raylane.errors import GraphValueError
 
 VALUE, TENSORS, ERROR, NOTHING = 0, 1, 2, 3
 KINDS = (VALUE, TENSORS, ERROR, NOTHING)
-"""Kinds: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a mere signal."""
+"""Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal."""
 
 
 class Message(NamedTuple):
-    """What an edge carries. `buffers` are C-contiguous memory of the sender, valid while `held` is."""
+    """One message of an edge. `buffers` are C-contiguous memory of the sender, valid while `held` is referenced."""
 
     kind: int
     body: bytes | memoryview
@@ -38,28 +41,29 @@ class Message(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Size of body and buffers in bytes."""
         return len(self.body) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def copied(self) -> Message:
-        """The same message in memory of its own, which nobody else can change."""
+        """Return the same message in memory of its own, which no other code can change."""
         return Message(self.kind, bytes(self.body), [bytes(memoryview(buffer).cast("B")) for buffer in self.buffers])
 
 
 _modules = sys.modules
 _message: Callable[..., Message] = tuple.__new__
-"""What Message(...) does, in half the time."""
+"""Constructor of Message that takes half the time of `Message(...)`."""
 SIGNAL = Message(NOTHING, b"")
 
 
 MAX_BUFFERS = 256
-"""Out-of-band buffers of one message: their sizes stand in a slot."""
+"""Maximum number of out-of-band buffers of one message: their sizes must fit into a slot of a ring."""
 _ALIGNMENT = 64
 _KEPT_BYTES = 1 << 20
-"""A pickle from this size on is not kept as the encoder's working memory."""
+"""Size of a pickle from which the encoder does not keep it as working memory."""
 
 
 class _TensorInside(Exception):
-    """Pickle has met a tensor."""
+    """A tensor was found during pickling."""
 
 
 def _stop(_: Any) -> NoReturn:
@@ -67,7 +71,7 @@ def _stop(_: Any) -> NoReturn:
 
 
 def _refuse(_: Any) -> NoReturn:
-    """A ref outside Ray's own messages is not counted: its object could vanish while the receiver holds it."""
+    """Refuse an ObjectRef. Ray counts refs in its own messages only, so the object could vanish before it is used."""
     raise GraphValueError(
         "an ObjectRef cannot travel in a graph, because Ray would not count it: pass the value, ray.get(ref), or the "
         "result of another graph"
@@ -75,18 +79,20 @@ def _refuse(_: Any) -> NoReturn:
 
 
 class Encoder:
-    """Turns values into messages. Keeps its pickler (a new one would cost more than a small value); one thread at a
-    time."""
+    """Encoder of values into messages. Used by one thread at a time.
+
+    The encoder keeps its pickler, because a new one would cost more than a small value.
+    """
 
     def __init__(self) -> None:
         self._renew()
 
     def _renew(self) -> None:
-        """A pickler that has seen nothing. Its steps are bound once: an attribute costs a tenth of a small value."""
+        """Start with a new pickler, its methods bound once: an attribute lookup costs a tenth of a small value."""
         file = io.BytesIO()
         self._buffers: list[pickle.PickleBuffer] = []
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
-        self._guarded = "torch" in sys.modules
+        self._knows_torch = "torch" in sys.modules
         pickler.dispatch_table = _table()
         rewind, dump, cut, content, forget = file.seek, pickler.dump, file.truncate, file.getvalue, pickler.clear_memo
 
@@ -94,16 +100,19 @@ class Encoder:
             rewind(0)
             dump(value)
             cut()
-            forget()  # now, not next time: the memo keeps what it has seen
+            forget()  # now, not before the next value: the memo keeps references to the value
             return content()
 
         self._pickled = pickled
 
     def encode(self, value: Any) -> Message:
-        """GraphValueError if the value cannot be pickled, with the pickler's error as its cause."""
+        """Return a value as a message, which may share memory with the value.
+
+        GraphValueError if the value cannot be pickled, with the pickler's error as its cause.
+        """
         if value is None:
             return SIGNAL
-        if not self._guarded and "torch" in _modules:
+        if not self._knows_torch and "torch" in _modules:
             self._renew()
         buffers = self._buffers
         try:
@@ -111,17 +120,17 @@ class Encoder:
             if b"__main__" not in body:
                 if not buffers and len(body) < _KEPT_BYTES:
                     return _message(Message, (VALUE, body, (), None))
-                self._renew()  # let go of the value and of a large pickle
+                self._renew()  # drop references to the value, and the memory of a large pickle
                 if len(buffers) > MAX_BUFFERS:
                     return _with_few_buffers(value)
                 return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
             self._renew()
         except _TensorInside:
-            self._renew()  # half a pickle has unknown state
+            self._renew()  # the pickler stopped half way: its state is undefined
             return _with_tensors(value)
-        except Exception as error:  # whatever a __reduce__ raises: cloudpickle may know better, and says so if not
+        except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
             self._renew()
-            if isinstance(error, ray.exceptions.RayError):  # of a result inside: it has failed, or is not there in time
+            if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
                 raise
         except BaseException:
             self._renew()
@@ -130,7 +139,7 @@ class Encoder:
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:
-    """What is pickled in a way of its own: torch only where it is imported."""
+    """Return the reducers for types that need special treatment. torch is used only if it is imported."""
     table: dict[type, Any] = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
     if "torch" in sys.modules:
         import torch
@@ -140,7 +149,7 @@ def _table() -> dict[type, Callable[[Any], Any]]:
 
 
 def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffer], bool]:
-    """A buffer callback that takes out so many buffers; the others stay in the body."""
+    """Return a buffer callback that takes MAX_BUFFERS buffers out of the pickle; the others stay in the body."""
 
     def take(buffer: pickle.PickleBuffer) -> bool:
         if len(buffers) == MAX_BUFFERS:
@@ -152,7 +161,7 @@ def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffe
 
 
 def _with_few_buffers(value: Any) -> Message:
-    """For a value of very many arrays, which are small or will be copied once more."""
+    """Encode a value of more than MAX_BUFFERS arrays: those beyond the limit are copied into the body."""
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
@@ -163,7 +172,7 @@ def _with_few_buffers(value: Any) -> Message:
 
 def _by_cloudpickle(value: Any) -> Message:
     if "torch" in sys.modules:
-        return _with_tensors(value)  # its pickler is cloudpickle's too
+        return _with_tensors(value)  # the codec uses cloudpickle too
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
@@ -197,7 +206,7 @@ def _with_tensors(value: Any) -> Message:
 
 
 def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[Any], list[Any]]:
-    """Very many blocks, copied into one; the specs say where."""
+    """Copy more than MAX_BUFFERS blocks into one block, and return specs that point into it."""
     starts, end = [], 0
     for block in blocks:
         starts.append(end)
@@ -213,19 +222,21 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
 
 
 def _check_for_refs(data: bytes) -> None:
-    """Cloudpickle pickles refs by a way of its own: as a call of that function. Its name alone may be a user's text."""
+    """Raise GraphValueError if a pickle holds an ObjectRef.
+
+    cloudpickle pickles a ref as a call of Ray's REF_MAKER function. The name alone may also be a text of the user.
+    """
     module, name = _ray.REF_MAKER
     if name.encode() in data and _names_global(data, module, name):
         _refuse(None)
 
 
 def _names_global(data: bytes, module: str, name: str) -> bool:
-    """Return True if a pickle refers to that global. Reads the pickle's operations, which takes about 1 us
-    each."""
+    """Return True if a pickle refers to the global `module.name`. Costs about 1 us for each operation of the pickle."""
     memo: dict[int, Any] = {}
     argument: Any
     below: Any = None
-    top: Any = None  # the two values that were pushed last; None for what is no string
+    top: Any = None  # the two values that were pushed last; None stands for anything but a string
     for operation, argument, _ in pickletools.genops(data):
         kind = operation.name
         if kind == "STACK_GLOBAL" and (below, top) == (module, name):
@@ -245,15 +256,15 @@ def _names_global(data: bytes, module: str, name: str) -> bool:
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:
     return GraphValueError(
-        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: {shown(error)}"
+        f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: {error_text(error)}"
     )
 
 
 def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False) -> Any:
-    """The value of a message whose buffers are memory that this process may keep (it is kept alive by what is made
-    from it). `shared`: other processes see the same memory, so arrays come read-only and tensors are copied.
+    """Return the value of a message; for the kind ERROR the exception, which is not raised.
 
-    For ERROR the exception, which is not raised. Raises what unpickling raises.
+    The value may use the memory of `buffers` and keeps it alive. With `shared`, other processes see that memory too:
+    arrays are read-only and tensors are copied. Raises the errors of unpickling.
     """
     if kind == VALUE:
         return pickle.loads(body, buffers=buffers) if buffers else pickle.loads(body)
@@ -271,21 +282,21 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
 
 
 def duplicate(message: Message) -> Any:
-    """The value of a message as an object of its own, as another process would receive it."""
+    """Return the value of a message as a new object, as another process would receive it."""
     return decode(message.kind, message.body, [bytearray(memoryview(buffer).cast("B")) for buffer in message.buffers])
 
 
-def shown(error: BaseException, of: Callable[[BaseException], str] | None = None) -> str:
-    """An error as text: `Class: message`, or what `of` makes of it. The class alone where its own code fails."""
+def error_text(error: BaseException, to_text: Callable[[BaseException], str] | None = None) -> str:
+    """Return an error as `Class: message`, or as `to_text(error)`; the class alone if the error's own code raises."""
     try:
-        return f"{type(error).__name__}: {error}" if of is None else of(error)
+        return f"{type(error).__name__}: {error}" if to_text is None else to_text(error)
     except Exception:
         return type(error).__name__
 
 
 def encode_error(error: BaseException) -> Message:
-    """An exception as a message. What cannot be pickled is replaced by a GraphValueError that shows it."""
-    for attempt in (error, GraphValueError(shown(error))):
+    """Return an exception as a message. An exception that cannot be pickled is replaced by a GraphValueError."""
+    for attempt in (error, GraphValueError(error_text(error))):
         file = io.BytesIO()
         try:
             _ray.CloudPickler(file, protocol=5).dump(attempt)

@@ -1,14 +1,14 @@
-"""What a graph does with values by itself: select from them, cut, join and average them, put arguments together.
+"""Operations of a graph on values: selection, splitting, joining, averaging, and building of arguments.
 
-Pure, and without NumPy or torch: a value of theirs is recognised by looking into `sys.modules`, since who holds one has
-the module loaded. Called by the lanes of the actors for what they send, by readers for arguments, by the driver for
-results. Errors are the caller's of `execute`: they say what the value was and what would do.
+Pure, and imports neither NumPy nor torch: their values are recognised through `sys.modules`, because a process that
+holds such a value has the module loaded. Used by actors for messages and arguments, by the driver for results. Errors
+reach the caller of `get`: they describe the value and name the types that would work.
 
-Kinds of values that are cut and joined (`split`, `gather`), the first that fits:
+Kinds of values that can be split and joined (`split`, `gather`); the first that fits is used:
 
     batch     the type has shard(index, count), or slice(start, stop) and size; joined by its from_batches(list)
     dict      each of its values; subclasses keep their type
-    array     NumPy, torch and what acts as torch's (TensorDict), the array API standard (CuPy, JAX): along any axis
+    array     NumPy, torch and types that behave like torch's (TensorDict), the array API standard (CuPy, JAX): any axis
     sequence  list, tuple, str, bytes, ...: along axis 0
 """
 
@@ -22,21 +22,23 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raylane.graph.plan.ir import Build, Const, Expression, Join, Ref, Select, Step
+from raylane.graph.plan.ir import MUTABLE_CONTAINERS, Build, Const, Expression, Join, Ref, Select, Step
 
-__all__ = ["evaluate", "gather", "is_mutable", "mean", "renewed", "select", "split"]
+__all__ = ["copy_containers", "evaluate", "gather", "mean", "select", "split"]
 
 
 def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = None) -> Any:
-    """Return the value of an expression; `values[index]` is the value with this index. Containers among constants are
-    made anew, and what they contain is not copied; `made` holds those of the same call, so that what is one object in
-    several arguments stays one."""
+    """Return the value of an expression; `values[index]` is the value with this index.
+
+    Mutable containers among constants are copied, but not the objects in them. `made` holds the copies of the same
+    call, so that one container in several arguments stays one object.
+    """
     kind = type(expression)
     if kind is Ref:
         return values[expression.value]  # type: ignore[union-attr]
     if kind is Const:
         constant: Any = expression
-        return renewed(constant.value, made) if constant.renewed else constant.value
+        return copy_containers(constant.value, made) if constant.mutable else constant.value
     if isinstance(expression, Build):
         items = [evaluate(item, values, made) for item in expression.items]
         if expression.kind == "dict":
@@ -48,40 +50,23 @@ def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = 
     return _join(expression, values, made)
 
 
-_MUTABLE = (list, dict, set, bytearray)
-
-
-def is_mutable(value: Any) -> bool:
-    """Return True if a constant is or holds a plain container that a method could change."""
-    waiting, seen = [value], set[int]()
-    while waiting:
-        found = waiting.pop()
-        if type(found) in _MUTABLE:
-            return True
-        if type(found) is tuple and id(found) not in seen:
-            seen.add(id(found))
-            waiting.extend(found)
-    return False
-
-
-def renewed(value: Any, made: dict[int, Any] | None = None) -> Any:
-    """The same lists, dicts, sets, tuples and bytearrays as new objects, at any depth. All else (arrays, tensors,
-    objects) is not copied."""
+def copy_containers(value: Any, made: dict[int, Any] | None = None) -> Any:
+    """Copy lists, dicts, sets, tuples and bytearrays at any depth. Other objects (arrays, tensors) are not copied."""
     kind = type(value)
-    if kind is not tuple and kind not in _MUTABLE:
+    if kind is not tuple and kind not in MUTABLE_CONTAINERS:
         return value
     made = {} if made is None else made
-    if id(value) in made:  # met before: shared, or inside itself
+    if id(value) in made:  # shared with another argument, or inside itself
         return made[id(value)]
     new: Any
     if kind is list:
         new = made[id(value)] = []
-        new.extend([renewed(item, made) for item in value])
+        new.extend([copy_containers(item, made) for item in value])
     elif kind is dict:
         new = made[id(value)] = {}
-        new.update({key: renewed(item, made) for key, item in value.items()})
+        new.update({key: copy_containers(item, made) for key, item in value.items()})
     elif kind is tuple:
-        new = made[id(value)] = tuple([renewed(item, made) for item in value])
+        new = made[id(value)] = tuple([copy_containers(item, made) for item in value])
     else:
         new = made[id(value)] = kind(value)
     return new
@@ -95,10 +80,10 @@ def _join(expression: Join, values: Any, made: dict[int, Any] | None) -> Any:
 
 
 def select(value: Any, steps: Sequence[Step]) -> Any:
-    """The part of a value that the steps lead to: an item, an attribute, a part of a scatter, or nothing ("done").
+    """Return the part of a value that the steps select: an item, an attribute, a part of a scatter, or None ("done").
 
     KeyError, IndexError, TypeError or AttributeError if the value has no such item or attribute; ValueError and
-    TypeError as `split`.
+    TypeError like `split`.
     """
     for step in steps:
         how = step[0]
@@ -117,7 +102,7 @@ def select(value: Any, steps: Sequence[Step]) -> Any:
 
 
 def _returned(value: Any, index: int, count: int) -> Any:
-    """One of the returns that a method declares with num_returns."""
+    """Return one of the results of a method that declares num_returns."""
     try:
         size = len(value)
     except TypeError as error:
@@ -143,18 +128,18 @@ def _attribute(value: Any, name: str) -> Any:
         raise AttributeError(f".{name} of {_described(value)}: {error}{hint}", name=name, obj=value) from error
 
 
-# Cutting
+# Splitting
 
 
 def split(value: Any, index: int, count: int, axis: int = 0) -> Any:
-    """Part `index` of `count` contiguous parts of a value along `axis`; the first ones are longer by one at most.
+    """Return part `index` of `count` contiguous parts of a value along `axis`.
 
-    Views of arrays, tensors and of what has a `slice` method share its memory; lists, tuples and strings are copied.
-    ValueError if the length along `axis` is below `count`, or the axis does not exist; TypeError for anything that
-    cannot be cut.
+    Lengths differ by at most one; the first parts are the longer ones. Parts of arrays and tensors, and of types with a
+    `slice` method, share the value's memory; lists, tuples and strings are copied. ValueError if the length along
+    `axis` is below `count`, or the axis does not exist; TypeError if the value cannot be split.
     """
     kind: Any = type(value)  # Any: mypy does not take a type for hashable
-    part = _asked(kind)
+    part = _splitter_of(kind)
     if part is not None:
         _only_axis_0("scatter", value, axis)
         return part(value, index, count)
@@ -168,17 +153,17 @@ def split(value: Any, index: int, count: int, axis: int = 0) -> Any:
         _only_axis_0("scatter", value, axis)
         return value[slice(*_bounds(value, len(value), index, count, 0))]
     raise TypeError(
-        f"scatter of {_described(value)}: it cannot be cut into {count} parts. Lists, tuples, strings, arrays, tensors "
-        "and dicts of those can, and objects with a method shard(index, count)"
+        f"scatter of {_described(value)}: cannot split it into {count} parts. Pass a list, tuple, string, array, "
+        "tensor or a dict of those, or an object with a method shard(index, count)"
     )
 
 
 def _bounds(value: Any, length: int, index: int, count: int, axis: int) -> tuple[int, int]:
-    """From where to where part `index` goes, as numpy.array_split has it."""
+    """Return start and stop of part `index`, as numpy.array_split does."""
     if length < count:
         raise ValueError(
-            f"scatter of {_described(value)}: its length along axis {axis} is {length}, below the {count} parts that "
-            f"are wanted; pass at least {count}, or scatter into fewer parts"
+            f"scatter of {_described(value)}: its length along axis {axis} is {length}, but {count} parts are "
+            f"wanted. Pass at least {count}, or scatter into fewer parts"
         )
     size, longer = divmod(length, count)
     start = index * size + min(index, longer)
@@ -186,10 +171,10 @@ def _bounds(value: Any, length: int, index: int, count: int, axis: int) -> tuple
 
 
 @functools.lru_cache(maxsize=256)
-def _asked(kind: type) -> Callable[[Any, int, int], Any] | None:
-    """How objects of this type are asked for their part, or None if they are not.
+def _splitter_of(kind: type) -> Callable[[Any, int, int], Any] | None:
+    """Return a function (value, index, count) that calls the type's own method, or None if the type has none.
 
-    shard(index, count) is called by names where it has an `index`, because others have the two the other way round
+    A parameter called `index` is passed by name, because some types have the two parameters in the other order
     (`datasets.Dataset.shard(num_shards, index)`).
     """
     required = _parameters(kind, "shard")
@@ -204,7 +189,7 @@ def _asked(kind: type) -> Callable[[Any, int, int], Any] | None:
 
 
 def _parameters(kind: type, method: str) -> list[str]:
-    """The parameters, without self, that a method of a type must be given; none if there is no such method."""
+    """Return the required parameters of a type's method, without self; an empty list if there is no such method."""
     found = inspect.getattr_static(kind, method, None)
     if not inspect.isfunction(found):
         return []
@@ -217,10 +202,10 @@ def _parameters(kind: type, method: str) -> list[str]:
 
 
 def gather(values: Sequence[Any], axis: int | None = None) -> Any:
-    """A list of the values (`axis=None`), or all of them joined along `axis`, as `split` cuts.
+    """Return a list of the values (`axis=None`), or the values joined along `axis`: the inverse of `split`.
 
     Arrays and tensors are copied into one. ValueError if shapes, keys or the axis do not fit, TypeError if the values
-    are not of one kind or cannot be joined.
+    are of different kinds or cannot be joined.
     """
     if axis is None:
         return list(values)
@@ -242,8 +227,9 @@ def gather(values: Sequence[Any], axis: int | None = None) -> Any:
         joined = [item for value in values for item in value]
         return joined if isinstance(first, list) else tuple(joined)
     raise TypeError(
-        f"gather along axis {axis} of {_described(first)}: lists, tuples, strings, arrays, tensors and dicts of those "
-        "can be joined, and objects whose type has from_batches(list); axis=None gives a list of the values"
+        f"gather along axis {axis} of {_described(first)}: cannot join such values. Pass lists, tuples, strings, "
+        "arrays, tensors or dicts of those, or objects whose type has from_batches(list); "
+        "axis=None gives a list of the values"
     )
 
 
@@ -264,11 +250,11 @@ def _concatenated(values: Sequence[Any], axis: int) -> Any:
 
 
 def mean(values: Sequence[Any]) -> Any:
-    """The mean of numbers, arrays or tensors, or of dicts, lists and tuples of those, item by item.
+    """Return the mean of numbers, arrays or tensors, or of dicts, lists and tuples of those, item by item.
 
-    Floats keep their dtype (16 bits and less are added up in 32), ints and bools give floats (float64 from NumPy,
-    torch's default dtype from torch). Nothing is broadcast: ValueError if shapes, lengths or keys differ. TypeError if
-    the values are not of one kind, or there is no mean of them.
+    Floats keep their dtype (16 bits and less are summed in 32), ints and bools give floats (float64 for NumPy, torch's
+    default dtype for torch). Shapes are not broadcast: ValueError if shapes, lengths or keys differ. TypeError if the
+    values are of different kinds, or have no mean.
     """
     first = values[0]
     if all(isinstance(value, numbers.Number) for value in values):
@@ -279,12 +265,13 @@ def mean(values: Sequence[Any]) -> Any:
     if _is_array(first):
         shapes = [tuple(value.shape) for value in values]
         if len(set(shapes)) > 1:
-            raise ValueError(f"mean of arrays of the shapes {', '.join(map(str, shapes))}: they must be the same")
+            raise ValueError(f"mean of arrays of the shapes {', '.join(map(str, shapes))}: they must be equal")
         return _mean_array(values)
     if isinstance(first, list | tuple):
         return _mean_sequence(values)
     raise TypeError(
-        f"mean of {_described(first)}: numbers, arrays and tensors have a mean, and dicts, lists and tuples of those"
+        f"mean of {_described(first)}: such values have no mean. Pass numbers, arrays, tensors, or dicts, lists and "
+        "tuples of those"
     )
 
 
@@ -299,7 +286,7 @@ def _mean_sequence(values: Sequence[Any]) -> Any:
     first = values[0]
     lengths = [len(value) for value in values]
     if len(set(lengths)) > 1:
-        raise ValueError(f"mean of {_kind(first)}s of the lengths {lengths}: they must be the same")
+        raise ValueError(f"mean of {_kind(first)}s of the lengths {lengths}: they must be equal")
     items = [_at(index, mean, item) for index, item in enumerate(zip(*values, strict=True))]
     if isinstance(first, list):
         return items
@@ -335,64 +322,68 @@ def _mean_tensor(values: Sequence[Any]) -> Any:
     return (total / len(values)).to(dtype) if inexact else torch.true_divide(total, len(values))
 
 
-# What kind of value it is
+# Kinds of values
 
 
 def _is_of(module: str, name: str, value: Any) -> bool:
-    """Whether a value is of a type of a module, without importing it."""
+    """Return True if a value is an instance of `module.name`. Does not import the module."""
     kind = getattr(sys.modules.get(module), name, None)  # None too while another thread still imports the module
     return kind is not None and isinstance(value, kind)
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it has a shape, is indexed by tuples of slices, and its module can concatenate it."""
+    """Return True if a value has a shape, can be indexed by tuples of slices, and its module can concatenate it."""
     if _is_of("numpy", "ndarray", value) or _is_of("torch", "Tensor", value):
         return True
     return hasattr(value, "__array_namespace__") or (hasattr(value, "__torch_function__") and hasattr(value, "shape"))
 
 
-def _checked_axis(what: str, array: Any, axis: int) -> int:
+def _checked_axis(operation: str, array: Any, axis: int) -> int:
     rank = len(array.shape)
     if not -rank <= axis < rank:
         cause = "it has no dimensions" if rank == 0 else f"its axes are 0 to {rank - 1}"
-        raise ValueError(f"{what} along axis {axis} of {_described(array)}: {cause}")
+        raise ValueError(f"{operation} along axis {axis} of {_described(array)}: {cause}")
     return axis % rank
 
 
-def _only_axis_0(what: str, value: Any, axis: int) -> None:
+def _only_axis_0(operation: str, value: Any, axis: int) -> None:
     if axis != 0:
         raise ValueError(
-            f"{what} along axis {axis} of {_described(value)}: only arrays and tensors have other axes than 0"
+            f"{operation} along axis {axis} of {_described(value)}: only arrays and tensors have other axes than 0"
         )
 
 
-def _one_kind(what: str, values: Sequence[Any]) -> None:
+def _one_kind(operation: str, values: Sequence[Any]) -> None:
     first = values[0]
     others = [value for value in values if _family(value) is not _family(first)]
     if others:
-        raise TypeError(f"{what} of {_kind(first)} and {_kind(others[0])}: the values must be of one kind")
+        raise TypeError(f"{operation} of {_kind(first)} and {_kind(others[0])}: the values must be of one kind")
 
 
 def _family(value: Any) -> type:
-    """Types that may be mixed count as one: kinds of dicts, lists, tuples, tensors (Parameter) and arrays."""
+    """Return the type that stands for all types that may be joined with this value.
+
+    Subclasses of dicts, lists, tuples, tensors (such as Parameter) and arrays may be joined with each other.
+    """
     for module, name in (("torch", "Tensor"), ("numpy", "ndarray")):
         if _is_of(module, name, value):
             return sys.modules[module].__dict__[name]  # type: ignore[no-any-return]
     return next((kind for kind in (dict, list, tuple, str, bytes) if isinstance(value, kind)), type(value))
 
 
-def _by_key(what: str, dicts: Sequence[dict[Any, Any]], join: Callable[[list[Any]], Any]) -> Any:
+def _by_key(operation: str, dicts: Sequence[dict[Any, Any]], join: Callable[[list[Any]], Any]) -> Any:
     keys = set(dicts[0])
     for number, one in enumerate(dicts):
         if set(one) != keys:
             raise ValueError(
-                f"{what} of dicts with different keys: value 0 has {list(dicts[0])}, value {number} has {list(one)}"
+                f"{operation} of dicts with different keys: value 0 has {list(dicts[0])}, "
+                f"value {number} has {list(one)}"
             )
     return _same_dict(dicts[0], {key: _at(key, join, [one[key] for one in dicts]) for key in dicts[0]})
 
 
 def _same_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
-    """The items in a dict of the same type, with what else that type carries (a default factory, attributes)."""
+    """Return the items in a dict of the same type as `like`, with its default factory and attributes."""
     if type(like) is dict:
         return items
     made = copy.copy(like)
@@ -401,7 +392,7 @@ def _same_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _at(key: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Call it; an error says in which item of the value it happened."""
+    """Call a function; its error gets a note that names the item of the value."""
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
@@ -415,7 +406,7 @@ def _kind(value: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """A value in an error: its type, and its shape, keys or length."""
+    """Return the text of a value for errors: its type, and its shape, keys or length."""
     kind = _kind(value)
     if _is_array(value):
         return f"{kind} of shape {tuple(value.shape)} and dtype {getattr(value, 'dtype', None)}"

@@ -1,6 +1,6 @@
-"""Keeps a graph's methods and an actor's ordinary calls from running at the same time (`compile(exclusive=True)`).
+"""Mutual exclusion of a graph's methods and an actor's ordinary calls (`compile(exclusive=True)`).
 
-While at least one exclusive graph lives in the actor, every method that Ray calls there takes the lane's lock first.
+While at least one exclusive graph runs in the actor, every method that Ray calls there takes the graph loop's lock.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from typing import Any
 
 from raylane import _ray
 
-_entered = 0
+_graphs = 0
+"""Number of exclusive graphs in this process."""
 _undo: Any = None
+"""Function that removes the lock from ordinary calls."""
 _lock = threading.Lock()  # guards both
 
 
-def enter(instance: Any, exclusive: threading.RLock) -> None:
-    """One more exclusive graph."""
-    global _entered, _undo
+def add_graph(instance: Any, exclusive: threading.RLock) -> None:
+    """Count one more exclusive graph; with the first, ordinary calls begin to take the lock."""
+    global _graphs, _undo
     with _lock:
-        if not _entered:
+        if not _graphs:
             _undo = _ray.guard_actor_calls(instance, exclusive)
-        _entered += 1
+        _graphs += 1
 
 
-def leave(instance: Any) -> None:
-    """One less; with the last, ordinary calls are as they were."""
-    global _entered, _undo
+def remove_graph(instance: Any) -> None:
+    """Count one exclusive graph less; with the last, ordinary calls no longer take the lock."""
+    global _graphs, _undo
     with _lock:
-        _entered -= 1
-        if not _entered:
+        _graphs -= 1
+        if not _graphs:
             undo, _undo = _undo, None
             undo()

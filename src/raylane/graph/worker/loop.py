@@ -1,8 +1,11 @@
-"""The one resident loop of an actor: serves every compiled graph that the actor takes part in. Sleeps when none runs.
+"""The graph loop of an actor: one thread that serves every compiled graph in which the actor takes part.
 
-Why a thread of our own, and not a task that never ends: Ray's background group has exactly one thread, which Ray needs
-itself, and a task there cannot be cancelled (docs/design/graphs.md). The thread starts with the first graph and ends
-with the last. All writers that send to this process, whatever the graph, ring its one *doorbell* semaphore.
+    doorbell posted --> advance each session (at most one task each) --> nothing to do: sleep until the next post
+
+The thread sleeps while no graph runs. It starts with the first graph and ends with the last. It is a thread of its own,
+not a task in Ray's background concurrency group, because that group has exactly one thread, which Ray needs itself, and
+a task there cannot be cancelled (docs/design/graphs.md). Every writer that sends to this process, whatever the graph,
+posts the process's one doorbell.
 """
 
 from __future__ import annotations
@@ -19,192 +22,185 @@ from collections.abc import Callable
 from typing import Protocol
 
 from raylane.core.place import Place, alive, here
-from raylane.core.semaphore import Segment, init, post, try_wait
-from raylane.core.waiting import Waiter
-from raylane.graph.channels.lease import LOOK_EVERY_S
-from raylane.graph.worker import thread_state as context
-from raylane.graph.worker.thread_state import ThreadContext
+from raylane.core.semaphore import post
+from raylane.graph.channels.doorbell import Doorbell
+from raylane.graph.channels.lease import POLL_INTERVAL_S
+from raylane.graph.lifecycle import Event, Lifecycle, State
+from raylane.graph.worker import thread_state
+from raylane.graph.worker.thread_state import ThreadState
 
 log = logging.getLogger("raylane.graph")
 
-LOOK_UP_S = 1.0
-"""How often a sleeping lane looks whether the owners of its graphs still live."""
+OWNER_CHECK_S = 1.0
+"""Seconds between two checks whether the drivers of the graphs still run. Also the longest sleep."""
+ROUNDS_PER_CLOCK_READ = 64
+"""Number of busy rounds between two looks at the clock: reading the clock in each would cost a tenth of a task."""
 
 
-LOOK_UP_EVERY = 64
-"""How often, in rounds, one that never sleeps asks whether it is time to look."""
-
-
-class Residence(Protocol):
-    """One graph's stay here, as the lane sees it (`residence`)."""
+class Session(Protocol):
+    """One graph in this actor, as the loop uses it (implemented by `session.Session`)."""
 
     name: str
-    who: str
-    owner_who: str
-    over: bool
+    actor_name: str
+    owner_name: str
+    lifecycle: Lifecycle
 
     @property
-    def taken(self) -> int:
-        """Messages read so far."""
+    def messages_read(self) -> int:
+        """Number of messages that this graph has read."""
 
     @property
-    def impatient(self) -> bool:
-        """True while it waits for what rings no doorbell: `advance` is called every LOOK_EVERY_S seconds."""
+    def needs_polling(self) -> bool:
+        """True while the graph waits for memory, which rings no doorbell: `advance` runs every POLL_INTERVAL_S."""
 
-    def advance(self) -> bool: ...
+    def advance(self) -> bool:
+        """Run at most one task. Return False if there was nothing to do. Never waits for a message."""
 
-    def give_up(self, error: BaseException) -> None: ...
+    def fail(self, error: BaseException) -> None:
+        """Report to the driver that this graph cannot continue here."""
 
-    def orphaned(self) -> bool: ...
+    def check_owner(self) -> None:
+        """Advance the lifecycle to ORPHANED if the driver has ended."""
 
-    def run_within(self, enter: Callable[[], None]) -> None:
-        """Call `enter` before any code of the actor runs for this graph."""
+    def call_before_user_code(self, hook: Callable[[], None]) -> None:
+        """Call `hook` before any code of the actor runs for this graph."""
 
-    def close(self) -> None: ...
-
-
-class _Settings:
-    """Thread settings that graphs share: those compiled under equal settings. What a method changes stays changed for
-    these graphs, and for no others."""
-
-    __slots__ = ("at_first", "now")
-
-    def __init__(self, context: ThreadContext) -> None:
-        self.at_first = context
-        self.now = context
-        """As of the last time that another graph's settings took their place."""
+    def close(self) -> None:
+        """Release everything."""
 
 
-class Lane:
-    """This process's lane. `adopt` may be called from any thread; everything else belongs to the lane's thread."""
+class _SharedThreadState:
+    """Thread settings of all graphs that were compiled under equal settings.
+
+    A setting that a method changes stays changed for these graphs, and for no others.
+    """
+
+    __slots__ = ("initial", "latest")
+
+    def __init__(self, state: ThreadState) -> None:
+        self.initial = state
+        self.latest = state
+        """Settings as they were when those of other graphs last replaced them."""
+
+
+class GraphLoop:
+    """The graph loop of this process. `add` may be called from any thread; the loop's thread uses everything else."""
 
     def __init__(self) -> None:
-        self.bell = Segment.make(4096)
-        init(self.bell.address)
+        self.doorbell = Doorbell()
         self.exclusive = threading.RLock()
         """Held around methods of graphs compiled with exclusive=True, and around ordinary calls of their actor."""
         self._lock = threading.Lock()  # guards _arriving and _thread
         self._arriving: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
-        self._residences: tuple[Residence, ...] = ()
-        self._settings: dict[Residence, _Settings] = {}
-        """Settings under which each graph here was compiled; equal ones are one object."""
-        self._current: _Settings | None = None
-        """The settings that the lane's thread has at the moment."""
-        self._waiter = Waiter()
-        self._look_up_at = 0.0
-        self._busy = 0
-        """Rounds in which there was something to do."""
-        self._rung = 0
-        """Times the bell was heard, less the messages taken of graphs that have left."""
+        self.sessions: tuple[Session, ...] = ()
+        """Sessions that the loop serves at present."""
+        self._thread_states: dict[Session, _SharedThreadState] = {}
+        """Thread settings under which each graph was compiled; one object for equal settings."""
+        self._applied: _SharedThreadState | None = None
+        """Settings that the loop's thread has at present."""
+        self._next_owner_check = 0.0
+        self._busy_rounds = 0
 
-    def adopt(self, residence: Residence, settings: ThreadContext) -> None:
-        """Serve this graph from now on. Starts the thread if it does not run."""
+    def add(self, session: Session, state: ThreadState) -> None:
+        """Serve a graph from now on, under these thread settings. Starts the thread if it does not run."""
         with self._lock:
-            self._arriving.append(lambda: self._admit(residence, settings))
+            self._arriving.append(lambda: self._start_session(session, state))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="raylane-lane", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="raylane-graph-loop", daemon=True)
                 self._thread.start()
-        self.ring()
+        self.notify()
 
-    def ring(self) -> None:
-        """Wake the lane without a message."""
-        post(self.bell.address)
+    def notify(self) -> None:
+        """Wake the loop without a message."""
+        post(self.doorbell.address)
 
-    def _admit(self, residence: Residence, settings: ThreadContext) -> None:
-        self._rung -= 1  # the ring of `adopt`, which comes with no message
-        known = next((other for other in self._settings.values() if other.at_first == settings), None)
-        self._settings[residence] = mine = known or _Settings(settings)
-        self._residences = (*self._residences, residence)
-        if self._current is None:
-            self._enter(mine)
-        if any(other is not mine for other in self._settings.values()):  # from now on each graph enters its own
-            for each, wanted in self._settings.items():
-                each.run_within(functools.partial(self._enter, wanted))
+    def _start_session(self, session: Session, state: ThreadState) -> None:
+        self.doorbell.consumed -= 1  # `add` has posted the doorbell once, without a message
+        equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
+        self._thread_states[session] = own = equal or _SharedThreadState(state)
+        self.sessions = (*self.sessions, session)
+        if self._applied is None:
+            self._apply(own)
+        # Hooks cost time in every task, so they are set only once there are graphs of different settings.
+        if any(shared is not own for shared in self._thread_states.values()):
+            for each, shared in self._thread_states.items():
+                each.call_before_user_code(functools.partial(self._apply, shared))
 
-    def _enter(self, settings: _Settings) -> None:
-        """Make the thread's settings these. Nothing to do as long as graphs of the same settings run."""
-        current = self._current
-        if current is settings:
+    def _apply(self, shared: _SharedThreadState) -> None:
+        """Give the loop's thread these settings. Does nothing if they are in effect."""
+        applied = self._applied
+        if applied is shared:
             return
-        if current is not None:
-            current.now = context.read()
-        context.adopt(settings.now)
-        self._current = settings
+        if applied is not None:
+            applied.latest = thread_state.capture()
+        thread_state.apply(shared.latest)
+        self._applied = shared
 
-    def _serve(self) -> None:
-        bell = self.bell.address
+    def _run(self) -> None:
+        doorbell = self.doorbell
         while True:
-            if (self._arriving or not self._residences) and not self._live_on():
+            if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
-            moved = False
-            for residence in self._residences:
+            busy = False
+            for session in self.sessions:
                 try:
-                    moved |= residence.advance()
-                except BaseException as error:  # whatever it is, it costs this graph its life, not others theirs
-                    log.exception("graph %s in %s", residence.name, residence.who)
-                    self._give_up(residence, error)
-                if residence.over:
-                    self._dismiss(residence)
-                    moved = True
-            if moved:
-                self._busy += 1
-                if self._busy % LOOK_UP_EVERY == 0 and time.monotonic() >= self._look_up_at:
-                    self._look_up()
+                    busy |= session.advance()
+                except BaseException as error:  # SystemExit included: any exception ends only this graph
+                    log.exception("graph %s in %s", session.name, session.actor_name)
+                    self._fail(session, error)
+                if session.lifecycle.state is not State.RUNNING:
+                    self._remove(session)
+                    busy = True
+            if busy:
+                self._busy_rounds += 1
+                if self._busy_rounds % ROUNDS_PER_CLOCK_READ == 0 and time.monotonic() >= self._next_owner_check:
+                    self._check_owners()
                 continue
-            if self._settle():
+            if doorbell.absorb(sum(session.messages_read for session in self.sessions)):
                 continue
-            limit_s = LOOK_EVERY_S if any(residence.impatient for residence in self._residences) else LOOK_UP_S
-            if self._waiter.wait(bell, limit_s):
-                self._rung += 1
-            if time.monotonic() >= self._look_up_at:
-                self._look_up()
+            polls = any(session.needs_polling for session in self.sessions)
+            doorbell.wait(POLL_INTERVAL_S if polls else OWNER_CHECK_S)
+            if time.monotonic() >= self._next_owner_check:
+                self._check_owners()
 
-    def _give_up(self, residence: Residence, error: BaseException) -> None:
-        """End one graph. Whatever fails on the way: this thread serves the others."""
+    def _fail(self, session: Session, error: BaseException) -> None:
+        """End one graph because of an error. Never raises: this thread serves the other graphs too."""
         try:
-            residence.give_up(error)
+            session.fail(error)
         except BaseException:
-            log.exception("graph %s in %s could not tell its driver that it ends", residence.name, residence.who)
-        residence.over = True
+            log.exception("graph %s in %s could not report its error", session.name, session.actor_name)
+        session.lifecycle.advance(Event.LEAVE)
 
-    def _settle(self) -> bool:
-        """Take the rings of messages that were found without waiting. True if there were any: then look again, for a
-        ring may have been that of a message not seen yet."""
-        taken = sum(residence.taken for residence in self._residences)
-        found = False
-        while self._rung < taken and not try_wait(self.bell.address):
-            self._rung += 1
-            found = True
-        return found
-
-    def _live_on(self) -> bool:
-        """Let new graphs in; False, and the thread is gone for the next `adopt`, when there is none left."""
+    def _start_sessions(self) -> bool:
+        """Start arrived sessions. Return False, after which `add` starts a new thread, if there is no session left."""
         with self._lock:
             while self._arriving:
                 self._arriving.popleft()()
-            if self._residences:
+            if self.sessions:
                 return True
-            self._current = None  # the next thread has the system's settings
+            self._applied = None  # the next thread has default settings
             self._thread = None
             return False
 
-    def _look_up(self) -> None:
-        self._look_up_at = time.monotonic() + LOOK_UP_S
-        for residence in self._residences:
-            if residence.orphaned():
-                log.warning("the owner of graph %s, %s, is gone: leaving it", residence.name, residence.owner_who)
-                self._dismiss(residence)
+    def _check_owners(self) -> None:
+        self._next_owner_check = time.monotonic() + OWNER_CHECK_S
+        for session in self.sessions:
+            session.check_owner()
+            if session.lifecycle.state is State.ORPHANED:
+                self._remove(session)
 
-    def _dismiss(self, residence: Residence) -> None:
-        self._residences = tuple(other for other in self._residences if other is not residence)
-        self._rung -= residence.taken
-        del self._settings[residence]
-        residence.close()
+    def _remove(self, session: Session) -> None:
+        if session.lifecycle.state is State.ORPHANED:
+            log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
+        self.sessions = tuple(other for other in self.sessions if other is not session)
+        self.doorbell.consumed -= session.messages_read
+        del self._thread_states[session]
+        session.close()
 
 
-class Watched:
-    """Whether another process of this host still lives: a pidfd, which cannot be mistaken for a later process."""
+class OwnerWatch:
+    """Check whether a driver on this host still runs. Uses a pidfd, which a later process cannot take over."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -217,35 +213,36 @@ class Watched:
                 self._poll = select.poll()
                 self._poll.register(self._fd, select.POLLIN)
 
-    def gone(self) -> bool:
-        """False for a process that cannot be watched from here: the link to it says when it ends."""
+    def ended(self) -> bool:
+        """Return True if the process has ended; False for one that cannot be watched (its link notices the end)."""
         if self._poll is None:
             return False
         return bool(self._poll.poll(0)) or not alive(self._place)
 
     def close(self) -> None:
+        """Close the pidfd. A second call does nothing."""
         fd, self._fd, self._poll = self._fd, None, None
         if fd is not None:
             os.close(fd)
 
 
-_lane: Lane | None = None
-_making = threading.Lock()
+_loop: GraphLoop | None = None
+_creating = threading.Lock()
 
 
-def lane() -> Lane:
-    """This process's lane."""
-    global _lane
-    with _making:
-        if _lane is None:
-            _lane = Lane()
-        return _lane
+def graph_loop() -> GraphLoop:
+    """Return the graph loop of this process, which is created by the first call."""
+    global _loop
+    with _creating:
+        if _loop is None:
+            _loop = GraphLoop()
+        return _loop
 
 
 def _after_fork() -> None:
-    """A forked child has no lane: the thread, and the doorbell that others know, are its parent's."""
-    global _lane
-    _lane = None
+    """Forget the loop in a forked child: its thread, and the doorbell that writers know, are the parent's."""
+    global _loop
+    _loop = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,5 +1,7 @@
-"""What one actor is told of a graph, and what it answers. Pure records; they travel by cloudpickle, because constants
-of a graph may be anything that an argument of an ordinary call may be."""
+"""Records that the driver sends to an actor to run its share of a graph, and the actor's first answer. Pure.
+
+The records travel by cloudpickle, because constants of a graph may be anything that an ordinary call accepts.
+"""
 
 from __future__ import annotations
 
@@ -8,140 +10,76 @@ from dataclasses import dataclass, replace
 
 from raylane.core.place import Place
 from raylane.graph.channels.ring import RingSpec
+from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec
 from raylane.graph.plan.ir import Plan
-from raylane.transport.source import Source
 
 HOST_VARIABLE = "RAYLANE_HOST"
-"""Processes with different values of this environment variable are treated as if on different hosts: for containers
-that share a kernel but not /proc, and for tests."""
+"""Environment variable whose values separate hosts.
+
+Processes with different values are treated as if on different hosts: for containers that share a kernel but not /proc,
+and for tests.
+"""
 CONTROL_SLOTS = 4
-"""Orders to one actor that may be unanswered."""
+"""Maximum number of unanswered orders to one actor."""
 TROUBLE, EXITED = "trouble", "exited"
-"""The words of reports that answer no question: the lane cannot go on with the graph; a method has ended its actor."""
+"""Names of reports that answer no order: a defect has ended the graph in the actor; a method has exited the actor."""
 
 
 def report_slots(max_inflight: int) -> int:
-    """Slots of the line from an actor to the driver: answers, one failure for each execution in flight, two last words.
+    """Return the slots of the channel for reports: answers, one failure for each execution in flight, two last reports.
 
-    The failure of an execution is read before the execution is over: it is written before the messages that the failed
-    call owes, and these are read last."""
+    Failures cannot overrun the channel. An actor reports the failure of an execution before it writes the messages that
+    the failed call owes, and the driver reads those last: so it reads the report before the execution ends.
+    """
     return CONTROL_SLOTS + max_inflight + 2
 
 
 @dataclass(frozen=True)
-class Hello:
-    """An actor's answer to the first question of `compile`."""
+class ActorInfo:
+    """Facts about an actor that the driver needs to plan channels."""
 
     place: Place
-    who: str
-    bell: str
-    """Path of its doorbell."""
+    name: str
+    """Description of the actor for messages."""
+    doorbell: str
+    """Path of the doorbell's segment."""
     host: str
-    """RAYLANE_HOST of its environment: processes with different values are on different hosts."""
+    """Value of RAYLANE_HOST in the actor's environment."""
     gpus: bool
-    """Whether torch there sees a GPU."""
-
-
-@dataclass(frozen=True)
-class Outbound:
-    """How a member sends along one edge: into a ring of its own host, over hops to others, or both."""
-
-    ring: RingSpec | None
-    bells: tuple[str, ...]
-    hops: tuple[tuple[int, int], ...] = ()
-    """Member and level of each."""
-
-
-@dataclass(frozen=True)
-class Directions:
-    """What every process of a graph that spans hosts knows of it."""
-
-    key: bytes
-    """Names the graph to listeners."""
-    member: int
-    names: tuple[str, ...]
-    """How messages call each member."""
-    alarm: int
-    """The channel over which a member tells the driver why it gave up."""
-    timeout_s: float | None
-    max_lent_bytes: int
-
-
-@dataclass(frozen=True)
-class RingOrder:
-    """A ring that this process shall make, because it writes it."""
-
-    channel: int
-    readers: tuple[str, ...]
-    slots: int
-
-
-@dataclass(frozen=True)
-class Relayed:
-    """A channel that arrives over a hop, and where this process passes its messages on."""
-
-    channel: int
-    source: tuple[int, int]
-    """Member and level of the hop."""
-    onward: Outbound
-    slots: int
-
-
-@dataclass(frozen=True)
-class Posting:
-    """The first part of what a member of a graph that spans hosts is told: what to have ready."""
-
-    directions: Directions
-    peers: tuple[tuple[int, int], ...]
-    """Who will connect: member and level."""
-    rings: tuple[RingOrder, ...]
-    relayed: tuple[Relayed, ...]
-
-
-@dataclass(frozen=True)
-class Posted:
-    """The answer to a `Posting`."""
-
-    source: Source
-    rings: Mapping[int, RingSpec]
-    """By channel."""
-
-
-@dataclass(frozen=True)
-class HopTo:
-    member: int
-    level: int
-    source: Source
+    """True if torch is loaded in the actor and sees a GPU."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One member's share of a graph."""
+    """Share of one member in a graph."""
 
     graph: str
     member: int
     plan: Plan
     owner: Place | None
-    """Its place if it is of this host: else a hop tells when it is gone."""
-    owner_who: str
+    """Place of the driver if it runs on the same host; otherwise a link notices that the driver has ended."""
+    owner_name: str
     inbound: Mapping[int, tuple[RingSpec, int]]
-    """Edge to its ring here and this member's index among the readers."""
-    outbound: Mapping[int, Outbound]
-    control: tuple[RingSpec, int]
-    report: Outbound
+    """Ring on this host and this member's index among its readers, by edge."""
+    outbound: Mapping[int, OutboundSpec]
+    """Sending end of each edge that this member writes."""
+    orders: tuple[RingSpec, int]
+    """Ring of the driver's orders and this member's index among its readers."""
+    reports: OutboundSpec
+    """Sending end of the channel for answers and failures."""
+    reports_channel: int
     max_inflight: int
     timeout_s: float | None
     max_lent_bytes: int
     exclusive: bool
     wake: tuple[int, int] | None
-    """Process and descriptor of the eventfd that wakes the driver's asyncio loop, if the driver is of this host."""
-    report_channel: int
-    directions: Directions | None = None
-    """If this member sends to other hosts or hears from them."""
-    hops: tuple[HopTo, ...] = ()
-    """Connections to open."""
+    """(pid, file descriptor) of the eventfd that wakes the driver's asyncio loop, if the driver is on the same host."""
+    network: NetworkSpec | None = None
+    """Set if this member sends to other hosts or receives from them."""
+    links: tuple[LinkSpec, ...] = ()
+    """Links that this member opens."""
 
 
-def only(plan: Plan, member: int) -> Plan:
-    """The plan without the arguments of other members' tasks: constants go only where they are used."""
+def share_of(plan: Plan, member: int) -> Plan:
+    """Return the plan without the arguments of other members' tasks: constants travel only to where they are used."""
     return replace(plan, tasks=tuple(t if t.member == member else replace(t, args=(), kwargs=()) for t in plan.tasks))

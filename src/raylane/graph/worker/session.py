@@ -1,14 +1,17 @@
-"""One graph's stay in one actor: opens its channels, runs its tasks (`resident`), obeys its owner, lets go at the end.
+"""Session of one graph in one actor: opens the channels, runs the `Executor`, answers the driver's orders, cleans up.
 
-The owner speaks over a control ring of the graph's own, because an ordinary call to the actor would wait for whatever
-the actor does at the moment. Made by `enter`, which an ordinary call runs on the actor's own thread; from then on the
-lane's thread is the only user.
+The driver sends orders over a control channel of the graph's own, because an ordinary call to the actor would wait for
+the method that the actor runs at that moment:
+
+    driver  --orders ring-->   session: "stats", "trace", "close"
+    driver  <--reports ring--  session: answers, failures of executions, defects, the exit of the actor
+
+Created by `bootstrap.join_graph`, on the actor's own thread; from then on only the graph loop's thread uses it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -17,273 +20,201 @@ from typing import Any
 from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import here
 from raylane.core.semaphore import Segment, try_wait
-from raylane.errors import GraphError, GraphPlanError
+from raylane.errors import GraphError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import Writer
-from raylane.graph.channels.peer_network import Station, open_shared
+from raylane.graph.channels.peer_network import PeerNetwork, open_shared
 from raylane.graph.channels.ring import WAKE, RingReader, RingSpec, RingWriter
+from raylane.graph.channels.specs import OutboundSpec
+from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan.ir import DRIVER
-from raylane.graph.values import message as m
-from raylane.graph.worker import exclusive as guard
-from raylane.graph.worker import loop as lane
-from raylane.graph.worker import thread_state as context
-from raylane.graph.worker.executor import Resident
-from raylane.graph.worker.program import (
-    CONTROL_SLOTS,
-    EXITED,
-    HOST_VARIABLE,
-    TROUBLE,
-    Hello,
-    Outbound,
-    Posted,
-    Posting,
-    Program,
-)
-from raylane.transport import endpoint as endpoints
+from raylane.graph.values import message as messages
+from raylane.graph.worker import exclusive
+from raylane.graph.worker.executor import Executor
+from raylane.graph.worker.loop import OwnerWatch, graph_loop
+from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program
 
-ANSWER_BYTES = 64 << 20
-ORDERS_EVERY = 64
-"""Tasks that may run one after the other before the owner is heard."""
-
-log = logging.getLogger("raylane.graph")
+MAX_ANSWER_BYTES = 64 << 20
+TASKS_PER_ORDER_CHECK = 64
+"""Number of tasks in a row after which the session looks for orders although there are more tasks to run."""
 
 
-class Residence:
-    """See above. `over` is set when the graph shall leave the lane."""
+class Session:
+    """One graph in this actor. `lifecycle` leaves RUNNING when the loop must remove it."""
 
-    def __init__(self, program: Program, instance: Any, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        instance: Any,
+        loop: asyncio.AbstractEventLoop | None,
+        network: PeerNetwork | None,
+    ) -> None:
+        """Open all channels. `loop` is that of an asyncio actor; `network` exists if the graph spans hosts."""
         self.name = program.graph
-        self.who = _ray.describe_self()
-        self.owner_who = program.owner_who
-        self.over = False
-        self._undisturbed = 0
-        """Tasks since the last look for orders."""
-        self._guarded = instance if program.exclusive else None
-        self._station = _stations.pop(program.graph, None)
-        """This actor's connections to other hosts, if it has any."""
-        if self._station is not None:
-            self._station.connect(program.hops, Deadline(program.timeout_s))
-        # The owner admits an execution when the one `max_inflight` before it was read by everybody.
+        self.actor_name = _ray.describe_self()
+        self.owner_name = program.owner_name
+        self._network = network
+        self.lifecycle = Lifecycle() if network is None else network.lifecycle
+        self._tasks_since_order_check = 0
+        self._exclusive_instance = instance if program.exclusive else None
+        if network is not None:
+            network.connect(program.links, Deadline(program.timeout_s))
+        # The driver admits an execution only when the one `max_inflight` before it was read by every reader.
         read_within = program.max_inflight * len(program.outbound)
-        self._pool = LeasePool(program.max_lent_bytes, program.timeout_s, read_within, waits=False)
+        self._pool = LeasePool(
+            program.max_lent_bytes, program.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
+        )
         self._leases = LeaseReader()
         self._segments: dict[str, Segment] = {}
+        """Opened segments of rings by path: one segment holds all rings that a process has created."""
         self._wake_fd: int | None = None
-        self._encoder = m.Encoder()
-        self._reports = 0
-        self._control = self._reader(*program.control)
-        limit_bytes = max(program.max_lent_bytes, ANSWER_BYTES)  # a trace may be larger than what an edge may lend
-        answers = LeasePool(limit_bytes, program.timeout_s)  # these are no part of an execution
-        self._report = self._writer(program.report, program.report_channel, CONTROL_SLOTS, answers)
+        self._encoder = messages.Encoder()
+        self._reports_sent = 0
+        self._orders = self._reader(*program.orders)
+        # Answers are no part of an execution, and a trace may be larger than what an edge may lend.
+        answers = LeasePool(max(program.max_lent_bytes, MAX_ANSWER_BYTES), program.timeout_s, lifecycle=self.lifecycle)
+        self._reports = self._writer(program.reports, program.reports_channel, CONTROL_SLOTS, answers)
         readers = {edge: self._reader(spec, index) for edge, (spec, index) in program.inbound.items()}
-        writers = {
+        self._writers = {
             edge: self._writer(out, edge, program.max_inflight, self._pool) for edge, out in program.outbound.items()
         }
-        self._to_driver = [
-            w for edge, w in writers.items() if DRIVER in program.plan.edges[edge].readers and isinstance(w, RingWriter)
-        ]
-        """Over a hop the driver's own thread wakes it."""
-        if isinstance(self._report, RingWriter):
-            self._to_driver.append(self._report)
-        self._writers = writers
-        self.resident = Resident(
+        self._executor = Executor(
             program.plan,
             program.member,
             instance,
             readers,
-            {edge: writer.write for edge, writer in writers.items()},
+            {edge: writer.write for edge, writer in self._writers.items()},
             loop=loop,
-            guard=lane.lane().exclusive if program.exclusive else None,
-            exit=self._exit,
-            tell=self._tell,
+            lock=graph_loop().exclusive if program.exclusive else None,
+            on_exit=self._report_exit,
+            on_failure=self._report_failure,
             timeout_s=program.timeout_s,
         )
-        # Last, when nothing can fail any more: these are descriptors, and nobody closes a residence that was not made.
-        self._owner = None if program.owner is None else lane.Watched(program.owner)
-        self.wake_refused = None if program.wake is None else self._learn_to_wake(*program.wake)
-        """Why this process cannot wake the driver's asyncio loop, if so."""
+        # Last, when nothing can fail any more: these are descriptors, and a session that was not created is not closed.
+        self._owner = None if program.owner is None else OwnerWatch(program.owner)
+        self.wake_refused = None if program.wake is None else self._fetch_wake_fd(program, *program.wake)
+        """Reason why this process cannot wake the driver's asyncio loop; None if it can."""
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
-        return RingReader(self._opened(spec.path), spec, index, self._leases)
+        return RingReader(self._open(spec.path), spec, index, self._leases)
 
-    def _opened(self, path: str) -> Segment:
-        """A segment of rings, of which there is one for all rings that a process has made."""
+    def _open(self, path: str) -> Segment:
         if path not in self._segments:
-            self._segments[path] = open_shared(path, self.owner_who)
+            self._segments[path] = open_shared(path, self.owner_name)
         return self._segments[path]
 
-    def _writer(self, out: Outbound, channel: int, slots: int, pool: LeasePool) -> Writer:
-        """A ring's own writer where no message leaves this host: then nothing stands between."""
+    def _writer(self, out: OutboundSpec, channel: int, slots: int, pool: LeasePool) -> Writer:
+        """Return the writer of a channel: the ring's own writer where no message leaves this host."""
         own = None
         if out.ring is not None:
-            bells = [open_shared(path, who) for path, who in zip(out.bells, out.ring.readers, strict=True)]
-            own = RingWriter(self._opened(out.ring.path), out.ring, bells, pool)
-        if self._station is not None and out.hops:
-            return self._station.writer(own, channel, out.hops, slots)
+            doorbells = [open_shared(path, name) for path, name in zip(out.doorbells, out.ring.readers, strict=True)]
+            own = RingWriter(self._open(out.ring.path), out.ring, doorbells, pool)
+        if self._network is not None and out.links:
+            return self._network.writer(own, channel, out.links, slots)
         assert own is not None
         return own
 
-    @property
-    def taken(self) -> int:
-        return self.resident.taken + self._control.sequence
+    def _fetch_wake_fd(self, program: Program, pid: int, fd: int) -> str | None:
+        """Fetch the driver's eventfd and give it to all writers to the driver. Return the reason if that fails."""
+        try:
+            self._wake_fd = wake.fetch(pid, fd)
+        except OSError as error:
+            return str(error)
+        to_driver = [w for edge, w in self._writers.items() if DRIVER in program.plan.edges[edge].readers]
+        for writer in (*to_driver, self._reports):
+            if isinstance(writer, RingWriter):  # messages over a link: the driver's receiver writes the eventfd
+                writer.wake_fd = self._wake_fd
+        return None
 
     @property
-    def impatient(self) -> bool:
-        """See `lane.Residence`."""
-        return self.resident.lacks_memory
+    def messages_read(self) -> int:
+        """Number of messages that this graph has read, orders included."""
+        return self._executor.messages_read + self._orders.sequence
 
-    def run_within(self, enter: Callable[[], None]) -> None:
-        """See `lane.Residence`."""
-        self.resident.enter = enter
+    @property
+    def needs_polling(self) -> bool:
+        """True while a message waits for memory."""
+        return self._executor.needs_polling
+
+    @property
+    def network(self) -> PeerNetwork | None:
+        """Connections to other hosts, if the graph spans hosts."""
+        return self._network
+
+    def call_before_user_code(self, hook: Callable[[], None]) -> None:
+        """Call `hook` before any code of the actor runs for this graph."""
+        self._executor.before_user_code = hook
 
     def advance(self) -> bool:
-        """Run at most one task, or obey. False if there was nothing to do."""
-        if self.resident.advance():
-            self._undisturbed += 1
-            if self._undisturbed < ORDERS_EVERY:
+        """Run at most one task, or obey one order. Return False if there was nothing to do."""
+        if self._executor.advance():
+            self._tasks_since_order_check += 1
+            if self._tasks_since_order_check < TASKS_PER_ORDER_CHECK:
                 return True
-        self._undisturbed = 0
-        if try_wait(self._control.full):
+        self._tasks_since_order_check = 0
+        if try_wait(self._orders.full):
             return False
         self._obey()
         return True
 
     def _obey(self) -> None:
-        (word,) = pickle.loads(self._control.take().body)
-        if word == "close":
-            self.over = True
+        (order,) = pickle.loads(self._orders.take().body)
+        if order == "close":
+            self.lifecycle.advance(Event.LEAVE)
             answer: Any = None
-        elif word == "stats":
+        elif order == "stats":
             sent = {edge: writer.bytes for edge, writer in self._writers.items()}
-            lent = self._pool.lent_bytes() + (0 if self._station is None else self._station.lent_bytes())
-            answer = self.resident.stats() | {"sent_bytes": sent, "lent_bytes": lent}
-        elif word == "trace":
-            answer = list(self.resident.records)
+            leased = self._pool.leased_bytes() + (0 if self._network is None else self._network.leased_bytes())
+            answer = self._executor.stats() | {"sent_bytes": sent, "lent_bytes": leased}
+        elif order == "trace":
+            answer = list(self._executor.records)
         else:
-            answer = GraphError(f"{self.who} does not know the order {word!r}")
-        self._send_report(word, answer)
+            answer = GraphError(f"{self.actor_name} does not know the order {order!r}")
+        self._report(order, answer)
 
-    def _send_report(self, word: str, answer: Any, flags: int = 0) -> None:
-        self._report.write(self._reports, self._encoder.encode((word, answer)), flags)
-        self._reports += 1
+    def _report(self, name: str, answer: Any, flags: int = 0) -> None:
+        self._reports.write(self._reports_sent, self._encoder.encode((name, answer)), flags)
+        self._reports_sent += 1
 
-    def _tell(self, execution: int, error: m.Message, flags: int) -> None:
-        """See `Resident`. Over a hop not by the line: its messages and those of the edges may overtake one another, and
-        the ring of the line would be overrun."""
-        told = m.Message(m.ERROR, pickle.dumps((execution, bytes(error.body)), 5))
-        if isinstance(self._report, RingWriter):
-            self._report.write(self._reports, told, flags & WAKE)
-            self._reports += 1
-        elif self._station is not None:
-            self._station.tell_driver(told)
+    def _report_failure(self, execution: int, error: messages.Message, flags: int) -> None:
+        """Report to the driver that an execution fails.
 
-    def _exit(self) -> None:
-        """A method has asked for its actor to end, which takes Ray seconds: the driver is told at once."""
-        self._send_report(EXITED, None, WAKE)
+        A driver on another host gets the report over the channel for alarms: messages of edges and of the reports
+        channel may overtake one another there, and the reports ring would be overrun.
+        """
+        report = messages.Message(messages.ERROR, pickle.dumps((execution, bytes(error.body)), 5))
+        if isinstance(self._reports, RingWriter):
+            self._reports.write(self._reports_sent, report, flags & WAKE)
+            self._reports_sent += 1
+        elif self._network is not None:
+            self._network.report(report)
+
+    def _report_exit(self) -> None:
+        """Report that a method has exited the actor, then exit: Ray takes seconds, the driver should not wait."""
+        self._report(EXITED, None, WAKE)
         _ray.exit_this_actor()
 
-    def _learn_to_wake(self, pid: int, fd: int) -> str | None:
-        """Get hold of the owner's eventfd. Return the reason if the kernel says no."""
-        try:
-            self._wake_fd = wake.fetch(pid, fd)
-        except OSError as error:
-            return str(error)
-        for writer in self._to_driver:
-            writer.wake_fd = self._wake_fd
-        return None
+    def fail(self, error: BaseException) -> None:
+        """End the graph because of a defect of raylane or of this machine; report the reason to the driver."""
+        self.lifecycle.advance(Event.LEAVE)
+        self._report(TROUBLE, f"{self.actor_name} cannot continue with the graph: {messages.error_text(error)}")
 
-    def give_up(self, error: BaseException) -> None:
-        """A defect of ours, or of this machine: tell the owner, and leave."""
-        self.over = True
-        text = f"{self.who} could not go on with the graph: {m.shown(error)}"
-        self._send_report(TROUBLE, text)
-
-    def orphaned(self) -> bool:
-        if self._station is not None and self._station.owner_gone:
-            return True
-        return self._owner is not None and self._owner.gone()
+    def check_owner(self) -> None:
+        """Advance the lifecycle to ORPHANED if the driver on this host has ended."""
+        if self._owner is not None and self._owner.ended():
+            self.lifecycle.advance(Event.OWNER_GONE)
 
     def close(self) -> None:
-        """Let go of everything. What readers still hold of lent memory stays valid."""
-        self._pool.closed = True
-        self.resident.leave()
+        """Release everything. Leased memory stays valid for the readers that keep it."""
+        self.lifecycle.advance(Event.CLOSE)
+        self._executor.close()
         if self._owner is not None:
             self._owner.close()
-        if self._station is not None:
-            self._station.close()
+        if self._network is not None:
+            self._network.close()
         fd, self._wake_fd = self._wake_fd, None
         if fd is not None:
             os.close(fd)
-        if self._guarded is not None:
-            guard.leave(self._guarded)
-
-
-# What `compile` runs in an actor, on its own thread.
-
-
-def hello(instance: Any) -> Hello:
-    """Who and where this actor is. Makes its lane, which does not run yet."""
-    torch = context.loaded("torch")
-    return Hello(
-        place=here(),
-        who=_ray.describe_self(),
-        bell=lane.lane().bell.path,
-        host=os.environ.get(HOST_VARIABLE, ""),
-        gpus=torch is not None and torch.cuda.is_available(),
-    )
-
-
-_stations: dict[str, Station] = {}
-"""By graph, between `post` and `enter`. Touched by ordinary calls of the actor only."""
-
-
-def post(instance: Any, graph: str, posting: Posting) -> Posted:
-    """Make this actor's share of the rings, and expect connections of a graph that spans hosts."""
-    for old, found in list(_stations.items()):
-        if found.stale():
-            abandon(instance, old)
-    station = Station(posting.directions)
-    try:
-        rings = station.post(posting)
-        source = endpoints.endpoint().source()
-    except BaseException:
-        station.close()
-        raise
-    _stations[graph] = station
-    return Posted(source, rings)
-
-
-def abandon(instance: Any, graph: str) -> None:
-    """The compilation failed: undo `post`, if `enter` was not reached."""
-    station = _stations.pop(graph, None)
-    if station is not None:
-        station.close()
-
-
-def enter(instance: Any, packed: bytes) -> str | None:
-    """Take part in a graph from now on. Return why this process cannot wake the driver's asyncio loop, if so.
-    GraphPlanError if a method is missing or cannot be used."""
-    program: Program = pickle.loads(packed)
-    loop = _ray.actor_loop()
-    if program.exclusive and loop is not None:
-        raise GraphPlanError(
-            f"exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave by design; "
-            "use an asyncio.Lock in its methods"
-        )
-    if program.directions is not None and program.graph not in _stations:
-        raise GraphPlanError(f"{_ray.describe_self()} came too late: the compilation was given up")
-    station = _stations.get(program.graph)
-    if program.exclusive:
-        guard.enter(instance, lane.lane().exclusive)
-    try:
-        residence = Residence(program, instance, loop)
-    except BaseException:
-        if program.exclusive:
-            guard.leave(instance)
-        if station is not None:
-            station.close()
-        raise
-    lane.lane().adopt(residence, context.read())
-    return residence.wake_refused
+        if self._exclusive_instance is not None:
+            exclusive.remove_graph(self._exclusive_instance)

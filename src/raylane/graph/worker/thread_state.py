@@ -1,8 +1,8 @@
-"""The thread-local settings that code of a method may depend on: read on one thread, made so on another.
+"""Thread-local settings of torch and NumPy: captured on one thread, applied on another.
 
-An actor's `__init__` often switches gradients off or sets a default device. A lane runs methods on a thread of its
-own, where those settings would be the defaults: so it takes over those of the actor's own thread, as they are when a
-graph is compiled. torch is looked at only if the process has imported it.
+An actor's `__init__` often switches gradients off or sets a default device. The graph loop runs methods on a thread of
+its own, where those settings would be the defaults: so it applies the settings that the actor's own thread has when a
+graph is compiled. torch is used only if the process has imported it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class ThreadContext:
-    """Settings of one thread. Empty when torch is not imported."""
+class ThreadState:
+    """Settings of one thread. Those of torch are defaults if torch is not imported."""
 
     grad: bool = True
     inference: bool = False
@@ -24,35 +24,37 @@ class ThreadContext:
     cuda_device: int | None = None
     num_threads: int | None = None
     autocast: tuple[tuple[str, bool, Any], ...] = ()
-    """(device type, enabled, dtype) for each."""
+    """(device type, enabled, dtype) for each device type."""
     errstate: dict[str, Any] | None = None
-    """NumPy's reactions to floating-point errors."""
+    """NumPy's handling of floating-point errors."""
     errcall: Any = None
-    """Whom NumPy calls where the reaction is "call"."""
+    """Function that NumPy calls where the handling is "call"."""
 
 
 _entered = threading.local()
-"""`modes`: what this thread has entered and not left, in order; dropping one would leave it."""
+"""`modes`: inference modes that this thread has entered and not left. A mode that is garbage would be left."""
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def loaded(name: str) -> Any:
-    """Return a module if this process has imported it, else None. Wait while another thread is importing it: until then
-    most of its names are missing."""
+    """Return a module if this process has imported it, else None.
+
+    Waits while another thread is importing the module: until then most of its names are missing.
+    """
     module = sys.modules.get(name)
     if module is not None and getattr(module.__spec__, "_initializing", False):
-        return importlib.import_module(name)  # waits for the lock of that module
+        return importlib.import_module(name)  # waits for the import lock of that module
     return module
 
 
-def read() -> ThreadContext:
-    """The calling thread's."""
+def capture() -> ThreadState:
+    """Return the settings of the calling thread."""
     numpy = loaded("numpy")
     errstate, errcall = (None, None) if numpy is None else (numpy.geterr(), numpy.geterrcall())
     torch = loaded("torch")
     if torch is None:
-        return ThreadContext(errstate=errstate, errcall=errcall)
-    return ThreadContext(
+        return ThreadState(errstate=errstate, errcall=errcall)
+    return ThreadState(
         grad=torch.is_grad_enabled(),
         inference=torch.is_inference_mode_enabled(),
         device=str(torch.get_default_device()),
@@ -67,31 +69,34 @@ def read() -> ThreadContext:
     )
 
 
-def adopt(context: ThreadContext) -> None:
-    """Make the calling thread's settings these, for good."""
+def apply(state: ThreadState) -> None:
+    """Give the calling thread these settings permanently."""
     numpy = loaded("numpy")
-    if numpy is not None and context.errstate is not None:
-        numpy.seterr(**context.errstate)
-        numpy.seterrcall(context.errcall)
+    if numpy is not None and state.errstate is not None:
+        numpy.seterr(**state.errstate)
+        numpy.seterrcall(state.errcall)
     torch = loaded("torch")
-    if torch is None or context.num_threads is None:
+    if torch is None or state.num_threads is None:
         return
-    if context.inference != torch.is_inference_mode_enabled():
-        _toggle_inference(torch, context.inference)
-    torch.set_grad_enabled(context.grad)
-    if context.device != str(torch.get_default_device()):
-        torch.set_default_device(context.device)
-    if context.cuda_device is not None:
-        torch.cuda.set_device(context.cuda_device)
-    if context.num_threads != torch.get_num_threads():
-        torch.set_num_threads(context.num_threads)
-    for device, enabled, dtype in context.autocast:
+    if state.inference != torch.is_inference_mode_enabled():
+        _toggle_inference(torch, state.inference)
+    torch.set_grad_enabled(state.grad)
+    if state.device != str(torch.get_default_device()):
+        torch.set_default_device(state.device)
+    if state.cuda_device is not None:
+        torch.cuda.set_device(state.cuda_device)
+    if state.num_threads != torch.get_num_threads():
+        torch.set_num_threads(state.num_threads)
+    for device, enabled, dtype in state.autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
 
 
 def _toggle_inference(torch: Any, wanted: bool) -> None:
-    """Leave the mode that was entered last, which restores the opposite; where there is none, enter one."""
+    """Switch inference mode by leaving the mode that was entered last, or by entering one if there is none.
+
+    torch has no function that sets the mode: it is a context manager, and leaving it restores the opposite.
+    """
     modes = _entered.__dict__.setdefault("modes", [])
     if modes:
         modes.pop().__exit__(None, None, None)

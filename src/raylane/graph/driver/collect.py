@@ -1,0 +1,400 @@
+"""Collection of results: reads the messages of all executions, completes results, notices the end of the graph.
+
+The driver has no thread for this. Of all threads that wait for results one is the *leader* and reads messages for all;
+the others are *followers* and sleep until the leader notifies them. An event loop reads messages when its eventfd
+becomes readable:
+
+    leader:     take the collect lock -> read all messages that are here -> own result done? return
+                                      -> wait for the doorbell, again
+    follower:   sleep on a condition until results are done or the leader has left -> own result done? return
+                                      -> else try to become the leader
+    asyncio:    take the collect lock if it is free, read all messages; else the leader notifies the loop at its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from raylane.core.deadline import Deadline
+from raylane.core.semaphore import post, try_wait
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
+from raylane.graph.channels.lease import SegmentGone
+from raylane.graph.channels.ring import RingReader
+from raylane.graph.driver.asyncio_bridge import AsyncioBridge
+from raylane.graph.driver.completion import complete_result
+from raylane.graph.driver.connections import Connections
+from raylane.graph.driver.executions import Executions
+from raylane.graph.driver.locks import RecoverableLock
+from raylane.graph.driver.result import GraphResult
+from raylane.graph.lifecycle import Event
+from raylane.graph.plan.ir import Plan, Ref
+from raylane.graph.values import message as messages
+from raylane.graph.values.failures import Failure
+from raylane.graph.values.message import ERROR, NOTHING, VALUE
+
+CHECK_S = 1.0
+"""Seconds between two checks of a sleeping thread for the end of the graph and for orphaned locks."""
+
+
+class _CollectedEdge:
+    """One edge into the driver."""
+
+    __slots__ = ("bytes", "full", "reader", "value")
+
+    def __init__(self, reader: RingReader, value: int) -> None:
+        self.reader = reader
+        self.full = reader.full
+        self.value = value
+        self.bytes = 0
+
+
+class Collector:
+    """Collection half of a compiled graph. Thread-safe. Results hold it, so it lives as long as one is pending."""
+
+    def __init__(self, plan: Plan, connections: Connections, executions: Executions, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._plan = plan
+        self._connections = connections
+        self._control = connections.control
+        self._doorbell = connections.doorbell
+        self._lifecycle = connections.lifecycle
+        self._executions = executions
+        self._lock = RecoverableLock()
+        """Held by the leader. Guards the edges and `_messages_read`."""
+        self._edges = [_CollectedEdge(reader, plan.edges[edge].value) for edge, reader in connections.readers.items()]
+        self.edge_count = len(self._edges)
+        """Number of messages that complete one execution."""
+        self._fatal = plan.fatal_values
+        self._messages_read = 0
+        self._changed = threading.Condition()
+        """Notifies followers that results are done, or that the leader has left."""
+        self._followers = 0
+        self.bridge = AsyncioBridge(self._on_wake, timeout_s)
+        self._missed_wake = False
+        """True if the event loop was woken while another thread held the lock."""
+        self._output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
+        """Index of the value that is the whole output: the usual case."""
+        weak = weakref.ref(self)  # the watch must not keep the graph alive
+
+        def on_end(error: GraphError) -> None:
+            collector = weak()
+            if collector is not None:
+                collector.fail(error)
+
+        def on_failure(execution: int, body: Any) -> None:
+            collector = weak()
+            if collector is not None:
+                collector._executions.early_failures.append((execution, body))
+                collector.notify()
+
+        connections.watch(on_end, on_failure)
+        self.bridge.start(connections.wake_fd, connections.wake_refused)
+        # At garbage collection or exit the actors are told to leave, and nothing waits for them.
+        weakref.finalize(self, self.bridge.close)
+        weakref.finalize(self, connections.close, 0.0)
+
+    # Waiting
+
+    def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
+        """Wait until a result is done. Return False after the timeout.
+
+        Fast path: no other thread reads, and one doorbell post brings the result.
+        """
+        if timeout_s is not None and timeout_s < CHECK_S:
+            return self.collect_until(result._is_done, Deadline(timeout_s))
+        start = time.monotonic()
+        lock = self._lock
+        if lock.lock.acquire(False):
+            try:
+                lock.entries += 1
+                lock.held = True
+                # Check again with the lock: another leader may have completed the result since the caller looked, and
+                # then the doorbell may stay silent for a long time.
+                if not result._done:
+                    self._doorbell.wait(CHECK_S)
+                    self._read_all()
+            finally:
+                lock.held = False
+                lock.lock.release()  # before any other call: Ctrl-C is raised at calls
+                self._after_reading()
+            if result._done:
+                return True
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
+        return self.collect_until(result._is_done, Deadline(left))
+
+    def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
+        """Read messages, or wait while another thread does, until `ready()`. Return False after the deadline."""
+        lock = self._lock
+        while not ready():
+            if lock.lock.acquire(False):
+                try:
+                    lock.entries += 1
+                    lock.held = True
+                    self._lead(ready, deadline)
+                finally:
+                    lock.held = False
+                    lock.lock.release()  # before any other call: Ctrl-C is raised at calls
+                    self._after_reading()
+            else:
+                self._follow(ready, deadline)
+            left = deadline.left_s()
+            if left is not None and left <= 0:
+                return ready()
+        return True
+
+    def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+        doorbell = self._doorbell
+        while True:
+            if self._read_all() and self._followers:
+                self._notify_followers()
+            if ready():
+                return
+            left = deadline.left_s()
+            if left is not None and left <= 0:
+                return
+            expected = self._messages_read + self._control.messages_read
+            if doorbell.absorb(expected):
+                continue
+            if doorbell.consumed > expected:  # a post that belongs to no message of an edge: a report, or `notify`
+                reports = self._control.messages_read
+                self._poll_reports()
+                if self._control.messages_read > reports or self._executions.early_failures:
+                    continue
+                doorbell.consumed = self._messages_read + reports  # it was `notify`
+            if not doorbell.wait(CHECK_S if left is None else min(left, CHECK_S)):
+                self._poll_reports()
+
+    def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
+        with self._changed:
+            self._followers += 1
+            try:
+                # Check again under the condition's lock: a leader that saw no follower did not notify.
+                if not self._lock.lock.locked() or ready():
+                    return
+                left = deadline.left_s()
+                seen = self._lock.observe()
+                notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
+                if notified or (left is not None and left < CHECK_S):
+                    return
+                if self._lock.orphaned(seen):
+                    self._lock.reset()
+                    self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
+            finally:
+                self._followers -= 1
+
+    def _notify_followers(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _after_reading(self) -> None:
+        """Let other waiting threads and the event loop read, after the lock was released."""
+        if self._followers:
+            self._notify_followers()
+        if self._missed_wake:
+            self._missed_wake = False
+            self.bridge.notify()
+
+    def notify(self) -> None:
+        """Make all waiting threads and the event loop check again. From any thread."""
+        post(self._doorbell.address)
+        self.bridge.notify()
+
+    # Reading
+
+    def _poll_reports(self) -> None:
+        """Read reports of the actors: failed executions, and the reason if an actor has ended the graph."""
+        trouble = self._control.poll()
+        if trouble is not None:
+            self.fail(trouble)
+
+    def _read_all(self) -> bool:
+        """Read every message that is here; call with the lock held. Return True if a result was completed."""
+        executions = self._executions
+        if not executions.pending:
+            return False
+        completed = False
+        try:
+            for edge in self._edges:
+                while executions.pending and not try_wait(edge.full):
+                    completed |= self._read(edge)
+            if executions.early_failures:
+                completed |= self._fail_early()
+        except BaseException as error:
+            # Ctrl-C between a semaphore and its message: edges are no longer in step, so the graph must end.
+            self.fail(
+                GraphClosedError(f"reading results was interrupted: {messages.error_text(error, repr)}; compile again")
+            )
+            raise
+        if self._lifecycle.error is not None and executions.pending:
+            self._fail_pending(self._lifecycle.error)
+            completed = True
+        return completed
+
+    def _read(self, edge: _CollectedEdge) -> bool:
+        """Read one message of an edge. Return True if that completed a result."""
+        executions = self._executions
+        reader = edge.reader
+        result = executions.pending[reader.sequence - executions.completed]
+        self._messages_read += 1
+        values: Any = result._values
+        failure: BaseException | None = None
+        try:
+            kind, _, body, buffers, shared = reader.take()
+            if kind == VALUE and not buffers:
+                edge.bytes += len(body)
+                if not result._done:
+                    values[edge.value] = pickle.loads(body)
+            elif kind != NOTHING:
+                edge.bytes += len(body) + sum(len(buffer) for buffer in buffers)
+                if kind == ERROR:
+                    failure = self._decode_error(body)
+                elif not result._done:
+                    values[edge.value] = messages.decode(kind, body, buffers, shared=shared)
+        except SegmentGone:
+            failure = self._lost(reader.writer)
+        except Exception as error:
+            label = self._plan.source_label(edge.value)
+            failure = GraphValueError(f"{label} could not be unpickled by the driver: {messages.error_text(error)}")
+        failed_now = failure is not None and self._set_failure(result, edge.value, failure)
+        result._messages_left -= 1
+        if result._messages_left:
+            return failed_now
+        # Executions end in order: each edge delivers in order, so no later execution can be complete before this one.
+        executions.pending.popleft()
+        executions.completed += 1
+        executions.records.append((result.number, result.submitted_s, time.perf_counter()))
+        if self._output_value is not None and not result._done:
+            result.complete(values[self._output_value], None)
+        else:
+            complete_result(self._plan, result, values)
+        result.end()
+        if result._error is not None:
+            # Reports of this execution have arrived by now and must be read before the next execution is admitted:
+            # see `worker.program.report_slots`.
+            self._control.poll(all_channels=True)
+        return True
+
+    def _set_failure(self, result: GraphResult, value: int, error: BaseException) -> bool:
+        """Store an error in the place of a value. Return True if the result fails with it now."""
+        assert result._values is not None
+        result._values[value] = Failure(error)
+        if result._done or value not in self._fatal:
+            return False
+        result.fail(error)
+        return True
+
+    def _fail_early(self) -> bool:
+        """Fail the results whose failure actors have reported. Return True if there were any."""
+        executions = self._executions
+        found = False
+        while executions.early_failures:
+            execution, body = executions.early_failures.popleft()
+            index = execution - executions.completed
+            if 0 <= index < len(executions.pending) and not (result := executions.pending[index])._done:
+                result.fail(self._decode_error(body))
+                found = True
+        return found
+
+    def _decode_error(self, body: Any) -> BaseException:
+        error: BaseException = messages.decode(ERROR, body, ())
+        if type(error) is GraphActorDiedError:  # from an actor that could not open memory of a dead one
+            return self._lost(error.fields["member"])
+        return error
+
+    def _lost(self, member: int) -> GraphError:
+        """End the graph because memory of a member vanished, and return the error.
+
+        This may be the first sign of the member's death: the process watcher can be milliseconds behind.
+        """
+        error = self._connections.lost(member)
+        self.fail(error)
+        return error
+
+    # asyncio
+
+    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
+        """Return a future for a coroutine of this loop to await; None if a thread has to wait instead."""
+        return self.bridge.future(loop)
+
+    def _on_wake(self) -> None:
+        """Read messages on the event loop's thread. Never waits.
+
+        If another thread reads at the moment, it may already have passed the edge of the new message: it notifies the
+        event loop again when it has finished.
+        """
+        lock = self._lock
+        if not lock.lock.acquire(False):
+            self._missed_wake = True
+            # The other thread may have released the lock before it could see the flag.
+            if not lock.lock.acquire(False):
+                return
+        try:
+            lock.entries += 1
+            lock.held = True
+            self._read_all()
+            self._doorbell.absorb(self._messages_read + self._control.messages_read)
+            self._poll_reports()
+            if self._executions.early_failures:
+                self._read_all()
+        finally:
+            lock.held = False
+            lock.lock.release()  # before any other call: Ctrl-C is raised at calls
+            self._after_reading()
+
+    # Ending
+
+    def fail(self, error: GraphError) -> None:
+        """End the graph. Whichever thread reads next fails the pending results. From any thread or finalizer."""
+        self._lifecycle.advance(Event.FAIL, error)
+        self.notify()
+
+    def _fail_pending(self, error: BaseException) -> None:
+        executions = self._executions
+        while executions.pending:
+            result = executions.pending.popleft()
+            executions.completed += 1
+            if not result._done:
+                result.complete(None, error)
+            result.end()
+
+    def close(self, timeout_s: float) -> None:
+        """Fail the pending results of an ended graph and detach from asyncio. Waits at most `timeout_s` seconds."""
+        lock = self._lock.lock
+        if lock.acquire(timeout=timeout_s):
+            try:
+                self._read_all()
+            finally:
+                lock.release()
+        self._notify_followers()
+        self.bridge.close()
+
+    def disown(self) -> None:
+        """Fail pending results in a forked child without touching anything that is shared with the parent."""
+        self._lock.reset()
+        self._changed = threading.Condition()
+        self.bridge.disown()
+        executions = self._executions
+        while executions.pending:
+            result = executions.pending.popleft()
+            if not result._done:
+                result.complete(None, self._lifecycle.error)
+
+    # Inspection
+
+    def describe_wait(self, number: int) -> str:
+        """Return for messages which results of execution `number` have not arrived."""
+        late = [self._plan.source_label(edge.value) for edge in self._edges if edge.reader.sequence <= number]
+        return f"still waiting for {', '.join(late)}" if late else "its messages are being read"
+
+    def counters(self) -> dict[int, tuple[int, int]]:
+        """Return (messages, bytes) read so far, for each edge into the driver."""
+        return {
+            edge: (found.reader.sequence, found.bytes)
+            for edge, found in zip(self._connections.readers, self._edges, strict=True)
+        }

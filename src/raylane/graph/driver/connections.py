@@ -1,0 +1,161 @@
+"""The driver's ends of all channels of one graph, and its watch over the actors. Created by `deploy`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raylane import _ray
+from raylane.core import wake
+from raylane.core.deadline import Deadline
+from raylane.core.place import alive, here
+from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
+from raylane.graph.channels.doorbell import Doorbell
+from raylane.graph.channels.lease import LeasePool, LeaseReader
+from raylane.graph.channels.peer_link import Writer
+from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
+from raylane.graph.channels.receiver import JOIN_S
+from raylane.graph.channels.ring import RingReader
+from raylane.graph.driver.control import ControlChannels
+from raylane.graph.lifecycle import Event, Lifecycle
+from raylane.graph.plan import routing
+from raylane.graph.plan.ir import DRIVER, Edge, Plan
+from raylane.graph.plan.routing import CONTROL_LEVEL, Routes
+from raylane.graph.watch import Watch, watcher
+from raylane.graph.worker.program import ActorInfo
+
+EXIT_S = 1.0
+"""Seconds to wait for the end of a process whose memory has vanished: its files are closed a moment before."""
+
+
+class Connections:
+    """Channels of one graph, as the driver uses them."""
+
+    def __init__(self, plan: Plan, actors: Sequence[Any], infos: Sequence[ActorInfo]) -> None:
+        """Create without channels. `actors` and `infos` are those of members 1, 2, ..."""
+        self.plan = plan
+        self.actors = list(actors)
+        """Handles: a graph keeps its actors alive."""
+        self.infos = list(infos)
+        self.lifecycle = Lifecycle()
+        self.doorbell = Doorbell()
+        self.routes = Routes((), (), frozenset())
+        self.network: PeerNetwork | None = None
+        """Connections to other hosts, if the graph spans hosts."""
+        self.inputs: list[tuple[Writer, int]] = []
+        """(writer, value) of each edge that carries an input."""
+        self.readers: dict[int, RingReader] = {}
+        """Reading end of each edge that leads to the driver."""
+        self.pool: LeasePool | None = None
+        """Memory for inputs."""
+        self.leases = LeaseReader()
+        ids = [_ray.actor_id_of(actor) for actor in self.actors]
+        self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle)
+        self._watches: list[Watch] = []
+        self.wake_fd = wake.make()
+        """Eventfd that wakes the driver's asyncio loop; `AsyncioBridge` closes it."""
+        self.wake_refused: str | None = None
+        """Reason why an actor of this host cannot write to `wake_fd`; None if all can."""
+
+    def wake_from_receivers(self) -> None:
+        """Let the receivers of messages from other hosts write to the eventfd, as actors of this host do."""
+        for edge in self.readers:
+            route = self.routes.edges[edge]
+            if route.ring_readers(DRIVER) is not route.local:
+                assert self.network is not None
+                self.network.ring_writer(edge).wake_with(os.dup(self.wake_fd))
+
+    def describe_channels(self) -> dict[int, list[tuple[str, str]]]:
+        """Return [(kind, note)] for each edge, for `show` and `draw`."""
+        found = {}
+        for edge in self.plan.edges:
+            route = self.routes.edges[edge.index]
+            notes = [routing.note(route, self.plan.members), self._cuda_note(edge)]
+            found[edge.index] = [(routing.kind(route), "; ".join(filter(None, notes)))]
+        return found
+
+    def _cuda_note(self, edge: Edge) -> str:
+        with_gpus = [member for member in (edge.writer, *edge.readers) if member and self.infos[member - 1].gpus]
+        return "CUDA tensors go through host memory" if with_gpus else ""
+
+    def leased_bytes(self) -> int:
+        """Return the bytes that this process has leased to readers of its host."""
+        own = 0 if self.pool is None else self.pool.leased_bytes()
+        return own + (0 if self.network is None else self.network.leased_bytes())
+
+    def clock_offset_s(self, member: int) -> float:
+        """Return time.perf_counter() of a member minus that of this process, measured when the graph was compiled.
+
+        0 within one machine; otherwise accurate to half a round trip.
+        """
+        if self.network is None or self.infos[member - 1].place.same_host(here()):
+            return 0.0
+        link = self.network.links.get((member, CONTROL_LEVEL))
+        return 0.0 if link is None else link.clock_offset_s
+
+    def watch(self, on_end: Callable[[GraphError], None], on_failure: Callable[[int, Any], None]) -> None:
+        """Call `on_end` when an actor has died or a link is lost, and `on_failure` when an execution has failed.
+
+        `on_failure` gets the number of the execution and a pickled error. Both are called from any thread.
+        """
+        self.control.on_failure = on_failure
+
+        def ended(member: int) -> None:
+            self.control.dead.add(member)
+            on_end(self.control.died(member))
+
+        for member in range(1, len(self.plan.members)):
+            if self.routes.control[member - 1].orders.relays:
+                continue  # on another host: the link notices its end
+            try:
+                place = self.infos[member - 1].place
+                self._watches.append(watcher.watch(place.pid, functools.partial(ended, member)))
+            except ProcessLookupError:
+                ended(member)
+        if self.network is not None:
+            self.network.listen(
+                NetworkEvents(
+                    ended, lambda text: on_end(GraphTimeoutError(f"{text}. Compile the graph again")), on_failure
+                )
+            )
+
+    def lost(self, member: int) -> GraphError:
+        """Return the error for a message whose memory vanished. Waits up to EXIT_S for the writer's process to end.
+
+        Usually the writer has been killed; the kernel closes its files a moment before its process has ended.
+        """
+        trouble = self.control.poll()
+        if trouble is not None:
+            return trouble
+        mine, place = here(), self.infos[member - 1].place
+        deadline = Deadline(EXIT_S)
+        while member and place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
+            if deadline.left_s() == 0:
+                break
+            time.sleep(0.005)
+        else:
+            if member:
+                return self.control.died(member)
+        return GraphClosedError(
+            f"cannot open the memory of a value from {self.plan.members[member]}, although its process runs: it has "
+            "left the graph, or has closed its /proc entries to this user. Compile the graph again"
+        )
+
+    def disown(self, error: GraphError) -> None:
+        """Give up the graph in a forked child: no order is sent to its actors, now or at exit."""
+        self.lifecycle.fork(error)
+        self.control.disown()
+
+    def close(self, timeout_s: float) -> None:
+        """Let the actors leave the graph, waiting for them at most `timeout_s` seconds. A second call does nothing."""
+        if not self.lifecycle.advance(Event.CLOSE):
+            return
+        self.control.close(timeout_s)
+        for watch in self._watches:
+            watch.forget()
+        self._watches.clear()  # watches refer to this object, which holds the actors: cut the cycle
+        if self.network is not None:
+            self.network.close(min(timeout_s, JOIN_S))

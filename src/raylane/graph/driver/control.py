@@ -1,0 +1,194 @@
+"""Control channels of the driver: orders to the actors of one graph, and their reports.
+
+    driver  --orders ring-->   actor   "stats", "trace", "close"; one order at a time
+    driver  <--reports ring--  actor   answers; and unasked: failed executions, defects, the exit of the actor
+
+A report posts the driver's doorbell like any message of an edge. While a thread waits for an answer (`ask`), only that
+thread reads the reports of that actor; reports of other actors are read by the collector (`poll`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raylane.core.deadline import Deadline
+from raylane.core.semaphore import block, try_wait
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphTimeoutError
+from raylane.graph.channels.peer_link import Writer
+from raylane.graph.channels.ring import RingReader
+from raylane.graph.lifecycle import Lifecycle, State
+from raylane.graph.values import message as messages
+from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE
+
+log = logging.getLogger("raylane.graph")
+
+ANSWER_S = 5.0
+"""Seconds to wait for an actor's answer; an actor that runs a method answers later."""
+POLL_S = 0.05
+"""Seconds between two checks, during a wait for an answer, whether the actor has died."""
+RESERVED_SLOTS = 1
+"""Slots of an orders ring that only "close" may use: it must get through to an actor that is busy."""
+
+
+class _Channel:
+    """Control channel to one actor."""
+
+    def __init__(self, writer: Writer, reader: RingReader) -> None:
+        self.writer = writer
+        self.reader = reader
+        self.orders = 0
+        """Number of orders sent."""
+        self.answers = 0
+        """Number of answers taken."""
+        self.arrived: collections.deque[Any] = collections.deque()
+        """Answers read and not yet taken."""
+
+
+class ControlChannels:
+    """Control channels to all actors of a graph. Thread-safe."""
+
+    def __init__(self, names: Sequence[str], actor_ids: Sequence[str], lifecycle: Lifecycle) -> None:
+        """Create without channels; `names` and `actor_ids` are those of members 1, 2, ..."""
+        self._names = names
+        self._actor_ids = actor_ids
+        self._lifecycle = lifecycle
+        self._channels: list[_Channel] = []
+        self._asking = threading.Lock()  # held during one order and its answer
+        self._asked: int | None = None
+        """Member whose answer is waited for."""
+        self._reading = threading.Lock()  # guards the readers of all channels, messages_read and _trouble; held briefly
+        self.messages_read = 0
+        """Number of reports read. Each has posted the driver's doorbell once."""
+        self._trouble: GraphError | None = None
+        """Reason for the end of the graph, as reported by an actor."""
+        self.on_failure: Callable[[int, Any], None] = lambda execution, error: None
+        """Called with the number of a failed execution and its pickled error."""
+        self.dead: set[int] = set()
+        """Members whose process has ended."""
+
+    def add(self, writer: Writer, reader: RingReader) -> None:
+        """Add the control channel of the next member."""
+        self._channels.append(_Channel(writer, reader))
+
+    def ask(self, member: int, order: str, *, timeout_s: float | None = ANSWER_S) -> Any:
+        """Send an order to an actor and wait for its answer.
+
+        GraphTimeoutError if the actor is busy, GraphActorDiedError if it has died, GraphClosedError after teardown.
+        """
+        deadline = Deadline(timeout_s)
+        with self._asking:
+            if self._lifecycle.state in (State.CLOSED, State.FORKED):
+                raise GraphClosedError("the graph was torn down, and its actors have left it")
+            channel = self._channels[member - 1]
+            self._asked = member
+            try:
+                # Orders whose answer was not waited for take slots too: wait until the ring has room.
+                while channel.orders - channel.answers >= CONTROL_SLOTS - RESERVED_SLOTS:
+                    self._next_answer(member, deadline)
+                self._send(channel, order)
+                while True:
+                    answer = self._next_answer(member, deadline)
+                    if channel.answers == channel.orders:  # else the answer belongs to an earlier order
+                        return answer
+            finally:
+                self._asked = None
+
+    def ask_all(self, order: str) -> tuple[dict[int, Any], list[str]]:
+        """Send an order to every actor. Return (member to answer, names of actors that did not answer in time)."""
+        answers, silent = {}, []
+        for member, name in enumerate(self._names, 1):
+            try:
+                answers[member] = self.ask(member, order)
+            except GraphError:
+                silent.append(name)
+        return answers, silent
+
+    def _send(self, channel: _Channel, order: str) -> None:
+        channel.writer.write(channel.orders, messages.Message(messages.VALUE, pickle.dumps((order,), 5)))
+        channel.orders += 1
+
+    def _next_answer(self, member: int, deadline: Deadline) -> Any:
+        channel = self._channels[member - 1]
+        while True:
+            left = deadline.left_s()
+            if block(channel.reader.full, POLL_S if left is None else min(left, POLL_S)):
+                self._read(member)
+            if channel.arrived:
+                channel.answers += 1
+                return channel.arrived.popleft()
+            trouble = self._trouble
+            if trouble is not None:  # a new object: the traceback of a kept one would keep this object alive
+                raise type(trouble)(trouble.message, **trouble.fields)
+            if member in self.dead:
+                raise self.died(member)
+            if left is not None and left <= 0:
+                raise GraphTimeoutError(
+                    f"{self._names[member - 1]} did not answer within {deadline.timeout_s} s: it is running a method"
+                )
+
+    def _read(self, member: int) -> None:
+        """Read one report of a member. Call only after a successful wait for its semaphore."""
+        channel = self._channels[member - 1]
+        with self._reading:
+            self.messages_read += 1
+            received = channel.reader.take()
+            if received.kind == messages.ERROR:
+                self.on_failure(*pickle.loads(received.body))
+                return
+            name, answer = messages.decode(received.kind, received.body, received.buffers)
+            if name == TROUBLE:
+                self._trouble = self._trouble or GraphClosedError(answer)
+            elif name == EXITED:
+                self._trouble = self._trouble or self.died(member)
+            else:
+                channel.arrived.append(answer)
+
+    def poll(self, *, all_channels: bool = False) -> GraphError | None:
+        """Read the reports that have arrived. Return the reason if an actor has reported the end of the graph.
+
+        Does not wait. The channel of an actor that is being asked is left to the asking thread, except with
+        `all_channels`.
+        """
+        for member, channel in enumerate(self._channels, 1):
+            while (all_channels or member != self._asked) and not try_wait(channel.reader.full):
+                self._read(member)
+        return self._trouble
+
+    def died(self, member: int) -> GraphActorDiedError:
+        """Return the error for the end of a member's process."""
+        return GraphActorDiedError(
+            f"{self._names[member - 1]} ended, and with it the graph; its other actors keep running. Ask Ray why "
+            "(ray list actors --detail), then compile again with a living actor",
+            actor=self._actor_ids[member - 1],
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Order all actors to leave the graph, and wait for their answers at most `timeout_s` seconds (0: not at all).
+
+        An actor that is busy leaves after its present method.
+        """
+        deadline = Deadline(timeout_s)
+        living = [member for member in range(1, len(self._channels) + 1) if member not in self.dead]
+        with self._asking:
+            for member in living:
+                with contextlib.suppress(GraphError):  # no connection: the actor notices the driver's end by itself
+                    self._send(self._channels[member - 1], "close")
+            for member in living if timeout_s else ():
+                channel = self._channels[member - 1]
+                try:
+                    while channel.answers < channel.orders:
+                        self._next_answer(member, deadline)
+                except GraphTimeoutError:
+                    log.warning("%s is busy; it leaves the graph after its method", self._names[member - 1])
+                except GraphError:  # dead, or has left the graph by itself
+                    continue
+
+    def disown(self) -> None:
+        """Replace the locks in a forked child: a thread of the parent may hold the old ones."""
+        self._asking, self._reading = threading.Lock(), threading.Lock()

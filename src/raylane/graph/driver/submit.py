@@ -1,0 +1,204 @@
+"""Submission of executions: checks inputs, waits for a free place, sends the inputs to the actors.
+
+    caller's thread:  take the submit lock -> encode inputs -> wait for a place -> append the result -> write messages
+
+The result is appended to the pending ones before the first message is sent: an answer may come before the last input
+was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from raylane.core.deadline import Deadline
+from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
+from raylane.graph.channels.lease import LeasePool
+from raylane.graph.channels.peer_link import Writer
+from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
+from raylane.graph.driver.collect import CHECK_S, Collector
+from raylane.graph.driver.connections import Connections
+from raylane.graph.driver.executions import Executions
+from raylane.graph.driver.locks import RecoverableLock
+from raylane.graph.driver.result import GraphResult
+from raylane.graph.plan.ir import INPUT, Plan
+from raylane.graph.values import message as messages
+from raylane.graph.values.arguments import Arguments
+from raylane.graph.values.failures import error_message
+from raylane.graph.values.message import Encoder, Message
+
+InputMessage: TypeAlias = tuple[Writer, Message, int]
+"""(writer, message, index of the value)."""
+
+
+class SubmitBusy(GraphFullError):
+    """Another thread is submitting an execution. There may be a free place."""
+
+
+class NoMemory(GraphFullError):
+    """There is a free place, but no memory for the input: readers keep too much."""
+
+
+def has_memory(pool: LeasePool | None, inputs: Sequence[InputMessage]) -> bool:
+    """Return True if these messages can be sent without waiting for memory."""
+    large = [sent for sent in inputs if sent[1].buffers or len(sent[1].body) > LEND_FROM_BYTES]
+    leased = [nbytes for writer, message, _ in large if (nbytes := writer.leased_bytes(message))]
+    return not leased or pool is None or pool.has_room(leased)
+
+
+class Submitter:
+    """Submission half of a compiled graph. Thread-safe."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        connections: Connections,
+        executions: Executions,
+        collector: Collector,
+        *,
+        max_inflight: int,
+        timeout_s: float | None,
+    ) -> None:
+        self._lock = RecoverableLock()
+        self._connections = connections
+        self._lifecycle = connections.lifecycle
+        self._executions = executions
+        self._collector = collector
+        self._max_inflight = max_inflight
+        self._timeout_s = timeout_s
+        self._arguments = Arguments(plan)
+        self._encoder = Encoder()  # guarded by _lock
+        self._fatal = plan.fatal_values
+        self._empty: list[Any] = [None] * len(plan.values)
+        self._collected_inputs = [v for v in plan.collects if plan.values[v].source == INPUT]
+        """Input values that are outputs too."""
+        inputs = connections.inputs
+        whole = len(inputs) == 1 and not self._collected_inputs and plan.values[inputs[0][1]].steps == ()
+        self._single_input = inputs[0] if whole else None
+        """(writer, value) if every execution sends exactly the one argument: the usual case."""
+
+    def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
+        """Start one execution. Waits at most `timeout_s` seconds for a place (0: raises GraphFullError instead)."""
+        if self._lifecycle.error is not None:
+            raise self._ended()
+        lock = self._lock
+        if not lock.lock.acquire(False):
+            self._wait_for_lock(timeout_s)
+        try:
+            lock.entries += 1
+            lock.held = True
+            single = self._single_input
+            if single is not None and len(args) == 1 and not kwargs:
+                values = self._empty.copy()
+                inputs = [(single[0], self._encoder.encode(args[0]), single[1])]
+            else:
+                inputs, values = self._encode_inputs(args, kwargs)
+            if self._executions.submitted - self._executions.completed >= self._max_inflight:
+                self._wait_for_place(timeout_s)
+            if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
+                raise NoMemory(
+                    "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
+                )
+            if self._lifecycle.error is not None:
+                raise self._ended()
+            return self._send(inputs, values)
+        finally:
+            lock.held = False
+            lock.lock.release()
+
+    def _encode_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[InputMessage], list[Any]]:
+        """Return the messages to send, and the initial values of the result: inputs that are outputs too."""
+        inputs = self._arguments.values(args, kwargs)
+        values = self._empty.copy()
+        encode = self._encoder.encode
+        for value in self._collected_inputs:
+            values[value] = messages.duplicate(encode(inputs[value]))
+        return [(writer, encode(inputs[value]), value) for writer, value in self._connections.inputs], values
+
+    def _wait_for_lock(self, timeout_s: float | None) -> None:
+        """Wait for the submit lock and take it."""
+        if timeout_s == 0:
+            raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
+        deadline = Deadline(timeout_s)
+        while True:
+            left = deadline.left_s()
+            seen = self._lock.observe()
+            if seen.lock.acquire(timeout=CHECK_S if left is None else min(left, CHECK_S)):
+                return
+            if left is not None and left <= 0:
+                raise self.timeout_error()
+            if left is not None and left < CHECK_S:
+                continue
+            if self._lock.orphaned(seen):
+                self._lock.reset()
+                self._collector.fail(GraphClosedError("execute was interrupted; compile the graph again"))
+
+    def wait_until_unlocked(self, timeout_s: float | None) -> None:
+        """Wait until no other thread is submitting, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
+        lock = self._lock.lock
+        if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
+            lock.release()
+
+    def _wait_for_place(self, timeout_s: float | None) -> None:
+        executions = self._executions
+
+        def has_place() -> bool:
+            return executions.submitted - executions.completed < self._max_inflight
+
+        if not self._collector.collect_until(has_place, Deadline(timeout_s)):
+            raise self._full_error() if timeout_s == 0 else self.timeout_error()
+
+    def _send(self, inputs: list[InputMessage], values: list[Any]) -> GraphResult:
+        executions = self._executions
+        number = executions.submitted
+        collector = self._collector
+        wakes = collector.bridge.active and asyncio._get_running_loop() is not None
+        flags = WAKE if wakes else 0
+        result = GraphResult(collector, number, collector.edge_count, values, wakes)
+        try:
+            executions.pending.append(result)
+            executions.submitted = number + 1
+            for writer, message, value in inputs:
+                try:
+                    writer.write(number, message, flags)
+                except (GraphError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
+                    failure = error_message(error, "execute")
+                    writer.write(number, failure, flags)
+                    if value in self._fatal:
+                        executions.early_failures.append((number, failure.body))
+                        collector.notify()
+        except BaseException as error:
+            # Interrupted, for example by Ctrl-C: some actors have the inputs of this execution and others do not, so
+            # later executions would get the inputs of this one.
+            self._collector.fail(
+                GraphClosedError(
+                    f"execution {number} was interrupted while it was submitted: {messages.error_text(error, repr)}"
+                )
+            )
+            raise
+        return result
+
+    def disown(self) -> None:
+        """Replace the lock in a forked child: a thread of the parent may hold the old one."""
+        self._lock.reset()
+
+    def _ended(self) -> GraphError:
+        """Return the error that ended the graph, as a new object."""
+        error = self._lifecycle.error
+        assert error is not None
+        return type(error)(error.message, **error.fields)
+
+    def _full_error(self) -> GraphFullError:
+        return GraphFullError(
+            f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
+            "execute, which waits"
+        )
+
+    def timeout_error(self) -> GraphTimeoutError:
+        """Return the error for an execution that got no place in time."""
+        return GraphTimeoutError(
+            f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
+            f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout_s, or "
+            "look for a slow call in stats()"
+        )

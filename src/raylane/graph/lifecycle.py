@@ -1,0 +1,115 @@
+"""Lifecycle of one graph in one process, as a table of states and events. Pure.
+
+The driver has one `Lifecycle` for each graph, and so has every actor of the graph. Everything that must stop waiting
+when the graph ends (lease pools, links to peers, receivers) reads the same object.
+
+    RUNNING  --fail-->        FAILED      driver: an actor died or a link was lost; pending results fail
+    RUNNING  --leave-->       LEAVING     actor: the driver asked for it, or a defect ended the graph here
+    RUNNING  --owner_gone-->  ORPHANED    actor: the driver has ended or dropped the graph
+    any      --close-->       CLOSED      every connection is closed, or is being closed
+    any      --fork-->        FORKED      this process is a forked child; the graph belongs to the parent
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+from raylane.errors import GraphError
+
+__all__ = ["TRANSITIONS", "Event", "Lifecycle", "State"]
+
+
+class State(enum.Enum):
+    """State of a graph in one process."""
+
+    RUNNING = "running"
+    FAILED = "failed"
+    LEAVING = "leaving"
+    ORPHANED = "orphaned"
+    CLOSED = "closed"
+    FORKED = "forked"
+
+
+class Event(enum.Enum):
+    """Event that may change the state of a graph."""
+
+    FAIL = "fail"
+    LEAVE = "leave"
+    OWNER_GONE = "owner_gone"
+    CLOSE = "close"
+    FORK = "fork"
+
+
+_ENDING = {Event.FAIL, Event.LEAVE, Event.OWNER_GONE}
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.RUNNING, Event.FAIL): State.FAILED,
+    (State.RUNNING, Event.LEAVE): State.LEAVING,
+    (State.RUNNING, Event.OWNER_GONE): State.ORPHANED,
+    # The first reason to end is the one that counts, except that nobody is left to report to once the owner is gone.
+    **{(State.FAILED, event): State.FAILED for event in _ENDING},
+    (State.LEAVING, Event.FAIL): State.LEAVING,
+    (State.LEAVING, Event.LEAVE): State.LEAVING,
+    (State.LEAVING, Event.OWNER_GONE): State.ORPHANED,
+    **{(State.ORPHANED, event): State.ORPHANED for event in _ENDING},
+    **{(State.CLOSED, event): State.CLOSED for event in (*_ENDING, Event.CLOSE)},
+    **{(state, Event.CLOSE): State.CLOSED for state in (State.RUNNING, State.FAILED, State.LEAVING, State.ORPHANED)},
+    **{(state, Event.FORK): State.FORKED for state in State},
+    # A forked child shares memory with its parent: nothing that happens later may touch it.
+    **{(State.FORKED, event): State.FORKED for event in (*_ENDING, Event.CLOSE)},
+}
+"""Next state by state and event. A pair that is missing raises KeyError: it is a defect of raylane."""
+
+
+class Lifecycle:
+    """Current state of one graph in one process. Thread-safe; `advance` may run in a finalizer."""
+
+    __slots__ = ("_disconnect", "_lock", "error", "state")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards changes of state and error; reentrant, because finalizers call advance
+        self.state = State.RUNNING
+        self.error: GraphError | None = None
+        """Reason for the end, set once by the first event that has one."""
+        self._disconnect = threading.Event()
+        """Set when links to peers must not be opened again."""
+
+    def advance(self, event: Event, error: GraphError | None = None) -> bool:
+        """Apply an event. Return True if the state has changed. The first `error` is kept as the reason."""
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            while True:
+                before = self.state
+                after = TRANSITIONS[before, event]
+                if self.state is before:  # else a finalizer has advanced the state within this very call
+                    self.state = after
+                    break
+        if after in (State.ORPHANED, State.CLOSED):
+            self._disconnect.set()
+        return after is not before
+
+    def fork(self, error: GraphError) -> None:
+        """Enter FORKED in a forked child. The locks are new, because a thread of the parent may hold the old ones."""
+        self._lock, self._disconnect = threading.RLock(), threading.Event()
+        self.error = error
+        self.state = TRANSITIONS[self.state, Event.FORK]
+        self._disconnect.set()
+
+    @property
+    def running(self) -> bool:
+        """True until the graph ends for any reason. No wait for memory continues afterwards."""
+        return self.state is State.RUNNING
+
+    @property
+    def disconnecting(self) -> bool:
+        """True when links that break stay broken. A failed graph keeps its links until it is closed."""
+        return self._disconnect.is_set()
+
+    def pause(self, timeout_s: float) -> None:
+        """Wait until links must stay broken, at most `timeout_s` seconds."""
+        self._disconnect.wait(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"Lifecycle({self.state.value})"

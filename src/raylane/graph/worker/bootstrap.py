@@ -1,0 +1,94 @@
+"""Functions that `compile` runs in an actor, by ordinary calls on the actor's own thread.
+
+describe_actor     -->  facts for the plan of channels
+prepare_network    -->  only if the graph spans hosts: rings and an address for peers
+join_graph         -->  channels opened, session handed to the graph loop
+abandon_network    -->  only if the compilation failed: undo prepare_network
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+from raylane import _ray
+from raylane.core.place import here
+from raylane.errors import GraphPlanError
+from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.specs import PeerEndpoint, PeerSetup
+from raylane.graph.worker import exclusive, thread_state
+from raylane.graph.worker.loop import graph_loop
+from raylane.graph.worker.program import HOST_VARIABLE, ActorInfo, Program
+from raylane.graph.worker.session import Session
+from raylane.transport import endpoint as endpoints
+
+
+def describe_actor(instance: Any) -> ActorInfo:
+    """Return facts about this actor. Creates its graph loop, whose thread does not run yet."""
+    torch = thread_state.loaded("torch")
+    return ActorInfo(
+        place=here(),
+        name=_ray.describe_self(),
+        doorbell=graph_loop().doorbell.segment.path,
+        host=os.environ.get(HOST_VARIABLE, ""),
+        gpus=torch is not None and torch.cuda.is_available(),
+    )
+
+
+_prepared: dict[str, PeerNetwork] = {}
+"""Networks by graph, between `prepare_network` and `join_graph`. Only ordinary calls of the actor use this."""
+
+
+def prepare_network(instance: Any, graph: str, setup: PeerSetup) -> PeerEndpoint:
+    """Create this actor's share of the rings and accept connections of a graph that spans hosts."""
+    for old, network in list(_prepared.items()):
+        if network.stale():
+            abandon_network(instance, old)
+    network = PeerNetwork(setup.network)
+    try:
+        rings = network.prepare(setup)
+        source = endpoints.endpoint().source()
+    except BaseException:
+        network.close()
+        raise
+    _prepared[graph] = network
+    return PeerEndpoint(source, rings)
+
+
+def abandon_network(instance: Any, graph: str) -> None:
+    """Undo `prepare_network` after a failed compilation, unless `join_graph` was reached."""
+    network = _prepared.pop(graph, None)
+    if network is not None:
+        network.close()
+
+
+def join_graph(instance: Any, packed: bytes) -> str | None:
+    """Run a share of a graph from now on. Return the reason why this process cannot wake the driver's asyncio loop.
+
+    `packed` is a pickled `Program`. GraphPlanError if a method is missing or cannot be used.
+    """
+    program: Program = pickle.loads(packed)
+    loop = _ray.actor_loop()
+    if program.exclusive and loop is not None:
+        raise GraphPlanError(
+            f"cannot compile with exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave "
+            "by design. Use an asyncio.Lock in its methods"
+        )
+    network = _prepared.pop(program.graph, None)
+    if program.network is not None and network is None:
+        raise GraphPlanError(
+            f"{_ray.describe_self()} cannot join the graph: the compilation has ended before. Compile again"
+        )
+    if program.exclusive:
+        exclusive.add_graph(instance, graph_loop().exclusive)
+    try:
+        session = Session(program, instance, loop, network)
+    except BaseException:
+        if program.exclusive:
+            exclusive.remove_graph(instance)
+        if network is not None:
+            network.close()
+        raise
+    graph_loop().add(session, thread_state.capture())
+    return session.wake_refused
