@@ -23,11 +23,15 @@ class Busy:
         self.lifecycle = Lifecycle()
         self.closed = threading.Event()
         self.reason: BaseException | None = None
+        self.executor = self  # the fake runs its own tasks
 
     def advance(self) -> bool:
         if self.error is not None:
             raise self.error
         return True
+
+    def obey(self) -> bool:
+        return False
 
     def fail(self, error: BaseException) -> None:
         self.reason = error

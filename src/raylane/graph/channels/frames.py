@@ -88,7 +88,7 @@ def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
         return
     left = [piece for piece in pieces if piece.nbytes]
     while left:
-        sent = sock.sendmsg(left[:_MAX_PIECES])
+        sent = sock.sendmsg(left[:_MAX_PIECES])  # may send less than all, also in the middle of a piece
         while left and sent >= left[0].nbytes:
             sent -= left.pop(0).nbytes
         if sent:
@@ -106,7 +106,7 @@ class FrameReader:
     def exactly(self, count: int) -> bytes:
         """Return the next `count` bytes. ConnectionError if the connection ends before."""
         while self._end - self._start < count:
-            if count > self._memory.nbytes:
+            if count > self._memory.nbytes:  # does not fit into the buffer: receive it into memory of its own
                 data = bytearray(count)
                 self.fill(memoryview(data))
                 return bytes(data)
@@ -120,7 +120,7 @@ class FrameReader:
         memory, start, end = self._memory, self._start, self._end
         if start == end:
             self._start = start = end = 0
-        elif start + count > memory.nbytes:
+        elif start + count > memory.nbytes:  # no room behind the unread bytes: move them to the front
             memory[: end - start] = bytes(memory[start:end])
             self._start, start, end = 0, 0, end - start
         got = self._sock.recv_into(memory[end:])
@@ -135,6 +135,7 @@ class FrameReader:
         self._start += have
         view = view[have:]
         while view.nbytes:
+            # MSG_WAITALL saves system calls; a signal may still end the call early, hence the loop.
             got = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
             if not got:
                 raise ConnectionError("connection closed")

@@ -176,6 +176,7 @@ class LeasePool:
         memory = lease.segment.view
         lease.readers, lease.outstanding, lease.serial = readers, list(range(len(readers))), self._granted
         self._granted += 1
+        # Counted before the caller fills the memory: a failure of the caller must not lose track of the segment.
         self._leased.append(lease)
         self._leased_bytes += lease.capacity
         parts = [memory[at : at + nbytes] for at, nbytes in zip(offsets, sizes, strict=True)]
@@ -193,7 +194,7 @@ class LeasePool:
         """End a lease whose descriptor was not sent to any reader."""
         for lease in self._leased:
             if lease.number == reservation.descriptor.number:
-                lease.outstanding = []
+                lease.outstanding = []  # the next `reclaim` finds it returned
 
     def leased_bytes(self) -> int:
         """Return the bytes that readers hold, as of the last check."""
@@ -223,6 +224,7 @@ class LeasePool:
         self.reclaim(RECLAIM_CHECKS)
         deadline = None
         while True:
+            # Capacities are size classes, so equality finds a segment for most messages of similar size.
             found = next((lease for lease in self._idle if lease.capacity == capacity), None)
             if found is not None:
                 self._idle.remove(found)
@@ -253,6 +255,7 @@ class LeasePool:
             except OSError as error:
                 error.add_note(f"{self.leased_count} segments are leased: {self._holders() or 'to no reader'}")
                 raise
+        # All semaphores, whatever the number of readers now: the segment will serve other messages too.
         for index in range(MAX_READERS):
             semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lease(segment, capacity, next(self._numbers))
@@ -270,7 +273,11 @@ class LeasePool:
                 self._leased_bytes -= lease.capacity
                 self._idle.append(lease)
                 found = True
-            elif self._mapped_by_all(lease) and len(self._leased) >= MAX_OPEN_LEASES:
+            elif len(self._leased) >= MAX_OPEN_LEASES and (
+                # So many later messages were read that every reader must have mapped this segment: no reader needs
+                # the path any more.
+                self.read_within is not None and self._granted - lease.serial > self.read_within
+            ):
                 lease.segment.close_fd()
                 self._without_fd.append(lease)
             else:
@@ -279,17 +286,13 @@ class LeasePool:
             lease = self._without_fd.popleft()
             if lease.returned():
                 self._leased_bytes -= lease.capacity
-                lease.segment.discard()
+                lease.segment.discard()  # cannot be leased again: without a descriptor it has no path
                 found = True
             else:
                 self._without_fd.append(lease)
         while len(self._idle) > MAX_IDLE:
             self._discard_oldest()
         return found
-
-    def _mapped_by_all(self, lease: _Lease) -> bool:
-        """Return True if no reader can still need the path of the segment."""
-        return self.read_within is not None and self._granted - lease.serial > self.read_within
 
     def _discard_oldest(self) -> int:
         """Discard the segment that was idle for longest and return its capacity in bytes.
@@ -331,12 +334,13 @@ class LeaseReader:
         """
         segment = self._map(descriptor.path, descriptor.number)
         total = segment.nbytes - DATA_OFFSET
+        # A damaged or hostile descriptor must not make views beyond the mapping: that would be a SIGBUS.
         if total < sum(map(_aligned, descriptor.sizes)) or total <= 0:
             raise OSError(errno.EINVAL, f"{descriptor.path} is smaller than the message that it should hold")
         memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_OFFSET)
         # The views of the parts keep `memory` alive, so its finalizer marks the end of the lease.
         end = weakref.finalize(memory, _return_lease, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
-        end.atexit = False
+        end.atexit = False  # at exit the kernel unmaps the segment, and other finalizers may run in any order
         view = memoryview(memory).cast("B")
         if not writable:
             view = view.toreadonly()

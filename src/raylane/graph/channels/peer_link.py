@@ -133,6 +133,7 @@ class PeerLink:
                 return False
             retained = self._retained.get(channel)
             if retained is None:
+                # A receiver can lack at most the messages of the executions in flight: older frames drop out.
                 retained = self._retained[channel] = collections.deque(maxlen=keep)
             retained.append(_RetainedFrame(sequence, pieces))  # before sending: a reconnection sends it again
             sock = self._socket
@@ -186,9 +187,11 @@ class PeerLink:
                 raise PeerRefused(answer.reason)
             if not isinstance(answer, wire.Streaming):
                 raise ProtocolError(f"{target.name} answered {type(answer).__name__} to a stream")
+            # The peer read its clock somewhere between the two local readings: assume the middle.
             self.clock_offset_s = answer.clock_s - (began + ended) / 2
             sock = link.socket
             _configure(sock, self._timeout_s)
+            # Before the socket is published: a frame of another thread must not overtake the ones sent again.
             self._send_again(sock, dict(answer.expected))
         except OSError as error:
             link.close()
@@ -197,6 +200,7 @@ class PeerLink:
             link.close()
             raise
         self._socket = sock
+        # A thread that only waits for results sends nothing and would never notice the break.
         self._watch = watcher.watch_connection(sock, lambda: self._on_break(sock))
 
     def _send_again(self, sock: socket.socket, expected: dict[int, int]) -> None:
@@ -229,7 +233,7 @@ class PeerLink:
                 self.reconnections += 1
                 log.info("reconnected to %s: the connection had broken (%s)", self.target.name, why)
                 return
-            except PeerRefused:
+            except PeerRefused:  # no retry: a process that has ended does not come back under this address
                 self._abandon()
                 self._events.peer_gone(self.target.member)
                 return
@@ -276,8 +280,9 @@ class PeerLink:
 
     def close(self) -> None:
         """Close the connection; bytes that were sent still arrive. Advance the lifecycle first: then this is quick."""
+        # A sender may hold the lock while the peer does not read. Shutting the socket down ends its system call.
         if not self._lock.acquire(timeout=0.1):
-            self.cut()  # the holder of the lock is sending to a peer that does not read: end that send
+            self.cut()
             self._lock.acquire()
         try:
             self._abandon()
@@ -355,6 +360,7 @@ class FanOutWriter:
     def forward(self, sequence: int, message: Message, flags: int) -> None:
         """Send over the links alone. Every link gets the message before this waits for the first receipt."""
         channel = self._channel
+        # All links first: the hosts receive a large message at the same time, not one after the other.
         lent = [link for link in self._links if link.send(channel, sequence, message, flags, self._keep)]
         for link in lent:
             link.wait_until_received(channel, sequence)

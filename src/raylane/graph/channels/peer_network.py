@@ -199,6 +199,7 @@ class PeerNetwork:
         """
         if self.lifecycle.disconnecting:
             return
+        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
         with self._lock:
             self._early_gone.append(member)
             events = self._events
@@ -243,6 +244,7 @@ class PeerNetwork:
         if link is None:
             return False
         if len(message.body) <= MAX_REPORT_BYTES:
+            # Several threads report (receivers, the graph loop); numbers must follow the order of sending.
             with self._reporting:
                 link.send(self.spec.alarm_channel, self._reports_sent, message, 0, KEPT_REPORTS)
                 self._reports_sent += 1
@@ -296,6 +298,7 @@ class PeerNetwork:
             self._receivers.clear()
         for receiver in receivers:
             receiver.close()
+        # A finalizer passes 0: it must not wait for a thread, which may need a lock that this thread holds.
         if join_s:
             deadline = Deadline(join_s)
             for receiver in receivers:

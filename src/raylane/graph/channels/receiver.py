@@ -131,6 +131,7 @@ class Receiver:
         try:
             if sock.family != socket.AF_UNIX:
                 enable_keepalive(sock)
+            # The sender waits for this answer before its first frame, so no frame can arrive before it.
             sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
             reader = FrameReader(sock)
             while True:
@@ -170,6 +171,7 @@ class Receiver:
         flags = header.flags & WAKE
         if not sizes and header.body < LEND_FROM_BYTES:  # fits into a slot
             message = Message(header.kind, reader.exactly(header.body))
+            # Counted once all bytes are here: a connection that breaks earlier gets the frame again.
             self._expected[header.channel] = header.sequence + 1
             _deliver(channel, header.sequence, message, flags)
         else:
@@ -210,7 +212,7 @@ class Receiver:
         try:
             for part in parts:
                 reader.fill(memoryview(part))
-        except BaseException:
+        except BaseException:  # the connection broke in the middle: the memory must not stay leased
             if reservation is not None:
                 channel.ring.cancel(reservation)
             raise

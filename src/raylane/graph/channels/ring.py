@@ -153,6 +153,7 @@ class RingWriter:
         size = len(body)
         if not buffers and size <= _ROOM_BYTES:
             memory = self._memory
+            # No barrier is needed between these writes: the posts below publish all of them together.
             _HEADER.pack_into(memory, at, sequence, size, kind, flags, 0)
             at += _SLOT_HEADER_BYTES
             memory[at : at + size] = body
@@ -163,6 +164,7 @@ class RingWriter:
         post = semaphore.post
         for address in self._semaphores:
             post(address)
+        # Last, and only for executions that asyncio awaits: the system call costs 1 us.
         if flags & WAKE and self.wake_fd is not None:
             os.eventfd_write(self.wake_fd, 1)
 
@@ -211,6 +213,7 @@ class RingWriter:
         parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
         if lent := _lent_flags(len(body), sizes):
             with_body = bool(lent & LENT_BODY)
+            # The lease may wait or fail: nothing of the slot has been written by then.
             descriptor = self._pool.lend([*buffers, body] if with_body else buffers, self._spec.readers)
             parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if with_body else body
             flags |= lent
@@ -272,9 +275,10 @@ class RingReader:
         memory = self._memory
         at = self._slots_offset + self.sequence % self._slots * SLOT_BYTES
         sequence, size, kind, flags, count = _HEADER.unpack_from(memory, at)
+        # A mismatch is a defect of raylane: an execution was admitted before this slot was free.
         if sequence != self.sequence:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
-        self.sequence = sequence + 1
+        self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
         at += _SLOT_HEADER_BYTES
         if not count:
             return _received(Received, (kind, flags, memory[at : at + size], (), False))
@@ -286,6 +290,7 @@ class RingReader:
         at += count * _SIZE.size
         parts = []
         for nbytes in [*sizes, size]:
+            # Copied out of the slot, which will be written again; bytearrays, so that arrays in them are writable.
             parts.append(bytearray(view[at : at + nbytes]))
             at += nbytes
         body: Any = parts.pop()

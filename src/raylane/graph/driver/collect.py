@@ -93,6 +93,7 @@ class Collector:
                 collector._executions.early_failures.append((execution, body))
                 collector.notify()
 
+        # After everything above is set: callbacks may come at once, from other threads.
         connections.watch(on_end, on_failure)
         self.bridge.start(connections.wake_fd, connections.wake_refused)
         # At garbage collection or exit the actors are told to leave, and nothing waits for them.
@@ -151,6 +152,7 @@ class Collector:
     def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> None:
         doorbell = self._doorbell
         while True:
+            # Read before looking at the deadline: a call with timeout 0 must find what has arrived.
             if self._read_all() and self._followers:
                 self._notify_followers()
             if ready():
@@ -167,6 +169,7 @@ class Collector:
                 if self._control.messages_read > reports or self._executions.early_failures:
                     continue
                 doorbell.consumed = self._messages_read + reports  # it was `notify`
+            # Wake at least once a second: Ctrl-C is handled only between two waits.
             if not doorbell.wait(CHECK_S if left is None else min(left, CHECK_S)):
                 self._poll_reports()
 
@@ -221,6 +224,7 @@ class Collector:
         completed = False
         try:
             for edge in self._edges:
+                # An edge may have messages of several executions: read all, so that none waits for a later post.
                 while executions.pending and not try_wait(edge.full):
                     completed |= self._read(edge)
             if executions.early_failures:
@@ -232,7 +236,12 @@ class Collector:
             )
             raise
         if self._lifecycle.error is not None and executions.pending:
-            self._fail_pending(self._lifecycle.error)
+            while executions.pending:
+                result = executions.pending.popleft()
+                executions.completed += 1
+                if not result._done:
+                    result.complete(None, self._lifecycle.error)
+                result.end()
             completed = True
         return completed
 
@@ -240,6 +249,7 @@ class Collector:
         """Read one message of an edge. Return True if that completed a result."""
         executions = self._executions
         reader = edge.reader
+        # Message n of every edge belongs to execution n, and `pending` begins with execution `completed`.
         result = executions.pending[reader.sequence - executions.completed]
         self._messages_read += 1
         values: Any = result._values
@@ -261,7 +271,12 @@ class Collector:
         except Exception as error:
             label = self._plan.source_label(edge.value)
             failure = GraphValueError(f"{label} could not be unpickled by the driver: {messages.error_text(error)}")
-        failed_now = failure is not None and self._set_failure(result, edge.value, failure)
+        failed_now = False
+        if failure is not None:
+            values[edge.value] = Failure(failure)
+            if not result._done and edge.value in self._fatal:
+                result.fail(failure)
+                failed_now = True
         result._messages_left -= 1
         if result._messages_left:
             return failed_now
@@ -278,15 +293,6 @@ class Collector:
             # Reports of this execution have arrived by now and must be read before the next execution is admitted:
             # see `worker.program.report_slots`.
             self._control.poll(all_channels=True)
-        return True
-
-    def _set_failure(self, result: GraphResult, value: int, error: BaseException) -> bool:
-        """Store an error in the place of a value. Return True if the result fails with it now."""
-        assert result._values is not None
-        result._values[value] = Failure(error)
-        if result._done or value not in self._fatal:
-            return False
-        result.fail(error)
         return True
 
     def _fail_early(self) -> bool:
@@ -351,17 +357,9 @@ class Collector:
 
     def fail(self, error: GraphError) -> None:
         """End the graph. Whichever thread reads next fails the pending results. From any thread or finalizer."""
+        # Only marked here: results may be completed under the lock alone, which a finalizer must not wait for.
         self._lifecycle.advance(Event.FAIL, error)
         self.notify()
-
-    def _fail_pending(self, error: BaseException) -> None:
-        executions = self._executions
-        while executions.pending:
-            result = executions.pending.popleft()
-            executions.completed += 1
-            if not result._done:
-                result.complete(None, error)
-            result.end()
 
     def close(self, timeout_s: float) -> None:
         """Fail the pending results of an ended graph and detach from asyncio. Waits at most `timeout_s` seconds."""

@@ -22,13 +22,15 @@ from raylane.graph.channels.ring import RingReader
 from raylane.graph.driver.control import ControlChannels
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan import routing
-from raylane.graph.plan.ir import DRIVER, Edge, Plan
+from raylane.graph.plan.ir import DRIVER, Plan
 from raylane.graph.plan.routing import CONTROL_LEVEL, Routes
 from raylane.graph.watch import Watch, watcher
 from raylane.graph.worker.program import ActorInfo
 
 EXIT_S = 1.0
 """Seconds to wait for the end of a process whose memory has vanished: its files are closed a moment before."""
+
+CUDA_NOTE = "CUDA tensors go through host memory"
 
 
 class Connections:
@@ -73,13 +75,10 @@ class Connections:
         found = {}
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
-            notes = [routing.note(route, self.plan.members), self._cuda_note(edge)]
+            with_gpus = any(self.infos[member - 1].gpus for member in (edge.writer, *edge.readers) if member != DRIVER)
+            notes = [routing.note(route, self.plan.members), CUDA_NOTE if with_gpus else ""]
             found[edge.index] = [(routing.kind(route), "; ".join(filter(None, notes)))]
         return found
-
-    def _cuda_note(self, edge: Edge) -> str:
-        with_gpus = [member for member in (edge.writer, *edge.readers) if member and self.infos[member - 1].gpus]
-        return "CUDA tensors go through host memory" if with_gpus else ""
 
     def leased_bytes(self) -> int:
         """Return the bytes that this process has leased to readers of its host."""
@@ -113,7 +112,7 @@ class Connections:
             try:
                 place = self.infos[member - 1].place
                 self._watches.append(watcher.watch(place.pid, functools.partial(ended, member)))
-            except ProcessLookupError:
+            except ProcessLookupError:  # it has died since it was described
                 ended(member)
         if self.network is not None:
             self.network.listen(

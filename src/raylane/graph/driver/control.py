@@ -86,6 +86,7 @@ class ControlChannels:
             if self._lifecycle.state in (State.CLOSED, State.FORKED):
                 raise GraphClosedError("the graph was torn down, and its actors have left it")
             channel = self._channels[member - 1]
+            # From now on `poll` leaves this channel to this thread, which would else miss its answer.
             self._asked = member
             try:
                 # Orders whose answer was not waited for take slots too: wait until the ring has room.
@@ -136,6 +137,7 @@ class ControlChannels:
         """Read one report of a member. Call only after a successful wait for its semaphore."""
         channel = self._channels[member - 1]
         with self._reading:
+            # Counted before decoding, which may fail: the doorbell was posted for this report in any case.
             self.messages_read += 1
             received = channel.reader.take()
             if received.kind == messages.ERROR:

@@ -48,19 +48,21 @@ def deploy(
         connections, max_inflight=max_inflight, timeout_s=timeout_s, max_lent_bytes=max_lent_bytes, exclusive=exclusive
     )
     try:
+        # Rings first: programs and peer setups name their paths.
         setup.create_rings()
         setups = setup.peer_setups()
         if setups:
             setup.prepare_own_network(setups.pop(DRIVER))
             calls = {member: (bootstrap.prepare_network, setup.graph, own) for member, own in setups.items()}
             setup.add_endpoints(_call_all(plan, actors, calls, deadline))
+        # The driver's own links before the actors join: an actor's link to the driver needs the driver ready.
         setup.open_own_ends(deadline)
         joins = {member: (bootstrap.join_graph, program) for member, program in enumerate(setup.programs(), 1)}
         refused = _call_all(plan, actors, joins, deadline)
         connections.wake_refused = next(filter(None, refused.values()), None)
         connections.wake_from_receivers()
     except BaseException as error:
-        connections.close(0.0)
+        connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
         os.close(connections.wake_fd)
         for member in setups:
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)

@@ -129,7 +129,7 @@ class GraphResult:
         """Wait in asyncio until every message of the execution was read, or `timeout_s` has passed. For the graph."""
         while self._values is not None:
             waited = Deadline(source.timeout_s)
-            yield from self._wait(source, self._has_ended)
+            yield from self._wait(source, lambda: self._values is None)
             if waited.left_s() == 0:
                 return
 
@@ -177,9 +177,6 @@ class GraphResult:
 
     def _is_done(self) -> bool:
         return self._done
-
-    def _has_ended(self) -> bool:
-        return self._values is None
 
     def _raise(self) -> Any:
         """Raise the error, each time as a new object where it can be copied.

@@ -94,13 +94,14 @@ class Submitter:
                 inputs = [(single[0], self._encoder.encode(args[0]), single[1])]
             else:
                 inputs, values = self._encode_inputs(args, kwargs)
+            # Inputs were encoded before the wait for a place: an error in them is raised at once.
             if self._executions.submitted - self._executions.completed >= self._max_inflight:
                 self._wait_for_place(timeout_s)
             if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
                 raise NoMemory(
                     "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
                 )
-            if self._lifecycle.error is not None:
+            if self._lifecycle.error is not None:  # again: the graph may have ended during the wait
                 raise self._ended()
             return self._send(inputs, values)
         finally:
@@ -147,7 +148,12 @@ class Submitter:
             return executions.submitted - executions.completed < self._max_inflight
 
         if not self._collector.collect_until(has_place, Deadline(timeout_s)):
-            raise self._full_error() if timeout_s == 0 else self.timeout_error()
+            if timeout_s != 0:
+                raise self.timeout_error()
+            raise GraphFullError(
+                f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
+                "execute, which waits"
+            )
 
     def _send(self, inputs: list[InputMessage], values: list[Any]) -> GraphResult:
         executions = self._executions
@@ -157,12 +163,13 @@ class Submitter:
         flags = WAKE if wakes else 0
         result = GraphResult(collector, number, collector.edge_count, values, wakes)
         try:
-            executions.pending.append(result)
+            executions.pending.append(result)  # before the first message: its answer may come at once
             executions.submitted = number + 1
             for writer, message, value in inputs:
                 try:
                     writer.write(number, message, flags)
                 except (GraphError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
+                    # The readers of this edge wait for message `number`, so they get the error in its place.
                     failure = error_message(error, "execute")
                     writer.write(number, failure, flags)
                     if value in self._fatal:
@@ -188,12 +195,6 @@ class Submitter:
         error = self._lifecycle.error
         assert error is not None
         return type(error)(error.message, **error.fields)
-
-    def _full_error(self) -> GraphFullError:
-        return GraphFullError(
-            f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
-            "execute, which waits"
-        )
 
     def timeout_error(self) -> GraphTimeoutError:
         """Return the error for an execution that got no place in time."""

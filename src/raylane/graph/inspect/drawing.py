@@ -188,7 +188,8 @@ class _Page:
         x = MARGIN + self.names
         for column in range(1 + max(box.column for box in self.boxes.values())):
             here = [box for box in self.boxes.values() if box.column == column]
-            width = max((_box_width(box) for box in here), default=0)
+            wanted = [max(LETTER * len(box.title), SMALL_LETTER * len(box.detail)) + 20 for box in here]
+            width = min(max(*wanted, BOX_WIDTHS[0]), BOX_WIDTHS[1]) if here else 0
             for box in here:
                 box.x, box.width = x, width
             self.first_track[column] = x + width + 12
@@ -278,11 +279,6 @@ class _Page:
             f'<rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" rx="4" '
             f'fill="{fill}" stroke="{stroke}"{dash}/>{"".join(lines)}</g>'
         )
-
-
-def _box_width(box: _Box) -> float:
-    wanted = max(LETTER * len(box.title), SMALL_LETTER * len(box.detail)) + 20
-    return min(max(wanted, BOX_WIDTHS[0]), BOX_WIDTHS[1])
 
 
 def _fitting(text: str, box: _Box, letter: float) -> str:

@@ -42,10 +42,19 @@ def describe(plan: Plan, channels: Channels | None = None, *, max_inflight: int 
     `e3` is edge 3. A call takes a message from an edge, unless its actor has the value already: an earlier call there
     computed the value or took its message. Lines have at most 100 columns.
     """
-    parts = [summary(plan, max_inflight), _driver(plan), _actors(plan)]
-    if plan.edges:
-        ways = channels or {}
-        rows = [row for edge in plan.edges for row in _edge_rows(plan, edge, ways.get(edge.index, ()))]
+    driver = [
+        ["sends", _edge_list(plan.edges_from(DRIVER)) or "nothing"],
+        ["collects", _edge_list(plan.edges_to(DRIVER)) or "nothing"],
+        ["returns", expression_text(plan, plan.output)],
+    ]
+    parts = [summary(plan, max_inflight), "\n".join([plan.members[DRIVER], *_table(driver)]), _actors(plan)]
+    rows = []
+    for edge in plan.edges:
+        readers = ", ".join(plan.members[reader] for reader in edge.readers)
+        first = [f"e{edge.index}", plan.source_label(edge.value), f"{plan.members[edge.writer]} -> {readers}"]
+        for number, (kind, note) in enumerate((channels or {}).get(edge.index) or [("", "")]):
+            rows.append([*(["", "", ""] if number else first), kind, note])
+    if rows:
         parts.append("\n".join(["edges", *_table(rows)]))
     return "\n\n".join(parts)
 
@@ -59,15 +68,6 @@ def summary(plan: Plan, max_inflight: int | None = None) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _driver(plan: Plan) -> str:
-    rows = [
-        ["sends", _edge_list(plan.edges_from(DRIVER)) or "nothing"],
-        ["collects", _edge_list(plan.edges_to(DRIVER)) or "nothing"],
-        ["returns", expression_text(plan, plan.output)],
-    ]
-    return "\n".join([plan.members[DRIVER], *_table(rows)])
 
 
 def _actors(plan: Plan) -> str:
@@ -108,13 +108,6 @@ def _method(plan: Plan, task: Task) -> str:
 
 def _edge_list(edges: Sequence[Edge]) -> str:
     return ", ".join(f"e{edge.index}" for edge in edges)
-
-
-def _edge_rows(plan: Plan, edge: Edge, ways: Sequence[tuple[str, str]]) -> list[list[str]]:
-    readers = ", ".join(plan.members[reader] for reader in edge.readers)
-    first = [f"e{edge.index}", plan.source_label(edge.value), f"{plan.members[edge.writer]} -> {readers}"]
-    below = ["", "", ""]
-    return [[*(below if number else first), *way] for number, way in enumerate(ways or [("", "")])]
 
 
 # Expressions

@@ -131,12 +131,13 @@ class _Planner:
         )
         collects = tuple(dict.fromkeys([*values_in(result), *(value for value, _ in leaves)]))
         values = tuple(self.numbered)
+        needs = [{source for v in task.reads if (source := values[v].source) != INPUT} for task in tasks]
         return Plan(
             members=tuple(self.members),
             tasks=tasks,
             values=values,
             edges=_edges(values, tasks, collects),
-            order=schedule.order_of(member_of, self._needs(tasks), self._wanted(order, member_of)),
+            order=schedule.order_of(member_of, needs, self._wanted(order, member_of)),
             output=result,
             collects=collects,
             leaves=leaves,
@@ -151,9 +152,6 @@ class _Planner:
         kwargs = tuple((key, self._argument(arg)) for key, arg in call.kwargs.items())
         reads = tuple(dict.fromkeys(v for e in [*args, *(e for _, e in kwargs)] for v in values_in(e)))
         return args, kwargs, reads or (self._value(INPUT, DONE),)
-
-    def _needs(self, tasks: Sequence[Task]) -> list[set[int]]:
-        return [{source for v in task.reads if (source := self.numbered[v].source) != INPUT} for task in tasks]
 
     def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
         """Return the tasks that the output depends on."""

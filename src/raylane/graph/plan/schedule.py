@@ -163,17 +163,13 @@ def _own_result_arcs(plan: Plan) -> Iterable[Arc]:
 def _name(plan: Plan, event: Event) -> str:
     kind, index = event
     if kind == "task":
-        return _task_name(plan, index)
+        # A label usually begins with the member's name; where it does not, the name is added.
+        label, member = plan.labels[index], plan.members[plan.tasks[index].member]
+        return label if label.startswith(member) else f"{label} on {member}"
     if kind == "submit":
         return "the driver's submission"
     value = plan.source_label(plan.edges[index].value)
     return f"the driver's sending of {value}" if kind == "send" else f"the driver's collecting of {value}"
-
-
-def _task_name(plan: Plan, task: int) -> str:
-    """Return the task's label, followed by the member's name unless the label begins with it."""
-    label, member = plan.labels[task], plan.members[plan.tasks[task].member]
-    return label if label.startswith(member) else f"{label} on {member}"
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:
@@ -216,14 +212,13 @@ def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -
     for wanted in [*attempts, {}]:
         order = order_of(task_members, needs, wanted)
         if _cycle(dataclasses.replace(plan, order=order), max_inflight, slots) is None:
-            changed = [m for m in range(len(order)) if order[m] != plan.order[m]]
-            return "; ".join(_advice(plan, member, order[member]) for member in changed)
+            advice = []
+            for member, tasks in enumerate(order):
+                if tasks != plan.order[member]:
+                    now, then = (", ".join(plan.labels[task] for task in each) for each in (plan.order[member], tasks))
+                    advice.append(f"change order= for {plan.members[member]} from [{now}] to [{then}], or leave it out")
+            return "; ".join(advice)
     return "no order= can help: a call needs a result that is made from its own result. Remove that dependency"
-
-
-def _advice(plan: Plan, member: int, order: Sequence[int]) -> str:
-    now, then = (", ".join(plan.labels[task] for task in tasks) for tasks in (plan.order[member], order))
-    return f"change order= for {plan.members[member]} from [{now}] to [{then}], or leave it out"
 
 
 def _cycle(plan: Plan, max_inflight: int, slots: int) -> list[Arc] | None:

@@ -33,8 +33,16 @@ class Arguments:
             for index, steps in self._wanted:
                 values[index] = operations.select(args[0], steps) if steps else args[0]
             return values
-        if self._is_container(args, kwargs):
-            self._select_from(args[0], values)
+        if len(args) == 1 and not kwargs and (self._count > 1 or self._keys):
+            # One argument where the graph names several inputs: it holds all of them as items or attributes.
+            try:
+                for index, steps in self._wanted:
+                    values[index] = operations.select(args[0], (steps[0][1:], *steps[1:]))
+            except Exception as error:
+                error.add_note(
+                    f"this graph takes {self._named()}; the one argument that execute got must hold all of them"
+                )
+                raise
             return values
         if len(args) != self._count or set(kwargs) != self._keys:
             raise TypeError(self._mismatch(self._named() if self._wanted else "no input", args, kwargs))
@@ -42,19 +50,6 @@ class Arguments:
             _, _, key = steps[0]
             values[index] = operations.select(args[key] if isinstance(key, int) else kwargs[key], steps[1:])
         return values
-
-    def _is_container(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if the one argument holds all inputs as items or attributes."""
-        return len(args) == 1 and not kwargs and (self._count > 1 or bool(self._keys))
-
-    def _select_from(self, argument: Any, values: list[Any]) -> None:
-        """Select all values from the one argument that holds them."""
-        try:
-            for index, steps in self._wanted:
-                values[index] = operations.select(argument, (steps[0][1:], *steps[1:]))
-        except Exception as error:
-            error.add_note(f"this graph takes {self._named()}; the one argument that execute got must hold all of them")
-            raise
 
     def _named(self) -> str:
         return ", ".join([f"{self._count} positional", *(f"{key}=" for key in sorted(self._keys))])

@@ -258,7 +258,10 @@ def mean(values: Sequence[Any]) -> Any:
     """
     first = values[0]
     if all(isinstance(value, numbers.Number) for value in values):
-        return _mean_number(values)
+        if any(_is_of("numpy", "generic", value) for value in values):  # keep NumPy's rules for dtypes
+            np = sys.modules["numpy"]
+            return _mean_array([np.asarray(value) for value in values])[()]
+        return sum(values[1:], values[0]) / len(values)
     _one_kind("mean", values)
     if isinstance(first, dict):
         return _by_key("mean", values, mean)
@@ -273,13 +276,6 @@ def mean(values: Sequence[Any]) -> Any:
         f"mean of {_described(first)}: such values have no mean. Pass numbers, arrays, tensors, or dicts, lists and "
         "tuples of those"
     )
-
-
-def _mean_number(values: Sequence[Any]) -> Any:
-    if "numpy" in sys.modules and any(_is_of("numpy", "generic", value) for value in values):
-        np = sys.modules["numpy"]
-        return _mean_array([np.asarray(value) for value in values])[()]
-    return sum(values[1:], values[0]) / len(values)
 
 
 def _mean_sequence(values: Sequence[Any]) -> Any:

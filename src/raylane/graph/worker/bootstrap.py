@@ -42,6 +42,7 @@ _prepared: dict[str, PeerNetwork] = {}
 
 def prepare_network(instance: Any, graph: str, setup: PeerSetup) -> PeerEndpoint:
     """Create this actor's share of the rings and accept connections of a graph that spans hosts."""
+    # A driver that died between the two steps can no longer abandon its networks.
     for old, network in list(_prepared.items()):
         if network.stale():
             abandon_network(instance, old)
@@ -80,6 +81,7 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
         raise GraphPlanError(
             f"{_ray.describe_self()} cannot join the graph: the compilation has ended before. Compile again"
         )
+    # Before the session opens channels: from then on the driver may start executions.
     if program.exclusive:
         exclusive.add_graph(instance, graph_loop().exclusive)
     try:
@@ -90,5 +92,6 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
         if network is not None:
             network.close()
         raise
+    # Captured here, on the actor's own thread: its `__init__` and earlier calls have set these settings.
     graph_loop().add(session, thread_state.capture())
     return session.wake_refused

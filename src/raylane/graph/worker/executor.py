@@ -26,7 +26,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.semaphore import try_wait
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
-from raylane.graph.channels.ring import WAKE, Received, RingReader
+from raylane.graph.channels.ring import WAKE, RingReader
 from raylane.graph.plan.ir import DRIVER, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
 from raylane.graph.values import operations
@@ -152,6 +152,9 @@ class Executor:
         `loop` runs coroutine methods; `lock` is held around methods of an exclusive graph; `on_exit` is called when a
         method has asked the actor to end, `on_failure` (execution, error, flags) when an execution is known to fail.
         """
+        fatal_here = {
+            value for task in plan.order[member] if task in plan.fatal_tasks for value in plan.tasks[task].reads
+        }
         self.plan = plan
         self.member = member
         self.execution = 0
@@ -162,7 +165,7 @@ class Executor:
         )
         """(task, execution, idle since, started, returned, sent), in seconds of time.perf_counter()."""
         self.inbound = {
-            edge: _InboundEdge(reader, value, plan.source_label(value), self._fails_here(value))
+            edge: _InboundEdge(reader, value, plan.source_label(value), value in fatal_here)
             for edge, reader in readers.items()
             for value in [plan.edges[edge].value]
         }
@@ -183,11 +186,6 @@ class Executor:
         self._missing = self._tasks[0].inputs.copy()
         """Edges whose message the next task still needs."""
         self._idle_since = time.perf_counter()
-
-    def _fails_here(self, value: int) -> bool:
-        """Return True if the execution fails when this member cannot read `value`."""
-        tasks = self.plan.order[self.member]
-        return any(value in self.plan.tasks[task].reads for task in tasks if task in self.plan.fatal_tasks)
 
     def _failed(self, message: Message, report: bool) -> Message:
         """Return the message of an error that has arisen here; report it to the driver first if `report`.
@@ -225,6 +223,7 @@ class Executor:
 
     def advance(self) -> bool:
         """Run the next task if all its inputs are here. Return False if there was nothing to do."""
+        # An edge whose message has arrived is removed, so that the next call does not poll it again.
         missing = self._missing
         while missing:
             inbound = missing[-1]
@@ -273,7 +272,7 @@ class Executor:
         kind, flags, body, buffers, _ = received
         inbound.count += 1
         self._flags |= flags & WAKE
-        if kind == VALUE and not buffers:
+        if kind == VALUE and not buffers:  # the usual case, inlined: a call would cost 0.1 us
             inbound.bytes += len(body)
             try:
                 self._values[inbound.value] = pickle.loads(body)
@@ -281,9 +280,15 @@ class Executor:
                 self._values[inbound.value] = self._unreadable(error, inbound)
         elif kind != NOTHING:
             inbound.bytes += received.nbytes
-            self._values[inbound.value] = (
-                Failure(Message(ERROR, bytes(body))) if kind == ERROR else self._decoded(received, inbound)
-            )
+            try:
+                # An error is not decoded here but passed on as it is: this actor may lack the error's class.
+                self._values[inbound.value] = (
+                    Failure(Message(ERROR, bytes(body)))
+                    if kind == ERROR
+                    else messages.decode(kind, body, buffers, shared=received.shared)
+                )
+            except BaseException as error:
+                self._values[inbound.value] = self._unreadable(error, inbound)
 
     def _lost(self, inbound: _InboundEdge) -> Failure[Message]:
         """Return the failure for a message whose sender has ended. The driver finds the actor by the field `member`."""
@@ -292,12 +297,6 @@ class Executor:
             f"{self.plan.members[writer]} ended before {me} had read {inbound.label}", member=writer
         )
         return Failure(self._failed(error_message(error, me), inbound.fatal))
-
-    def _decoded(self, received: Received, inbound: _InboundEdge) -> Any:
-        try:
-            return messages.decode(received.kind, received.body, received.buffers, shared=received.shared)
-        except BaseException as error:
-            return self._unreadable(error, inbound)
 
     def _unreadable(self, error: BaseException, inbound: _InboundEdge) -> Failure[Message]:
         me = self.plan.members[self.member]
@@ -319,6 +318,7 @@ class Executor:
         else:
             result = self._call(task, values)
         returned = clock()
+        # Values for this actor are stored before messages are sent: a send may fail or wait for memory.
         for value, steps, fatal in task.local:
             values[value] = self._selected(result, steps, task, fatal)
         for position, edge in enumerate(task.outputs):
@@ -371,6 +371,7 @@ class Executor:
     def _call(self, task: _PreparedTask, values: list[Any]) -> Any:
         """Call the method. Return its result, or a Failure."""
         try:
+            # Arguments are evaluated inside of `try`: a failing gather is a failure of this call.
             if task.single_argument is not None and self._lock is None:
                 result = task.call(values[task.single_argument])
             else:
@@ -427,7 +428,8 @@ class Executor:
         """Stop: `advance` does nothing any more, and blocked messages are dropped."""
         self.advance = _do_nothing  # type: ignore[method-assign]
         self._blocked = None
-        self._callbacks = _ignore_exit, _ignore_failure  # cut the reference cycle, so that memory is freed now
+        # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
+        self._callbacks = (lambda: None), (lambda execution, error, flags: None)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of tasks and inbound edges, for the driver."""
@@ -441,14 +443,6 @@ class Executor:
 
 def _do_nothing() -> bool:
     return False
-
-
-def _ignore_exit() -> None:
-    return
-
-
-def _ignore_failure(execution: int, error: Message, flags: int) -> None:
-    return
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The graph loop of an actor: one thread that serves every compiled graph in which the actor takes part.
 
-    doorbell posted --> advance each session (at most one task each) --> nothing to do: sleep until the next post
+    doorbell posted --> advance each executor (at most one task each) --> nothing to do: sleep until the next post
 
 The thread sleeps while no graph runs. It starts with the first graph and ends with the last. It is a thread of its own,
 not a task in Ray's background concurrency group, because that group has exactly one thread, which Ray needs itself, and
@@ -33,8 +33,22 @@ log = logging.getLogger("raylane.graph")
 
 OWNER_CHECK_S = 1.0
 """Seconds between two checks whether the drivers of the graphs still run. Also the longest sleep."""
-ROUNDS_PER_CLOCK_READ = 64
-"""Number of busy rounds between two looks at the clock: reading the clock in each would cost a tenth of a task."""
+ROUNDS_PER_CHECK = 64
+"""Number of busy rounds after which the loop looks for orders and at the clock although there are tasks to run.
+
+Looking in every round would cost a tenth of a small task.
+"""
+
+
+class Executor(Protocol):
+    """Tasks of one graph, as the loop uses them (implemented by `executor.Executor`)."""
+
+    @property
+    def needs_polling(self) -> bool:
+        """True while the graph waits for memory, which rings no doorbell: `advance` runs every POLL_INTERVAL_S."""
+
+    def advance(self) -> bool:
+        """Run at most one task. Return False if there was nothing to do. Never waits for a message."""
 
 
 class Session(Protocol):
@@ -46,15 +60,15 @@ class Session(Protocol):
     lifecycle: Lifecycle
 
     @property
-    def messages_read(self) -> int:
-        """Number of messages that this graph has read."""
+    def executor(self) -> Executor:
+        """Tasks of the graph."""
 
     @property
-    def needs_polling(self) -> bool:
-        """True while the graph waits for memory, which rings no doorbell: `advance` runs every POLL_INTERVAL_S."""
+    def messages_read(self) -> int:
+        """Number of messages that this graph has read, orders included."""
 
-    def advance(self) -> bool:
-        """Run at most one task. Return False if there was nothing to do. Never waits for a message."""
+    def obey(self) -> bool:
+        """Obey one order of the driver. Return False if there is none. Does not wait."""
 
     def fail(self, error: BaseException) -> None:
         """Report to the driver that this graph cannot continue here."""
@@ -145,7 +159,8 @@ class GraphLoop:
             busy = False
             for session in self.sessions:
                 try:
-                    busy |= session.advance()
+                    # Orders come second: they are rare, and an executor with tasks must not pay for them.
+                    busy |= session.executor.advance() or session.obey()
                 except BaseException as error:  # SystemExit included: any exception ends only this graph
                     log.exception("graph %s in %s", session.name, session.actor_name)
                     self._fail(session, error)
@@ -154,12 +169,12 @@ class GraphLoop:
                     busy = True
             if busy:
                 self._busy_rounds += 1
-                if self._busy_rounds % ROUNDS_PER_CLOCK_READ == 0 and time.monotonic() >= self._next_owner_check:
-                    self._check_owners()
+                if self._busy_rounds % ROUNDS_PER_CHECK == 0:
+                    self._check()
                 continue
             if doorbell.absorb(sum(session.messages_read for session in self.sessions)):
                 continue
-            polls = any(session.needs_polling for session in self.sessions)
+            polls = any(session.executor.needs_polling for session in self.sessions)
             doorbell.wait(POLL_INTERVAL_S if polls else OWNER_CHECK_S)
             if time.monotonic() >= self._next_owner_check:
                 self._check_owners()
@@ -182,6 +197,19 @@ class GraphLoop:
             self._applied = None  # the next thread has default settings
             self._thread = None
             return False
+
+    def _check(self) -> None:
+        """Obey orders and check owners: executors that always have tasks would otherwise keep the loop from both."""
+        for session in self.sessions:
+            try:
+                session.obey()
+            except BaseException as error:
+                log.exception("graph %s in %s", session.name, session.actor_name)
+                self._fail(session, error)
+            if session.lifecycle.state is not State.RUNNING:
+                self._remove(session)
+        if time.monotonic() >= self._next_owner_check:
+            self._check_owners()
 
     def _check_owners(self) -> None:
         self._next_owner_check = time.monotonic() + OWNER_CHECK_S

@@ -1,4 +1,4 @@
-"""Session of one graph in one actor: opens the channels, runs the `Executor`, answers the driver's orders, cleans up.
+"""Session of one graph in one actor: opens the channels, creates the `Executor`, obeys the driver's orders, cleans up.
 
 The driver sends orders over a control channel of the graph's own, because an ordinary call to the actor would wait for
 the method that the actor runs at that moment:
@@ -36,8 +36,7 @@ from raylane.graph.worker.loop import OwnerWatch, graph_loop
 from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program
 
 MAX_ANSWER_BYTES = 64 << 20
-TASKS_PER_ORDER_CHECK = 64
-"""Number of tasks in a row after which the session looks for orders although there are more tasks to run."""
+"""Size limit of an answer to the driver; a trace of 8,192 calls takes about 1 MB."""
 
 
 class Session:
@@ -56,7 +55,6 @@ class Session:
         self.owner_name = program.owner_name
         self._network = network
         self.lifecycle = Lifecycle() if network is None else network.lifecycle
-        self._tasks_since_order_check = 0
         self._exclusive_instance = instance if program.exclusive else None
         if network is not None:
             network.connect(program.links, Deadline(program.timeout_s))
@@ -79,7 +77,7 @@ class Session:
         self._writers = {
             edge: self._writer(out, edge, program.max_inflight, self._pool) for edge, out in program.outbound.items()
         }
-        self._executor = Executor(
+        self.executor = Executor(
             program.plan,
             program.member,
             instance,
@@ -87,7 +85,7 @@ class Session:
             {edge: writer.write for edge, writer in self._writers.items()},
             loop=loop,
             lock=graph_loop().exclusive if program.exclusive else None,
-            on_exit=self._report_exit,
+            on_exit=self._exit_actor,
             on_failure=self._report_failure,
             timeout_s=program.timeout_s,
         )
@@ -130,12 +128,7 @@ class Session:
     @property
     def messages_read(self) -> int:
         """Number of messages that this graph has read, orders included."""
-        return self._executor.messages_read + self._orders.sequence
-
-    @property
-    def needs_polling(self) -> bool:
-        """True while a message waits for memory."""
-        return self._executor.needs_polling
+        return self.executor.messages_read + self._orders.sequence
 
     @property
     def network(self) -> PeerNetwork | None:
@@ -144,34 +137,27 @@ class Session:
 
     def call_before_user_code(self, hook: Callable[[], None]) -> None:
         """Call `hook` before any code of the actor runs for this graph."""
-        self._executor.before_user_code = hook
+        self.executor.before_user_code = hook
 
-    def advance(self) -> bool:
-        """Run at most one task, or obey one order. Return False if there was nothing to do."""
-        if self._executor.advance():
-            self._tasks_since_order_check += 1
-            if self._tasks_since_order_check < TASKS_PER_ORDER_CHECK:
-                return True
-        self._tasks_since_order_check = 0
+    def obey(self) -> bool:
+        """Obey one order of the driver. Return False if there is none. Does not wait."""
         if try_wait(self._orders.full):
             return False
-        self._obey()
-        return True
-
-    def _obey(self) -> None:
         (order,) = pickle.loads(self._orders.take().body)
         if order == "close":
+            # The loop removes the session after this; the answer is written before, and the driver waits for it.
             self.lifecycle.advance(Event.LEAVE)
             answer: Any = None
         elif order == "stats":
             sent = {edge: writer.bytes for edge, writer in self._writers.items()}
             leased = self._pool.leased_bytes() + (0 if self._network is None else self._network.leased_bytes())
-            answer = self._executor.stats() | {"sent_bytes": sent, "lent_bytes": leased}
+            answer = self.executor.stats() | {"sent_bytes": sent, "lent_bytes": leased}
         elif order == "trace":
-            answer = list(self._executor.records)
+            answer = list(self.executor.records)
         else:
             answer = GraphError(f"{self.actor_name} does not know the order {order!r}")
         self._report(order, answer)
+        return True
 
     def _report(self, name: str, answer: Any, flags: int = 0) -> None:
         self._reports.write(self._reports_sent, self._encoder.encode((name, answer)), flags)
@@ -190,7 +176,7 @@ class Session:
         elif self._network is not None:
             self._network.report(report)
 
-    def _report_exit(self) -> None:
+    def _exit_actor(self) -> None:
         """Report that a method has exited the actor, then exit: Ray takes seconds, the driver should not wait."""
         self._report(EXITED, None, WAKE)
         _ray.exit_this_actor()
@@ -207,8 +193,8 @@ class Session:
 
     def close(self) -> None:
         """Release everything. Leased memory stays valid for the readers that keep it."""
-        self.lifecycle.advance(Event.CLOSE)
-        self._executor.close()
+        self.lifecycle.advance(Event.CLOSE)  # first: no thread of the network waits or reconnects from now on
+        self.executor.close()
         if self._owner is not None:
             self._owner.close()
         if self._network is not None:
