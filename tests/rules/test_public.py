@@ -1,4 +1,4 @@
-"""What users hold on to: names, errors, the README's tree, the version."""
+"""Public interface: names, errors, the tree of folders in the README, the version."""
 
 from __future__ import annotations
 
@@ -53,14 +53,13 @@ def test_every_public_callable_is_documented() -> None:
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_errors_survive_pickling_with_their_fields(cls: type[errors.RaylaneError]) -> None:
-    error = cls("it broke: actor 7", actor="7", step=3)
-    back = pickle.loads(pickle.dumps(error))
-    assert type(back) is cls
-    assert str(back) == "it broke: actor 7"
-    assert back.fields == {"actor": "7", "step": 3}
-    assert isinstance(back, errors.RaylaneError)
+def test_errors_survive_pickling_with_their_fields() -> None:
+    for cls in CLASSES:
+        back = pickle.loads(pickle.dumps(cls("it broke: actor 7", actor="7", step=3)))
+        assert type(back) is cls
+        assert str(back) == "it broke: actor 7"
+        assert back.fields == {"actor": "7", "step": 3}
+        assert isinstance(back, errors.RaylaneError)
 
 
 def test_the_tree_of_errors_is_drawn_and_complete() -> None:

@@ -1,0 +1,105 @@
+"""Lifecycle of a graph, the lock that survives Ctrl-C, and doorbell accounting. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from raylane.core.semaphore import post, value
+from raylane.errors import GraphClosedError
+from raylane.graph.channels.doorbell import Doorbell
+from raylane.graph.driver.locks import RecoverableLock
+from raylane.graph.lifecycle import TRANSITIONS, Event, Lifecycle, State
+
+
+def test_lifecycle_has_a_transition_for_every_state_and_event() -> None:
+    assert set(TRANSITIONS) == set(itertools.product(State, Event))
+
+
+def test_lifecycle_never_returns_to_running() -> None:
+    assert State.RUNNING not in TRANSITIONS.values()
+
+
+def test_lifecycle_closed_and_forked_are_final() -> None:
+    for event in Event:
+        assert TRANSITIONS[State.FORKED, event] is State.FORKED
+        assert TRANSITIONS[State.CLOSED, event] in (State.CLOSED, State.FORKED)
+
+
+def test_lifecycle_keeps_the_first_error() -> None:
+    lifecycle, first = Lifecycle(), GraphClosedError("first")
+    assert lifecycle.advance(Event.FAIL, first)
+    assert not lifecycle.advance(Event.FAIL, GraphClosedError("second"))
+    assert lifecycle.error is first
+
+
+def test_lifecycle_failed_graph_keeps_its_links_until_closed() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.advance(Event.FAIL, GraphClosedError("failed"))
+    assert (lifecycle.running, lifecycle.disconnecting) == (False, False)
+    lifecycle.advance(Event.CLOSE)
+    assert lifecycle.disconnecting
+    lifecycle.pause(60)  # returns at once
+
+
+def test_lifecycle_second_close_changes_nothing() -> None:
+    lifecycle = Lifecycle()
+    assert lifecycle.advance(Event.CLOSE)
+    assert not lifecycle.advance(Event.CLOSE)
+
+
+def test_lifecycle_fork_replaces_a_lock_that_another_thread_holds() -> None:
+    lifecycle = Lifecycle()
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lifecycle._lock:
+            held.set()
+            release.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(20)
+    lifecycle.fork(GraphClosedError("forked"))
+    assert not lifecycle.advance(Event.CLOSE)
+    release.set()
+    thread.join()
+    assert lifecycle.state is State.FORKED
+
+
+@pytest.mark.parametrize("owner", ["none", "marked", "entered since", "replaced"])
+def test_lock_with_an_owner_is_not_orphaned(owner: str) -> None:
+    lock = RecoverableLock()
+    seen = lock.observe()
+    if owner != "none":
+        lock.lock.acquire()
+    if owner == "marked":
+        lock.held = True
+    elif owner == "entered since":
+        lock.entries += 1
+    elif owner == "replaced":
+        lock.reset()
+    assert not lock.orphaned(seen)
+
+
+def test_lock_taken_by_an_interrupted_thread_is_orphaned() -> None:
+    lock = RecoverableLock()
+    seen = lock.observe()
+    lock.lock.acquire()
+    assert lock.orphaned(seen)
+    lock.reset()
+    assert lock.lock.acquire(False)
+
+
+def test_doorbell_absorbs_posts_of_messages_read_before() -> None:
+    doorbell = Doorbell()
+    for _ in range(3):
+        post(doorbell.address)
+    assert doorbell.absorb(2)
+    assert (doorbell.consumed, value(doorbell.address)) == (2, 1)
+    assert not doorbell.absorb(2)
+    assert doorbell.wait(1)
+    assert doorbell.consumed == 3
+    assert not doorbell.wait(0.01)
