@@ -1,6 +1,6 @@
 """How a contender's calls are made and timed: one block each time, on plain callables. Knows nothing of Ray or graphs.
 
-Called by `bench_graph_contenders`.
+Called by `graph_contenders`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from raylane.cli.measure import Tally, quantile
+from raylane.bench.measure import Tally, quantile
 
 __all__ = ["STRETCH", "back_to_back", "idle", "in_event_loop", "million", "steps", "stream"]
 

@@ -3,7 +3,7 @@
 All contenders of a case live in one session and have actors of their own. They are measured in short blocks, in a new
 random order every round, so that a slow minute of the machine hits all of them; the actors of those who wait for their
 turn are stopped (SIGSTOP), because some burn CPU when idle: UCX's progress threads, Ray's compiled graphs. Knows
-nothing of Ray. Called by `bench_transfer` and `bench_graph`.
+nothing of Ray. Called by `transfer` and `graph`.
 """
 
 from __future__ import annotations

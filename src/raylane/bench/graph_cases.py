@@ -1,6 +1,6 @@
 """What `raylane bench graph` measures, as values: the cases, who takes part in each, and how long it goes on.
 
-Pure: nothing is started here. `bench_graph` carries it out.
+Pure: nothing is started here. `graph` carries it out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from raylane.cli import measure
+from raylane.bench import measure
 
 __all__ = [
     "BLOCKING",

@@ -1,5 +1,5 @@
 """Who takes part in `raylane bench graph`: the same calls made by raylane's graph, by Ray's, as plain calls and by a
-loop inside the worker. Each has actors of its own. Called by `bench_graph`.
+loop inside the worker. Each has actors of its own. Called by `graph`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.cli import bench_graph_drive as drive
-from raylane.cli.bench_graph_actors import Peer, Stepper
-from raylane.cli.bench_graph_cases import (
+from raylane.bench import graph_workloads
+from raylane.bench.graph_actors import Peer, Stepper
+from raylane.bench.graph_cases import (
     BLOCKING,
     CALLS,
     COMPILED,
@@ -29,7 +29,7 @@ from raylane.cli.bench_graph_cases import (
     contenders,
     step_times_us,
 )
-from raylane.cli.measure import Tally
+from raylane.bench.measure import Tally
 
 __all__ = ["Contender", "start"]
 
@@ -81,16 +81,16 @@ class Contender:
     def block(self, case: Case, plan: Plan) -> Tally:
         """One block of calls, timed."""
         if case.drive == "asyncio":
-            return self.runner.run(drive.in_event_loop(self.call_async, plan.block_s))
+            return self.runner.run(graph_workloads.in_event_loop(self.call_async, plan.block_s))
         if case.drive == "stream":
-            return drive.stream(self.submit, self.finish, case.in_flight, plan.block_s)
+            return graph_workloads.stream(self.submit, self.finish, case.in_flight, plan.block_s)
         if case.drive == "steps":
-            return drive.steps(self.submit, self.finish, case.in_flight, plan.calls)
+            return graph_workloads.steps(self.submit, self.finish, case.in_flight, plan.calls)
         if case.drive == "idle":
-            return drive.idle(plan.block_s)
+            return graph_workloads.idle(plan.block_s)
         if case.drive == "million":
-            return drive.million(self.call, plan.calls, self._memory)
-        return drive.back_to_back(self.call, plan.block_s, case.gap_s)
+            return graph_workloads.million(self.call, plan.calls, self._memory)
+        return graph_workloads.back_to_back(self.call, plan.block_s, case.gap_s)
 
     def _memory(self) -> dict[str, int]:
         """Bytes of the driver and of all actors that are in physical memory now."""

@@ -1,5 +1,5 @@
 """`raylane bench graph`: what a call through a compiled graph costs, against Ray's own compiled graphs, plain calls and
-a loop inside the worker. Starts Ray, carries out the cases (`bench_graph_cases`), shuts it down.
+a loop inside the worker. Starts Ray, carries out the cases (`graph_cases`), shuts it down.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from raylane.cli import measure
-from raylane.cli.bench_graph_cases import CALLS, COMPILED, Case, Plan, cases, plan, same_graph
-from raylane.cli.bench_graph_contenders import Contender, start
+from raylane.bench import measure
+from raylane.bench.graph_cases import CALLS, COMPILED, Case, Plan, cases, plan, same_graph
+from raylane.bench.graph_contenders import Contender, start
 
 __all__ = ["cases", "run", "table"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import torch
 
-from raylane.cli import measure
+from raylane.bench import measure
 from raylane.transport.api import method
 
 SIZES = {"4B": 4, "80KB": 80 << 10, "96KB": 96 << 10, "150KB": 150_000, "1MB": 1_000_000, "100MB": 100_000_000}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from raylane.cli import measure
-from raylane.cli.measure import Tally
+from raylane.bench import measure
+from raylane.bench.measure import Tally
 
 
 @dataclass
