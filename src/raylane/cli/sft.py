@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         print(summary(trainer.run(config)))
     except KeyboardInterrupt:
-        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.how_to_go_on(config)}", file=sys.stderr)
+        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.resume_advice(config)}", file=sys.stderr)
         return 130
     return 0
 
