@@ -12,7 +12,7 @@ import pytest
 
 from raylane.bench import graph, graph_cases, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
-from raylane.bench.graph_cases import CASES, Case, cases, contenders, plan, same_graph, step_times_us
+from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
 from raylane.cli import main
 
@@ -25,7 +25,7 @@ def test_cases_and_who_takes_part() -> None:
         *("step-20ms", "throughput-8", "million", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
     ]
     assert cases(None) == list(CASES.values())
-    with pytest.raises(ValueError, match="unknown cases chain-5; there are echo, echo-1ms"):
+    with pytest.raises(ValueError, match="unknown cases chain-5; the cases are echo, echo-1ms"):
         cases("echo,chain-5")
     for case in CASES.values():
         assert "raylane" in case.contenders
@@ -35,27 +35,33 @@ def test_cases_and_who_takes_part() -> None:
 
 
 def test_cases_with_the_same_graph_share_it() -> None:
-    together = [[case.name for case in several] for several in same_graph(cases(None))]
+    together = [[case.name for case in several] for several in group_by_graph(cases(None))]
     assert ["scatter-8", "idle-8"] in together
     assert ["async"] in together
     assert ["throughput-8"] in together
     assert sorted(itertools.chain(*together)) == sorted(CASES)
-    assert contenders(cases("echo,echo-busy1")) == ["raylane", "ray:compiled", "ray:calls", "loop", "raylane:block"]
-    assert contenders(cases("million")) == ["raylane"]
+    assert contender_names(cases("echo,echo-busy1")) == [
+        "raylane",
+        "ray:compiled",
+        "ray:calls",
+        "loop",
+        "raylane:block",
+    ]
+    assert contender_names(cases("million")) == ["raylane"]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_plans_have_an_end_and_quick_ones_a_near_one(case: Case) -> None:
-    full, quick = plan(case, quick=False), plan(case, quick=True)
+    full, quick = blocks_of(case, quick=False), blocks_of(case, quick=True)
     for each in (full, quick):
-        assert (each.calls > 0) == (case.drive in ("steps", "million"))
+        assert (each.calls > 0) == (case.workload in ("steps", "million"))
         assert each.rounds * max(each.block_s, each.calls * 20e-6) <= 20
     assert quick.rounds * quick.block_s <= 2
     assert 0 < quick.calls <= 20_000 or quick.block_s
 
 
 def test_the_plans_of_idling_steps_and_the_million_are_what_their_names_say() -> None:
-    idle, steps, million = (plan(CASES[name], quick=False) for name in ("idle-8", "step-20ms", "million"))
+    idle, steps, million = (blocks_of(CASES[name], quick=False) for name in ("idle-8", "step-20ms", "million"))
     assert idle.rounds * idle.block_s == 10
     assert steps.rounds * steps.calls == 200
     assert million.rounds * million.calls == 1_000_000
@@ -97,7 +103,7 @@ def test_a_stream_keeps_so_many_in_flight_and_leaves_none() -> None:
     tally = graph_workloads.stream(line.submit, line.finish, 8, 0.0)
     assert line.most == 8
     assert line.submitted == line.finished == tally.calls + 8
-    assert tally.calls == len(tally.samples_us) * graph_workloads.STRETCH
+    assert tally.calls == len(tally.samples_us) * graph_workloads.CALLS_PER_SAMPLE
 
 
 class Clock:
@@ -145,9 +151,9 @@ def test_a_million_tells_memory_at_start_middle_and_end() -> None:
 
 
 def test_idling_is_recorded_as_one_stretch_and_steps_with_their_mean() -> None:
-    idle = graph._as_recorded(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
+    idle = graph._to_record(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
     assert (idle.samples_us, idle.calls, idle.cpu_s) == ([5.1e6], 1, 0.1)
-    steps = graph._as_recorded(CASES["step-20ms"], Tally([10.0, 40.0], 2))
+    steps = graph._to_record(CASES["step-20ms"], Tally([10.0, 40.0], 2))
     assert steps.extra == {"mean_us": 25.0}
 
 
@@ -192,7 +198,7 @@ def test_the_actors_need_no_torch() -> None:
 
 
 def test_an_unknown_case_is_answered_with_those_there_are() -> None:
-    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; there are echo"):
+    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; the cases are echo"):
         main(["bench", "graph", "--only", "ecko"])
 
 

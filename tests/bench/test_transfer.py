@@ -18,7 +18,7 @@ def test_cases() -> None:
     assert names[2:6] == ["80KB", "80KB-new", "96KB", "96KB-new"]
     assert names[6:] == ["150KB", "150KB-new", "1MB", "1MB-new", "100MB", "100MB-new"]
     assert [case.name for case in transfer.cases(large=True, only="1GB,4B")] == ["1GB", "4B"]
-    with pytest.raises(ValueError, match="unknown cases 2GB; there are 4B"):
+    with pytest.raises(ValueError, match="unknown cases 2GB; the cases are 4B"):
         transfer.cases(large=False, only="2GB")
 
 
