@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from raylane.bench import environment, graph_cases
+from raylane.cli.help import describe
 
 CaseT = TypeVar("CaseT")
 
@@ -16,18 +17,23 @@ CaseT = TypeVar("CaseT")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one sub-command for each benchmark."""
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    transfer = commands.add_parser("transfer", help="one tensor from actor to actor")
-    _add_common(transfer, "1MB,100MB-new")
-    transfer.add_argument("--large", action="store_true", help="1 GB too (needs some 8 GB of memory)")
-    graph = commands.add_parser("graph", help="calls through compiled graphs, one at a time and several in flight")
-    _add_common(graph, "echo,chain-4")
-    graph.epilog = f"cases: {', '.join(graph_cases.CASES)}"
-
-
-def _add_common(command: argparse.ArgumentParser, some: str) -> None:
-    command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
-    command.add_argument("--quick", action="store_true", help="few calls: to see that it runs, not to quote")
-    command.add_argument("--only", metavar="CASE[,CASE]", help=f"these cases only, e.g. {some}")
+    summary = "transfer of one tensor from actor to actor"
+    examples = (
+        "raylane bench transfer --only 1MB,100MB-new",
+        "raylane bench transfer --large --json transfer.json",
+    )
+    transfer = commands.add_parser("transfer", help=summary, **describe(summary, *examples))
+    transfer.add_argument("--large", action="store_true", help="include 1 GB tensors (needs about 8 GB of memory)")
+    summary = "calls through compiled graphs, one at a time and several in flight"
+    examples = ("raylane bench graph --only echo,chain-4", "raylane bench graph --quick --json graph.json")
+    names = ", ".join(graph_cases.CASES)
+    graph = commands.add_parser("graph", help=summary, **describe(summary, *examples, notes=f"cases: {names}"))
+    for command in (transfer, graph):
+        command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
+        command.add_argument(
+            "--quick", action="store_true", help="make few calls: a test that it runs; the results mean nothing"
+        )
+        command.add_argument("--only", metavar="CASE[,CASE]", help="run these cases only")
 
 
 def run(args: argparse.Namespace) -> int:
