@@ -311,5 +311,5 @@ def not_finite(logits, batch):
 
 
 def test_step_seeds_differ_between_steps_and_ranks():
-    seeds = {worker_module._step_seed(7, step, rank) for step in range(100) for rank in range(8)}
+    seeds = {worker_module.step_seed(7, step, rank) for step in range(100) for rank in range(8)}
     assert len(seeds) == 800

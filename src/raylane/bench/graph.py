@@ -53,7 +53,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def _run_cases(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Run a group of cases with the same graph, which is compiled once and torn down after the last case."""
     records = []
-    with asyncio.Runner() as runner:
+    with asyncio.Runner() as runner:  # one event loop for the whole group: graphs are bound to it
         began = time.perf_counter()
         contenders = start(group, runner)
         first_us = {}
@@ -147,6 +147,7 @@ def _close(contenders: Sequence[Contender]) -> None:
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
     """Run `count` processes that use as much CPU as they can get, until the `with` block or this process ends."""
+    # Each process ends by itself if this one is killed: its parent process ID changes then.
     processes = [subprocess.Popen([sys.executable, "-S", "-E", "-c", BUSY_PROGRAM]) for _ in range(count)]
     try:
         yield

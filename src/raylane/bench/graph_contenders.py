@@ -133,6 +133,7 @@ class Raylane(Graph):
                 node = x
                 for actor in self.actors:
                     node = raylane.bind(getattr(actor, self.case.method), node)
+        # The driver reads the variable when it compiles; its actors got theirs from the runtime_env.
         before = os.environ.get(WAIT_VARIABLE)
         os.environ[WAIT_VARIABLE] = self.wait
         try:

@@ -87,7 +87,7 @@ def take_turns(
     """
     tallies = {contender.name: Tally() for contender in contenders}
     order = list(contenders)
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # seeded, so that a run can be repeated in the same order
     stop(contenders)
     try:
         for _ in range(rounds):
@@ -98,7 +98,7 @@ def take_turns(
                     warm(contender)
                 _add(tallies[contender.name], contender, block)
                 stop([contender])
-    finally:
+    finally:  # also after an error: a stopped process could never be ended cleanly
         send(signal.SIGCONT, contenders)
     return tallies
 

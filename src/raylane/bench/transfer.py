@@ -135,6 +135,7 @@ def run(selected: list[Case], *, quick: bool) -> list[dict[str, Any]]:
 
 def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> list[dict[str, Any]]:
     rounds, calls = _blocks_of(case, quick=quick)
+    # hold(0) releases the tensor of the previous case; otherwise every contender would keep up to 1 GB.
     ray.get([contender.producer.hold.remote(0 if case.fresh else case.nbytes) for contender in contenders])
     first = {contender.name: measure.timed(functools.partial(contender.call, case)) for contender in contenders}
     for contender in contenders:  # warm up connections, memory pools and lazily loaded code

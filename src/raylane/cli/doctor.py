@@ -116,7 +116,7 @@ def examine() -> list[Finding]:
     for node in ray.nodes():
         if node["Alive"]:
             on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            for i in (1, 2):
+            for i in (1, 2):  # two, so that there is a pair of processes on a cluster of one node
                 probe = ray.remote(num_cpus=0)(Probe).options(scheduling_strategy=on_node).remote()
                 places.append((f"actor {i} on {ray.get(probe.where.remote(), timeout=CALL_TIMEOUT_S)}", probe))
     findings = []

@@ -39,6 +39,7 @@ def set_up_logging(level: str) -> None:
     # On a terminal a log line replaces the live progress bar (carriage return, then ECMA-48 EL: erase in line).
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     handler.setFormatter(logging.Formatter(f"{clear}%(levelname)s %(name)s: %(message)s"))
+    # Only raylane's logger: a root handler would also print the messages of all other libraries.
     log = logging.getLogger("raylane")
     log.handlers[:] = [handler]
     log.propagate = False

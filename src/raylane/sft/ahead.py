@@ -32,6 +32,7 @@ class ReadAhead(Generic[T]):
 
     def take(self, number: int) -> T:
         """Return item `number`, waiting if needed, and start reading the next one. Raises the exceptions of `read`."""
+        # After a resume or a skipped step another number is asked for; the item read ahead is then dropped.
         following, self._next = self._next, None
         item = following[1].result() if following is not None and following[0] == number else self._read(number)
         if number + 1 < self._end:

@@ -31,6 +31,7 @@ def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, 
             mask_file.write(np.ascontiguousarray(supervised, dtype=np.uint8).tobytes())
             ends.append(ends[-1] + len(tokens))
             origins.append(origin)
+    # int64: a large data set has more than 2**31 tokens.
     np.save(folder / "offsets.npy", np.asarray(ends, dtype=np.int64))
     np.save(folder / "origin.npy", np.asarray(origins, dtype=np.int64))
 
@@ -56,6 +57,7 @@ class TokenCache:
         """Map the files of `folder`; DataError if files are missing or inconsistent."""
         folder = Path(folder)
         try:
+            # Without pickle, a manipulated file cannot run code.
             offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
             sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
         except (OSError, ValueError, EOFError) as error:

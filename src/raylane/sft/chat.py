@@ -180,6 +180,7 @@ class ChatTokenizer:
         tokens = np.asarray(out["input_ids"], dtype=np.int32)
         supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
         spans = runs(supervised)
+        # Templates know nothing of `weight`, so spans of messages with weight 0 are removed here.
         if not all(conversation.weights):
             supervised, spans = _without_weightless(supervised, spans, conversation)
         ends = np.isin(tokens, list(self.end_ids))

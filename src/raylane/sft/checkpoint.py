@@ -210,6 +210,7 @@ def _nothing_whole(settings: CheckpointingConfig, damage: CheckpointDamagedError
 
 def put_aside(path: Path, damage: CheckpointDamagedError) -> Path:
     """Rename a damaged checkpoint to step_N.damaged, which is never read or removed; return the new path."""
+    # An earlier damaged checkpoint of the same step may exist; find a free name.
     taken = {other.name for other in path.parent.iterdir()}
     names = (f"{path.name}.damaged{count or ''}" for count in range(len(taken) + 1))
     aside = path.rename(path.with_name(next(name for name in names if name not in taken)))
@@ -252,6 +253,7 @@ def recover(folder: Path) -> list[Path]:
             continue
         final = folder / match[1]
         newer = folder / f"{match[1]}.partial"
+        # Nothing to do if step_N exists; and step_N.old.partial is used only without a complete step_N.partial.
         if final.exists() or (path != newer and (newer / MARKER).is_file()):
             continue
         path.rename(final)
@@ -354,6 +356,7 @@ def discard_partial(folder: Path) -> list[Path]:
 
 def remove(saved: Saved) -> None:
     """Delete a checkpoint. It is renamed first, so that an interrupted removal leaves nothing that looks complete."""
+    # discard_partial deletes this name if the removal is interrupted.
     doomed = saved.path.with_name(f"{saved.path.name}.removed.partial")
     _clear(doomed)
     saved.path.rename(doomed)

@@ -63,6 +63,7 @@ def svg(series: dict[str, list[tuple[float, float]]]) -> str:
     """Return the drawing: steps to the right, loss upwards, one line per series, dots on a series of few points."""
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
+    # A single point has no extent; widen the ranges so that the divisions below are defined.
     x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
     margin = 0.05 * (max(ys) - min(ys)) or 0.5
     y_low, y_high = min(ys) - margin, max(ys) + margin

@@ -132,6 +132,7 @@ def fit(
         return [(tokens[:row_tokens], supervised[:row_tokens])], "truncate"
     pieces = []
     for start in range(0, len(tokens) - 1, row_tokens - 1):
+        # A copy, because pieces overlap: in a view this would clear the last token of the previous piece.
         mask = supervised[start : start + row_tokens].copy()
         mask[0] = False
         pieces.append((tokens[start : start + row_tokens], mask))
@@ -150,7 +151,12 @@ def prepare(config: RunConfig) -> PreparedData:
     sources = _digest_files(_data_paths(config))
     folder = Path(config.data.cache_dir).resolve() / f"data-{_cache_key(config, sources)}"
     done = folder / "prepared.json"
-    _check_model_folder(config)
+    model = config.policy.model_name
+    if model is not None and not Path(model).is_dir():  # found here, before hours of tokenising
+        raise ConfigError(
+            f"policy.model_name={model!r} is no folder on this machine. Set it to a local Hugging Face folder; a model "
+            f"on the hub must be downloaded first: `hf download {model} --local-dir DIR`"
+        )
     if not done.is_file():
         try:
             _build(config, folder, sources)
@@ -164,16 +170,6 @@ def prepare(config: RunConfig) -> PreparedData:
     return prepared
 
 
-def _check_model_folder(config: RunConfig) -> None:
-    """Raise ConfigError if the model folder does not exist, before hours of tokenising."""
-    name = config.policy.model_name
-    if name is not None and not Path(name).is_dir():
-        raise ConfigError(
-            f"policy.model_name={name!r} is no folder on this machine. Set it to a local Hugging Face folder; a model "
-            f"on the hub must be downloaded first: `hf download {name} --local-dir DIR`"
-        )
-
-
 def _read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
@@ -182,6 +178,7 @@ def _read_prepared(done: Path) -> PreparedData:
         numbers = (found.vocab_size, found.pad_id, *found.end_ids)
         if not all(isinstance(one, int) for one in numbers):
             raise TypeError(f"vocab_size, pad_id and end_ids are {numbers}")
+        # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
         return replace(
             found,
             tokenizer_dir=folder / "tokenizer",
@@ -220,7 +217,7 @@ def _cache_key(config: RunConfig, sources: str) -> str:
 
     data, tokenizer = config.data, config.policy.tokenizer
     folder = _tokenizer_folder(config)
-    names = ("*.json", "*.jinja", "*.model", "*.txt")
+    names = ("*.json", "*.jinja", "*.model", "*.txt")  # files of a tokenizer; weights would take minutes to hash
     depends = {
         "format": FORMAT,
         "sources": sources,
@@ -266,6 +263,8 @@ def _build(config: RunConfig, folder: Path, sources: str) -> None:
     draft.chmod(0o777 & ~umask)
     try:
         prepared = _fill(config, draft, folder)
+        # The folder's name is made from the digest taken before reading; a file that changed since would be cached
+        # under the name of its old content.
         if _digest_files(_data_paths(config)) != sources:
             raise DataError(
                 f"the data files ({', '.join(_data_paths(config))}) changed while they were read. Run the command "
@@ -285,6 +284,7 @@ def _remove_stale_drafts(folder: Path) -> None:
     """Remove drafts of ended processes on this node; a draft can be as large as the data."""
     for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
         number = draft.name.rpartition("-")[0].rpartition("-")[2]
+        # A process of this node that no longer exists cannot finish its draft.
         if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
             shutil.rmtree(draft, ignore_errors=True)
 
@@ -370,7 +370,12 @@ def _documents(
         else:
             counts.also_in_train += digest in seen
         if not encoded.supervised.any():
-            _refuse_unsupervised(config, conversation)
+            if not config.data.allow_unsupervised:
+                roles = ", ".join(message["role"] for message in conversation.messages)
+                raise DataError(
+                    f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, "
+                    "or set data.allow_unsupervised=true to leave out (and count) such conversations"
+                )
             counts.unsupervised += 1
             continue
         checks = config.data.check_masks and origin < MASK_CHECKS
@@ -384,15 +389,6 @@ def _documents(
             counts.tokens += len(tokens)
             counts.supervised += int(np.count_nonzero(supervised))
             yield tokens, supervised, origin
-
-
-def _refuse_unsupervised(config: RunConfig, conversation: Conversation) -> None:
-    if not config.data.allow_unsupervised:
-        roles = ", ".join(message["role"] for message in conversation.messages)
-        raise DataError(
-            f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, or set "
-            "data.allow_unsupervised=true to leave out (and count) such conversations"
-        )
 
 
 def _fit_and_count(

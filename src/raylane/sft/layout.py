@@ -18,13 +18,13 @@ __all__ = ["check_layout", "micro_batches"]
 def check_layout(config: RunConfig) -> None:
     """Raise one ConfigError that lists all values of the configuration that do not fit together."""
     problems = [
-        *_workers(config),
-        *_batches(config),
-        *_lengths(config),
-        *_steps(config),
-        *_validation(config),
-        *_best_checkpoints(config),
-        *_model_shape(config.policy.hf_config_overrides),
+        *worker_problems(config),
+        *batch_problems(config),
+        *length_problems(config),
+        *step_problems(config),
+        *validation_problems(config),
+        *checkpoint_problems(config),
+        *model_problems(config.policy.hf_config_overrides),
     ]
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
@@ -46,7 +46,8 @@ def _nearest(value: int, multiple: int) -> str:
     return f"{below} or {below + multiple}" if below else f"{multiple}"
 
 
-def _workers(config: RunConfig) -> Iterator[str]:
+def worker_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the number of workers: replicas, nodes and GPUs."""
     cluster, replicas = config.cluster, config.policy.dtensor_cfg.dp_replicate_size
     world = cluster.num_workers
     if world % replicas:
@@ -69,7 +70,8 @@ def _workers(config: RunConfig) -> Iterator[str]:
         yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
 
 
-def _batches(config: RunConfig) -> Iterator[str]:
+def batch_problems(config: RunConfig) -> Iterator[str]:
+    """Yield batch sizes that do not divide into micro-batches for all workers."""
     world = config.cluster.num_workers
     train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
     val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
@@ -84,7 +86,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _lengths(config: RunConfig) -> Iterator[str]:
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the row length."""
     length, divisor = config.policy.max_total_sequence_length, config.policy.make_sequence_length_divisible_by
     if length % divisor:
         yield (
@@ -99,7 +102,8 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _steps(config: RunConfig) -> Iterator[str]:
+def step_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if the run has no end."""
     steps, epochs = config.sft.max_num_steps, config.sft.max_num_epochs
     if steps is None and epochs is None:
         yield "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them"
@@ -109,7 +113,8 @@ def _validates(config: RunConfig) -> bool:
     return config.sft.val_period > 0 or config.sft.val_at_start or config.sft.val_at_end
 
 
-def _validation(config: RunConfig) -> Iterator[str]:
+def validation_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if validation is requested without data, or a metric is compared that nothing measures."""
     if _validates(config) and not config.data.has_validation:
         asked = next(
             f"sft.{name}={value}"
@@ -128,7 +133,7 @@ def _validation(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _best_checkpoints(config: RunConfig) -> Iterator[str]:
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     """Yield a problem if `keep_top_k` would compare losses that were not measured at the steps of the checkpoints."""
     saving, val = config.checkpointing, config.sft.val_period
     compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and _validates(config)
@@ -140,7 +145,7 @@ def _best_checkpoints(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _model_shape(shape: Mapping[str, Any]) -> Iterator[str]:
+def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
     """Yield problems in the sizes of a model with random weights, as far as the configuration names these sizes."""
 
     def size(key: str) -> int | None:

@@ -72,6 +72,7 @@ class CrossEntropy:
             strict=True,
         )
         for some_hidden, some_labels in chunks:
+            # checkpoint() drops the chunk's logits after the forward pass and recomputes them in the backward pass.
             part: Tensor = checkpoint(_summed, some_hidden, some_labels, head, use_reentrant=False)
             total = total + part
         return total

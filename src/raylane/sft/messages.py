@@ -99,7 +99,10 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         for index, (raw, message) in enumerate(zip(messages, parsed, strict=True))
         if message["role"] == "assistant"
     )
-    return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
+    tools = record.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
+    return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,11 +205,3 @@ def _weight(message: dict[str, Any], where: str) -> bool:
     if weight not in (None, 0, 1):
         raise DataError(f"{where}: weight must be 0 (context only) or 1 (trained on), got {weight!r}")
     return weight != 0
-
-
-def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
-    return tuple(tools)

@@ -99,7 +99,13 @@ class MetricsLog:
                 raise ConfigError(
                     f"{self.run_dir / name} is a symbolic link; remove it, or choose another logger.log_dir"
                 )
-        _drop_torn_line(self.path)
+        if self.path.is_file():
+            # A run that was killed while writing leaves an incomplete last line. Remove it, or the next record would
+            # be appended to it.
+            whole = self.path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end < len(whole):
+                os.truncate(self.path, end)
         self._file = self.path.open("a", encoding="utf-8")
 
     def __enter__(self) -> MetricsLog:
@@ -113,7 +119,7 @@ class MetricsLog:
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
         record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3)}
         self._file.write(_json_line({**record, **named}))
-        self._file.flush()
+        self._file.flush()  # a killed run keeps its records, and `tail -f` shows them at once
         for sink in self._sinks:
             sink.write(step, named)
 
@@ -206,15 +212,6 @@ def _json_line(record: Mapping[str, float]) -> str:
     return json.dumps(plain) + "\n"
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, left by a run that was killed while writing."""
-    if path.is_file():
-        whole = path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):
-            os.truncate(path, end)
-
-
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Return the records of a metrics.jsonl; an incomplete last line of a running writer is left out.
 
@@ -222,6 +219,7 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """
     text = Path(path).read_text(encoding="utf-8")
     records = []
+    # A writer may be in the middle of the last line, so only text up to the last line feed is parsed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             record = json.loads(line)

@@ -81,6 +81,7 @@ def build_model(
         _prepare(model, policy)
         _shard(model, policy, mesh)
         return model
+    # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("meta"):
         model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
     _prepare(model, policy)

@@ -60,7 +60,7 @@ def _resolve(value: Any, root: Mapping[str, Any], source: str, path: tuple[str, 
                 raise ConfigError(f"{where}: {match[0]} contains further expressions; write its values out")
             return copy.deepcopy(found)
         if match.span() == (0, len(value)) and not isinstance(found, str):
-            return found
+            return found  # keep the type: ${a.b} of a number is a number
         value = value[: match.start()] + str(found) + value[match.end() :]
     raise ConfigError(f"{where} refers to itself in a circle; write the value out in one of the keys")
 

@@ -27,6 +27,7 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
         return peak * (step + begin) / rises
     if schedule.name == "constant":
         return peak
+    # Steps count from 0, so the last one has the number total_steps - 1.
     last = total_steps - 1 if schedule.min_lr_at == "last_step" else total_steps
     span = max(1, last - w)
     progress = min(1.0, (step - schedule.warmup_steps) / span)

@@ -265,11 +265,21 @@ def _apply_override(document: dict[str, Any], override: Override, root: type[Bas
                 f"override {override.word!r}: {name!r} holds {below!r}, which has no keys; override {name!r} itself"
             )
         here = below
+    dotted = ".".join(override.path)
     if override.sign == "~":
-        _remove_key(here, override)
+        if last not in here:
+            raise ConfigError(
+                f"override {override.word!r}: {dotted} is not set by the file, so there is nothing to remove (its "
+                "default applies already); leave the override out"
+            )
+        if override.has_value and here[last] != override.value:
+            raise ConfigError(
+                f"override {override.word!r}: the value in the file is {here[last]!r}, not {override.value!r}; "
+                f"write ~{dotted} to remove any value"
+            )
+        del here[last]
         return
     if override.sign == "+" and (declared or last in here):
-        dotted = ".".join(override.path)
         what = "is a declared key" if declared else f"is already {here[last]!r}"
         raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
     both = isinstance(override.value, dict) and isinstance(here.get(last), dict)
@@ -311,18 +321,3 @@ def _check_path(override: Override, root: type[BaseModel], document: Mapping[str
             )
         where = None
     return False
-
-
-def _remove_key(here: dict[str, Any], override: Override) -> None:
-    last = override.path[-1]
-    if last not in here:
-        raise ConfigError(
-            f"override {override.word!r}: {'.'.join(override.path)} is not set by the file, so there is nothing to "
-            "remove (its default applies already); leave the override out"
-        )
-    if override.has_value and here[last] != override.value:
-        raise ConfigError(
-            f"override {override.word!r}: the value in the file is {here[last]!r}, not {override.value!r}; "
-            f"write ~{'.'.join(override.path)} to remove any value"
-        )
-    del here[last]

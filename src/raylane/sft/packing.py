@@ -41,7 +41,8 @@ def efficiency(lengths: Sequence[int] | np.ndarray, num_rows: int, capacity: int
     return float(np.sum(np.asarray(lengths, dtype=np.int64))) / (num_rows * capacity) if num_rows else 0.0
 
 
-def _concatenate(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+def concatenate(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Fill row after row in the order of the data; a document that does not fit starts a new row."""
     packs: list[list[int]] = []
     free = 0
     for index, size in enumerate(sizes.tolist()):
@@ -58,7 +59,7 @@ def _longest_first(sizes: np.ndarray) -> list[int]:
     return order
 
 
-def _first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     """Place the longest documents first, each into the first row with room.
 
     Takes O(n log n): the nodes of a binary tree over the rows hold the largest free room below them.
@@ -82,7 +83,7 @@ def _first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     return packs
 
 
-def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     """Place the longest documents first, each into the fullest row with room (the latest used among equals).
 
     `rows_with[free]` lists the rows with `free` tokens of room. Bit `free` of `nonempty` is set if that list has an
@@ -109,8 +110,9 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 _ALGORITHMS: dict[str, Callable[[np.ndarray, int], list[list[int]]]] = {
-    "first_fit_decreasing": _first_fit_decreasing,
-    "best_fit_decreasing": _best_fit_decreasing,
-    "concatenate": _concatenate,
+    # Keys are the values of policy.sequence_packing.algorithm, and "none" for enabled=false.
+    "first_fit_decreasing": first_fit_decreasing,
+    "best_fit_decreasing": best_fit_decreasing,
+    "concatenate": concatenate,
     "none": lambda sizes, capacity: [[index] for index in range(len(sizes))],
 }

@@ -107,7 +107,7 @@ class Policy:
         try:
             self.facts: dict[str, Any] = self._call_one("setup", worker_config, prepared, total_steps)
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
             raise
 
@@ -150,6 +150,7 @@ class Policy:
         rows = mbs or self._config.policy.train_micro_batch_size
         micro_batches(size, rows, self._dims.world)
         parts = batch.shard(self._dims.world)
+        # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
         number = self._next
         if not eval_mode:
@@ -203,6 +204,7 @@ class Policy:
         for name, known in self._losses.items():
             if known is loss_fn:
                 return name
+        # Functions are compared by identity and sent once: pickling one again with every step would be slow.
         name = f"loss-{len(self._losses)}"
         self._group.get_all_worker_results(self._group.run_all_workers_single_data("add_loss", name, loss_fn))
         self._losses[name] = loss_fn
@@ -221,6 +223,7 @@ class Policy:
         folder = Path(settings.checkpoint_dir)
         try:
             saved = self._write(folder, metrics)
+            # Old checkpoints are removed only after the new one is complete.
             whole, damaged = checkpoint.list_whole(folder)
             for damage in damaged:  # never removed: the user may want to examine the files
                 _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)

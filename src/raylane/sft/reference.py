@@ -57,7 +57,9 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
         yield f"## {path}\n\n{summary}\n"
     if own:
         yield "| key | type | default | meaning |\n|---|---|---|---|"
-        yield from (_row(name, field) for name, field in own.items())
+        for name, field in own.items():
+            description = (field.description or "").replace("|", "\\|")
+            yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
         yield ""
     for name, field in model.model_fields.items():
         if _is_section(field):
@@ -66,11 +68,6 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-
-
-def _row(name: str, field: FieldInfo) -> str:
-    description = (field.description or "").replace("|", "\\|")
-    return f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
 
 
 def _default(field: FieldInfo) -> str:

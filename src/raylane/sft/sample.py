@@ -61,7 +61,7 @@ def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_t
             eos_token_id=list(end_ids) or None,
             pad_token_id=tokenizer.pad_token_id,
         )[0]
-    new: list[int] = out[ids.shape[1] :].tolist()
+    new: list[int] = out[ids.shape[1] :].tolist()  # generate() returns the prompt too
     return Sample(_question(prompt.tolist(), tokenizer), tokenizer.decode(new, skip_special_tokens=True).strip())
 
 

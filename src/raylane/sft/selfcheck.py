@@ -74,6 +74,7 @@ def _check_loss(model: SupervisedModel, batch: BatchDict, precision: str) -> Non
             f"the loss is {by_logits} before the first step: the weights are not finite, or overflow in "
             f"policy.precision={precision}. Check policy.model_name, or use policy.precision=float32"
         )
+    # Written as `not <=`, so that a NaN on either side fails the check.
     if not abs(by_logits - by_hidden) <= _TOLERANCE[precision] * max(1.0, abs(by_logits)):
         raise ConfigError(
             f"this model class changes its logits after its output head: the loss is {by_logits:.6g} from its logits "

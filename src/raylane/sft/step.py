@@ -60,6 +60,7 @@ def backward(
     Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
     scale = dist.get_world_size() / max(1, counts.supervised)
+    # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
@@ -97,7 +98,7 @@ def clip(model: SupervisedModel, max_norm: float | None) -> float:
     """Clip the gradients of the whole model to `max_norm` (None: do not clip); return their norm before. Collective."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
+    if isinstance(norm, DTensor):  # a partial norm per worker; full_tensor() combines them
         norm = norm.full_tensor()
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
@@ -121,6 +122,7 @@ def optimize(
     counts = count(batch, device)
     loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
+    # All workers have the same loss and norm, so either all raise or none does.
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise FloatingPointError(

@@ -215,12 +215,14 @@ class Trainer:
             self._save(with_hf=finished and self._config.checkpointing.save_hf)
 
     def _step(self) -> None:
+        # Read before sending, so that at most steps_in_flight steps are queued in the workers.
         while len(self._in_flight) >= self._config.sft.steps_in_flight:
             self._read_oldest()
         self._in_flight.append((self.done, self._send()))
         if self._is_due(self._config.sft.val_period):
             self._wait_for_steps()
             self._validate()
+        # After the validation, because the checkpoint records the validation loss of its own step.
         if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
             self._wait_for_steps()
             # `fit` saves the last step, together with the final validation loss and the Hugging Face folder.
@@ -252,6 +254,7 @@ class Trainer:
         metrics = self._policy.result(future)
         step = number + 1  # the log and the checkpoints count finished steps
         self.losses["train:loss"] = metrics["loss"]
+        # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[name] for name in _PROGRESS_METRICS}
         if step % self._config.sft.log_interval == 0 or step == self.total_steps:

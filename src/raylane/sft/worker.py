@@ -47,6 +47,7 @@ class SftWorker:
         if device_type == "cuda":
             torch.cuda.set_device(self._device)
         torch.set_num_threads(num_threads)
+        # gloo in a GPU run too: object broadcasts use CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._losses: dict[str, LossFunction] = {}
@@ -74,14 +75,15 @@ class SftWorker:
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
-        if self._read_ahead is not None:
+        if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
         self._read_ahead = ReadAhead(self.own_rows, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
+        local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         return {
             "parameters": sum(parameter.numel() for parameter in parameters),
-            "parameters_held": sum(_local_part(parameter).numel() for parameter in parameters),
+            "parameters_held": sum(part.numel() for part in local_parts),
             "train_rows": self._train.num_rows,
         }
 
@@ -127,7 +129,7 @@ class SftWorker:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
         ready = time.perf_counter()
-        torch.manual_seed(_step_seed(self._config.sft.seed, number, self._rank))
+        torch.manual_seed(step_seed(self._config.sft.seed, number, self._rank))
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
         loss, norm, counts = step.optimize(
@@ -181,9 +183,11 @@ class SftWorker:
         counts = step.count(data, self._device)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
         loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
-        found = {
-            name: _full_gradient(p.grad) for name, p in self._model.causal_lm.named_parameters() if p.grad is not None
-        }
+        found = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[name] = whole.detach().float().cpu()
         self._optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
         return loss, found
@@ -254,21 +258,10 @@ class SftWorker:
         self._idle_since = None
 
 
-def _read_batch(source: RowSource, rows: Any) -> BatchDict:
-    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
-
-
-def _step_seed(seed: int, number: int, rank: int) -> int:
+def step_seed(seed: int, number: int, rank: int) -> int:
     """Return a seed that is distinct for every (step, rank) of a run and equal on every machine."""
     return (seed * 1_000_003 + number * 65_537 + rank) % 2**63
 
 
-def _local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that this worker holds."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _full_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a complete gradient, float32 on the CPU. Collective for a sharded gradient."""
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return whole.detach().float().cpu()
+def _read_batch(source: RowSource, rows: Any) -> BatchDict:
+    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
