@@ -100,6 +100,7 @@ def _open(contender: Contender, runner: asyncio.Runner) -> float:
 
 
 def _checked(contender: Contender, found: Any, began: float) -> float:
+    """Return the microseconds since `began`; RuntimeError if `found` is not the expected answer."""
     first_us = (time.perf_counter() - began) * 1e6
     if found != contender.answer:
         raise RuntimeError(
@@ -109,6 +110,7 @@ def _checked(contender: Contender, found: Any, began: float) -> float:
 
 
 def _warm(case: Case, blocks: Blocks) -> Callable[[Contender], None]:
+    """Return the function that warms up a contender before each block."""
     brief = dataclasses.replace(blocks, block_s=WARM_S, calls=WARM_CALLS)
     called = dataclasses.replace(case, workload="calls") if case.workload in ("idle", "million") else case
 

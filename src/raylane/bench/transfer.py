@@ -59,6 +59,8 @@ def cases(*, large: bool, only: str | None) -> list[Case]:
 
 
 def _producer(decorate: Callable[[Any], Any]) -> Any:
+    """Return a producer class whose methods have the decorator of one transport."""
+
     class Producer:
         def __init__(self) -> None:
             self.kept: dict[int, torch.Tensor] = {}
@@ -81,6 +83,8 @@ def _producer(decorate: Callable[[Any], Any]) -> Any:
 
 
 class Consumer:
+    """Actor that sums a tensor."""
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -89,6 +93,7 @@ class Consumer:
 
 
 def _contenders() -> list[Contender]:
+    """Start the two actors of every contender."""
     decorators: dict[str, Callable[[Any], Any]] = {
         "raylane:auto": method,
         "raylane:host": method(tensor_transport="host"),
@@ -134,6 +139,7 @@ def run(selected: list[Case], *, quick: bool) -> list[dict[str, Any]]:
 
 
 def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> list[dict[str, Any]]:
+    """Measure one case with all contenders; return one record for each."""
     rounds, calls = _blocks_of(case, quick=quick)
     # hold(0) releases the tensor of the previous case; otherwise every contender would keep up to 1 GB.
     ray.get([contender.producer.hold.remote(0 if case.fresh else case.nbytes) for contender in contenders])

@@ -188,6 +188,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def _result(findings: Sequence[Finding]) -> list[str]:
+    """Return the last section of the report."""
     missing = _without_direct_transport(findings)
     if not missing:
         return ["  Healthy: every process can get values from every other process directly."]

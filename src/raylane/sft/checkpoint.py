@@ -180,7 +180,7 @@ def find(settings: CheckpointingConfig) -> Saved | None:
         refuse_other_owner(path, settings)
     whole, damaged = list_whole(Path(settings.checkpoint_dir))
     if damaged and not whole:
-        raise _nothing_whole(settings, damaged[0])
+        raise _all_damaged(settings, damaged[0])
     for damage in damaged:
         put_aside(Path(damage.fields["path"]), damage)
     return whole[-1] if whole else None
@@ -195,12 +195,13 @@ def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDam
     if settings.resume != "auto":
         raise damage
     if not earlier:
-        raise _nothing_whole(settings, damage) from damage
+        raise _all_damaged(settings, damage) from damage
     put_aside(saved.path, damage)
     return earlier[-1]
 
 
-def _nothing_whole(settings: CheckpointingConfig, damage: CheckpointDamagedError) -> CheckpointDamagedError:
+def _all_damaged(settings: CheckpointingConfig, damage: CheckpointDamagedError) -> CheckpointDamagedError:
+    """Return the error for a folder that holds damaged checkpoints only."""
     return CheckpointDamagedError(
         f"{settings.checkpoint_dir} holds only damaged checkpoints: {damage}. To start a new run, remove them or set "
         "another checkpointing.checkpoint_dir",

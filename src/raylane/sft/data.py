@@ -194,6 +194,7 @@ def _data_paths(config: RunConfig) -> list[str]:
 
 
 def _digest_files(paths: Iterable[str | Path]) -> str:
+    """Return a hash of the contents of files, in this order; DataError if one cannot be read."""
     digest = hashlib.sha256()
     for path in paths:
         try:

@@ -136,6 +136,7 @@ def _refuse_lone_surrogates(record: Any, where: str) -> None:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return one message in normal form; DataError with `where` if it cannot be used."""
     if not isinstance(message, dict):
         raise DataError(f"{where}: must be an object with role and content, got a {type(message).__name__}")
     role = ROLES.get(str(message.get("role")))

@@ -96,6 +96,7 @@ def build_model(
 
 
 def _causal_lm(hf_config: Any, attention: str) -> Any:
+    """Return transformers' model of a configuration, with new weights in float32."""
     from transformers import AutoModelForCausalLM
 
     try:

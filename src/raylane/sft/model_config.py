@@ -86,6 +86,7 @@ def attention_implementation(policy: PolicyConfig) -> str:
 
 
 def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None, end_id: int | None) -> Any:
+    """Return the configuration of a model with random weights."""
     from transformers import AutoConfig
 
     model_type = overrides.pop("model_type")
@@ -106,6 +107,7 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
+    """Return the configuration of a model folder with overrides applied."""
     if not Path(folder).is_dir():
         raise ConfigError(
             f"policy.model_name={folder!r} is no folder; set it to a local Hugging Face folder (config.json, "
@@ -188,6 +190,7 @@ def model_shape(config: Any) -> ModelShape:
 
 
 def _count_on_meta(config: Any) -> ModelShape:
+    """Build the model on the meta device and count its parameters."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -38,6 +38,7 @@ def interpolate(document: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _resolve(value: Any, root: Mapping[str, Any], source: str, path: tuple[str, ...]) -> Any:
+    """Return a value with its expressions replaced; `path` names the key in errors."""
     if isinstance(value, Mapping):
         return {key: _resolve(item, root, source, (*path, str(key))) for key, item in value.items()}
     if isinstance(value, list):
@@ -66,6 +67,7 @@ def _resolve(value: Any, root: Mapping[str, Any], source: str, path: tuple[str, 
 
 
 def _evaluate(expression: str, root: Mapping[str, Any], where: str) -> Any:
+    """Return the value of one expression, the text between `${` and `}`."""
     resolver, colon, rest = expression.partition(":")
     if not colon:
         return _at(expression, root, where)

@@ -255,6 +255,7 @@ def apply_overrides(document: Mapping[str, Any], words: Sequence[str], root: typ
 
 
 def _apply_override(document: dict[str, Any], override: Override, root: type[BaseModel]) -> None:
+    """Apply one override to `document` in place; ConfigError if it does not fit the schema."""
     declared = _check_path(override, root, document)
     *parents, last = override.path
     here = document

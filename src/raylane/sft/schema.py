@@ -126,12 +126,12 @@ class SftConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Source of the tokens and the chat template; without name and train_vocab_size, the folder policy.model_name."""
+    """Source of the tokens and the chat template; by default the tokenizer in the folder policy.model_name."""
 
     name: str | None = Field(
         default=None,
         description="Path of a Hugging Face tokenizer folder; null means the tokenizer in policy.model_name, or "
-        "the one that train_vocab_size asks for.",
+        "the tokenizer that train_vocab_size trains.",
     )
     train_vocab_size: Annotated[int, Field(ge=300)] | None = Field(
         default=None,

@@ -143,6 +143,7 @@ def resume_advice(config: RunConfig) -> str:
 def _run_locked(
     config: RunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
 ) -> RunResult:
+    """Train with the folders already locked; return the result after all workers have ended."""
     with ExitStack() as stack:
         # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
         with _block_sigterm():
@@ -172,7 +173,7 @@ class Trainer:
         self._last_validation: tuple[int, float] | None = None
         """Number of steps done at the last validation, and its loss; None before the first one."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
-        """Step numbers sent to the workers whose metrics were not read yet, oldest first."""
+        """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
 
     @property
     def done(self) -> int:
@@ -215,6 +216,7 @@ class Trainer:
             self._save(with_hf=finished and self._config.checkpointing.save_hf)
 
     def _step(self) -> None:
+        """Send one step, and validate or save after it if that is due."""
         # Read before sending, so that at most steps_in_flight steps are queued in the workers.
         while len(self._in_flight) >= self._config.sft.steps_in_flight:
             self._read_oldest()
@@ -230,6 +232,7 @@ class Trainer:
                 self._save(with_hf=False)
 
     def _send(self) -> GroupFuture:
+        """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
             return self._policy.train_step_nowait(self.done)
         rows = order.batch_rows(
@@ -246,10 +249,12 @@ class Trainer:
         return period > 0 and self.done % period == 0
 
     def _wait_for_steps(self) -> None:
+        """Wait for all steps in flight."""
         while self._in_flight:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
+        """Wait for the oldest step in flight, record its metrics and show the progress."""
         number, future = self._in_flight.popleft()
         metrics = self._policy.result(future)
         step = number + 1  # the log and the checkpoints count finished steps
