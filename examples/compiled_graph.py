@@ -1,4 +1,7 @@
-"""A graph over three actors: encode, then two heads on the same encoding, driven with several steps in flight."""
+"""Compiled graph over three actors: an encoder and two heads that read its result, with several steps in flight.
+
+Run with `python examples/compiled_graph.py`; no GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import raylane
 
 
 class Encoder:
-    """Knows nothing of graphs."""
+    """An ordinary class; it needs no knowledge of graphs."""
 
     def encode(self, rows: Any) -> Any:
         return np.tanh(rows)
@@ -32,18 +35,18 @@ def main() -> None:
     heads = [ray.remote(Head).remote(scale) for scale in (1.0, 10.0)]
 
     with raylane.InputNode() as x:
-        encoded = raylane.bind(encoder.encode, x)  # one result, two readers: it is serialised once
+        encoded = raylane.bind(encoder.encode, x)  # two actors read this result, and it is serialised only once
         scores = [raylane.bind(head.score, encoded, bias=0.5) for head in heads]
 
     with raylane.compile(raylane.MultiOutputNode(scores), max_inflight=3) as graph:
         print(graph.show())
-        under_way: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         for step in range(5):
-            under_way.append(graph.execute(np.full((256, 256), step / 10)))
-            if len(under_way) == 3:
-                print(under_way.popleft().get())
-        while under_way:
-            print(under_way.popleft().get())
+            in_flight.append(graph.execute(np.full((256, 256), step / 10)))
+            if len(in_flight) == 3:
+                print(in_flight.popleft().get())
+        while in_flight:
+            print(in_flight.popleft().get())
         print(graph.stats()["executions"])
     ray.shutdown()
 

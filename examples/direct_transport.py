@@ -1,6 +1,6 @@
-"""The first program: tensors from actor to actor without Ray's object store in between.
+"""Direct transport: tensors from actor to actor without Ray's object store in between.
 
-Run it with `python examples/direct_transport.py`.
+Run with `python examples/direct_transport.py`; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Consumer:
 def main() -> None:
     producer, consumer = Producer.remote(), Consumer.remote()
 
-    ref = producer.random_tensor.remote()  # stays with the producer; `ref` is an ordinary ObjectRef
+    ref = producer.random_tensor.remote()  # the tensor stays in the producer; `ref` is an ordinary ObjectRef
     print("summed by the consumer:", float(ray.get(consumer.sum.remote(ref))))
     print("summed by the driver:  ", float(ray.get(ref).sum()))
 
@@ -51,7 +51,8 @@ def main() -> None:
     print("a dict of tensors:     ", float(ray.get(consumer.sum_dict.remote(tensors))))
     print("one of them:           ", tuple(raylane.get(tensors)["tensor2"].shape))
 
-    # Back to its producer: the very same tensor objects, nothing moves. raylane warns, as both now share the value.
+    # The producer gets back the same tensor object; nothing is copied. raylane warns, because a write by the producer
+    # may now change the value that other readers get.
     same, copied = ray.get([producer.sum.remote(ref), consumer.sum.remote(ref)])
     assert torch.allclose(same, copied)
 

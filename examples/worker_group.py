@@ -1,6 +1,6 @@
-"""Four workers on two axes: cut a batch along one, copy it along the other, and get one result per shard.
+"""Worker group: four workers on two axes. A batch is split along one axis and replicated along the other.
 
-Run it with `python examples/worker_group.py`; it needs no GPU.
+Run with `python examples/worker_group.py`; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from raylane import BatchDict, NamedSharding, WorkerGroup, WorkerOptions
 
 
 class Summer:
-    """A plain class: it knows nothing of Ray and can be used, and tested, without it."""
+    """Worker class without any Ray code, so that it can also be used and tested alone."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
-        dist.init_process_group("gloo")  # joins the group's own store: MASTER_ADDR and MASTER_PORT are set
+        dist.init_process_group("gloo")  # the worker group has set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE
 
     def total(self, data: BatchDict, note: str) -> str:
         mine = data["ids"].sum() * self.scale
@@ -33,22 +33,22 @@ class Summer:
 
 
 def main() -> list[str]:
-    """What the two workers that return said."""
-    axes = NamedSharding.of(data=2, copy=2)  # ranks 0..3; the last axis varies fastest
+    """Return the results of the two workers that send one."""
+    axes = NamedSharding.of(data=2, copy=2)  # ranks 0 to 3; the last axis varies fastest
     options = WorkerOptions(num_cpus=0.5, env_vars={"OMP_NUM_THREADS": "1"})
     batch = BatchDict({"ids": torch.arange(8)})
     with WorkerGroup(Summer, axes, init_kwargs={"scale": 10}, options=options) as group:
-        future = group.run_all_workers_sharded_data(  # sends, and does not wait
+        future = group.run_all_workers_sharded_data(  # returns at once
             "total",
-            in_sharded_axes=["data"],  # each data coordinate gets its own entry of the list
-            replicate_on_axes=["copy"],  # both copies get the same one
-            output_is_replicated=["copy"],  # and only copy 0 sends its result back
+            in_sharded_axes=["data"],  # each data coordinate gets another entry of the list `data`
+            replicate_on_axes=["copy"],  # both copies get the same entry
+            output_is_replicated=["copy"],  # only copy 0 sends its result back
             common_kwargs={"note": "rows"},
             data=batch.shard(2),
         )
-        said: list[str] = group.get_all_worker_results(future, timeout_s=60)
+        results: list[str] = group.get_all_worker_results(future, timeout_s=60)
         group.shutdown(cleanup_method="leave")
-    return said
+    return results
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_data_docstrings_writes_both_sides(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_data_docstrings_refuses_a_fraction_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="is not in"):
+    with pytest.raises(SystemExit, match=r"must be at least 0 and less than 1, got 1\.5"):
         main(["data", "docstrings", "--out", str(tmp_path), "--validation-fraction", "1.5"])
 
 

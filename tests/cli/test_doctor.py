@@ -28,4 +28,20 @@ def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
     assert healthy([good])
     assert not healthy([good, *bad])
     assert "NOT healthy" in report([good, *bad])
-    assert "no: blocked" in report(bad)
+    assert "tcp            from b to a: blocked" in report(bad)
+    assert "What to do: allow TCP connections between these hosts" in report(bad)
+
+
+def test_report_separates_failures_from_pairs_a_transport_is_not_for() -> None:
+    findings = [
+        Finding("a", "itself", "local", ""),
+        Finding("a", "itself", "host", "not needed within one process"),
+        Finding("a", "b", "local", "the value is in another process"),
+        Finding("a", "b", "host", ""),
+    ]
+    text = report(findings)
+    assert "local          1 of 1 tests passed" in text
+    assert "host           1 of 1 tests passed" in text
+    assert "nothing: all tests passed" in text
+    assert "another process" not in text
+    assert "Healthy" in text

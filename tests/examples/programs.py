@@ -1,4 +1,4 @@
-"""Runs an example as its first line says, in a process of its own."""
+"""Runs an example in a process of its own, as its docstring tells the user to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def output_of(name: str) -> str:
-    """What `examples/NAME` prints; it must succeed."""
+    """Return the output of `examples/NAME`; fail if the program fails."""
     done = subprocess.run(
         [sys.executable, f"examples/{name}"],
         cwd=ROOT,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src" / "raylane"
-LAYERS = ("core", "transport", "graph", "workers", "sft", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "sft", "bench", "cli")
 """Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
 ROOMS = ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api")

@@ -1,4 +1,4 @@
-"""What the tests of the data side share: small conversations, a tokenizer trained on them, and a configuration."""
+"""Helpers for tests of the data side: small conversations, a tokenizer trained on them, and a configuration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sentence(seed: int, num_words: int) -> str:
 
 
 def question(seed: int, num_words: int = 8) -> dict[str, Any]:
-    """A line of a data file: one question and an answer of so many words."""
+    """Return a line of a data file: one question and an answer of `num_words` words."""
     return {
         "messages": [
             turn("user", f"Question number {seed}: what comes now?"),
@@ -65,7 +65,7 @@ def tokenizer() -> ChatTokenizer:
 
 
 def document(tmp_path: Path, **sections: Any) -> dict[str, Any]:
-    """A small but whole configuration that reads tmp_path/train.jsonl; sections are laid over it."""
+    """Return a small but complete configuration that reads tmp_path/train.jsonl; `sections` are merged over it."""
     base = {
         "sft": {"max_num_epochs": 2},
         "policy": {

@@ -62,7 +62,7 @@ def test_resume_never_and_by_name(tmp_path):
     assert checkpoint.find(settings(checkpoint_dir="elsewhere", resume=str(tmp_path / "step_3"))).step == 3
     with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
         checkpoint.find(settings(resume=str(tmp_path / "step_4")))
-    with pytest.raises(CheckpointError, match="was not finished: it has no COMPLETE file"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint: it has no COMPLETE file"):
         checkpoint.read(checkpoint.begin(tmp_path, 9))
 
 
@@ -105,7 +105,7 @@ def test_find_with_a_damaged_newest_takes_the_one_before(tmp_path, caplog, damag
     with pytest.raises(CheckpointDamagedError, match=r"damaged: state/weights has|run\.json cannot be read"):
         checkpoint.find(settings(resume=str(newest.path)))
     assert checkpoint.find(settings(checkpoint_dir=str(tmp_path))).step == 3
-    assert "is now" in caplog.text
+    assert "renamed to" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_5.damaged"]
     checkpoint.refuse_later(settings(checkpoint_dir=str(tmp_path)), 3)
 
@@ -113,7 +113,7 @@ def test_find_with_a_damaged_newest_takes_the_one_before(tmp_path, caplog, damag
 def test_find_with_only_damaged_ones_starts_nothing_anew(tmp_path):
     only = write_state(tmp_path, 5)
     os.truncate(only.path / "state/weights", 4)
-    with pytest.raises(CheckpointDamagedError, match="holds no checkpoint that is whole"):
+    with pytest.raises(CheckpointDamagedError, match="holds only damaged checkpoints"):
         checkpoint.find(settings(checkpoint_dir=str(tmp_path)))
     assert only.path.is_dir(), "a second try must not find an empty folder and begin at step 0"
 
@@ -206,7 +206,7 @@ def test_removing_takes_the_name_first(tmp_path):
 def test_differences_that_change_losses_are_named():
     before = {"sft": {"seed": 1}, "policy": {"precision": "float32"}, "logger": {"log_dir": "a"}}
     now = {"sft": {"seed": 2}, "policy": {"precision": "float32"}, "logger": {"log_dir": "b"}}
-    assert checkpoint.differences(before, now) == ["sft.seed: 1 then, 2 now"]
+    assert checkpoint.differences(before, now) == ["sft.seed: 1 in the checkpoint, 2 now"]
     shape = {"policy": {"hf_config_overrides": {"rope_theta": 1e4}}, "cluster": {"cpus_per_worker": 1}}
     other = {"policy": {"hf_config_overrides": {"rope_theta": 1e6}}, "cluster": {"cpus_per_worker": 2}}
     assert [said.partition(":")[0] for said in checkpoint.differences(shape, other)] == [

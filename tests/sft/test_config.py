@@ -91,7 +91,7 @@ def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
     options = worker_options(config(tmp_path, cluster=cluster))
     assert options.env_vars["NCCL_P2P_DISABLE"] == "1"
     assert (options.start_timeout_s, options.workers_per_node) == (900, 1)
-    with pytest.raises(ConfigError, match="env_vars names RANK, which are set for each worker"):
+    with pytest.raises(ConfigError, match="env_vars names RANK, which raylane sets for each worker"):
         config(tmp_path, cluster={"env_vars": {"RANK": "0"}})
 
 

@@ -54,7 +54,7 @@ def test_drop_leaves_nothing() -> None:
 
 
 def test_error_names_place_length_and_limit() -> None:
-    with pytest.raises(DataError, match=r"chat:3: 10 tokens, more than policy.max_total_sequence_length=4"):
+    with pytest.raises(DataError, match=r"chat:3: 10 tokens are more than policy.max_total_sequence_length=4"):
         fit(TOKENS, MASK, 4, "error", "chat:3")
 
 
@@ -206,7 +206,7 @@ def test_text_that_spells_out_special_tokens_is_counted_and_reported(tmp_path: P
         logging.getLogger("raylane").propagate = True
         prepared = prepare(run)
     assert prepared.report["train"].control_tokens == 1
-    assert "spell out special tokens" in caplog.text
+    assert "contain special tokens as text" in caplog.text
 
 
 def test_rows_from_the_cache_carry_every_supervised_token_once(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_reasoning_left_out_by_the_template_is_warned_of(tmp_path: Path, caplog)
     (tmp_path / "t.jinja").write_text(chatml_template().replace("message.reasoning_content %}", "false %}"))
     line = {"messages": [turn("user", "a?"), turn("assistant", "b", reasoning="because of c")]}
     prepare(made(tmp_path, [line], policy={"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}))
-    assert "1 conversations have reasoning (reasoning_content) that the chat template does not write" in caplog.text
+    assert "1 conversations have reasoning (reasoning_content) that the chat template does not include" in caplog.text
 
 
 def test_turns_cut_to_nothing_are_not_called_unsupervised(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_damaged_offsets_are_named(tmp_path: Path) -> None:
             (folder / "offsets.npy").write_bytes(offsets)
         else:
             np.save(folder / "offsets.npy", offsets)
-        with pytest.raises(DataError, match=r"delete it and run again|is no token cache"):
+        with pytest.raises(DataError, match=r"Delete it and run the command again|cannot be read on this machine"):
             TokenCache.open(folder)
 
 

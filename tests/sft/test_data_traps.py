@@ -43,7 +43,7 @@ QUESTIONS = [question(seed) for seed in range(8)]
 
 def test_trap_template_without_generation_spans_trains_on_everything(tmp_path: Path) -> None:
     run = made(tmp_path, QUESTIONS, PLAIN.replace("BODY", "{{ m.content + '<|im_end|>' }}"))
-    with pytest.raises(DataError, match=r"has no {% generation %}.*set that to chatml"):
+    with pytest.raises(DataError, match=r"has no {% generation %}.*set policy.tokenizer.chat_template=chatml"):
         prepare(run)
 
 
@@ -221,7 +221,9 @@ def test_trap_overlong_samples_vanish_uncounted(tmp_path: Path, policy: str) -> 
 
 def test_trap_overlong_samples_can_be_an_error(tmp_path: Path) -> None:
     run = made(tmp_path, [question(1), question(2, num_words=400)], data={"overlong": "error"})
-    with pytest.raises(DataError, match=r"train\.jsonl:2: \d+ tokens, more than policy.max_total_sequence_length=128"):
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:2: \d+ tokens are more than policy.max_total_sequence_length=128"
+    ):
         prepare(run)
 
 

@@ -10,36 +10,36 @@ import sys
 import pytest
 
 from raylane.errors import ConfigError
-from raylane.sft.folders import LOCK_FILE, held
+from raylane.sft.folders import LOCK_FILE, lock_folders
 
 HOLD = """
 import sys, signal
-from raylane.sft.folders import held
-with held({"key": sys.argv[1]}):
+from raylane.sft.folders import lock_folders
+with lock_folders({"key": sys.argv[1]}):
     print("held", flush=True)
     signal.pause()
 """
 
 
 def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path):
-    with held({"checkpointing.checkpoint_dir": str(tmp_path / "a"), "logger.log_dir": str(tmp_path / "b")}):
+    with lock_folders({"checkpointing.checkpoint_dir": str(tmp_path / "a"), "logger.log_dir": str(tmp_path / "b")}):
         whose = rf"logger\.log_dir=.*/b is in use by another run \(process {os.getpid()} on .*choose another folder"
-        with pytest.raises(ConfigError, match=whose), held({"logger.log_dir": str(tmp_path / "b")}):
+        with pytest.raises(ConfigError, match=whose), lock_folders({"logger.log_dir": str(tmp_path / "b")}):
             pass
-    with held({"logger.log_dir": str(tmp_path / "b")}):
+    with lock_folders({"logger.log_dir": str(tmp_path / "b")}):
         pass
 
 
 def test_two_keys_may_name_one_folder(tmp_path):
-    with held({"a": str(tmp_path), "b": f"{tmp_path}/../{tmp_path.name}"}):
+    with lock_folders({"a": str(tmp_path), "b": f"{tmp_path}/../{tmp_path.name}"}):
         assert (tmp_path / LOCK_FILE).read_text().startswith(f"process {os.getpid()} on ")
 
 
 def test_a_refused_folder_does_not_keep_the_others(tmp_path):
-    with held({"b": str(tmp_path / "b")}):
-        with pytest.raises(ConfigError), held({"a": str(tmp_path / "a"), "b": str(tmp_path / "b")}):
+    with lock_folders({"b": str(tmp_path / "b")}):
+        with pytest.raises(ConfigError), lock_folders({"a": str(tmp_path / "a"), "b": str(tmp_path / "b")}):
             pass
-        with held({"a": str(tmp_path / "a")}):
+        with lock_folders({"a": str(tmp_path / "a")}):
             pass
 
 
@@ -47,11 +47,11 @@ def test_a_refused_folder_does_not_keep_the_others(tmp_path):
 def test_a_killed_run_holds_nothing(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"process {other.pid} on"), held({"key": str(tmp_path)}):
+        with pytest.raises(ConfigError, match=f"process {other.pid} on"), lock_folders({"key": str(tmp_path)}):
             pass
         other.send_signal(signal.SIGKILL)
         other.wait(60)
-    with held({"key": str(tmp_path)}):
+    with lock_folders({"key": str(tmp_path)}):
         pass
 
 
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_is_named_with_its_key(tmp_path):
     (tmp_path / "file").write_text("")
     below = tmp_path / "file" / "below"
     said = r"logger\.log_dir=.*/file/below cannot be written to: Not a directory"
-    with pytest.raises(ConfigError, match=said), held({"logger.log_dir": str(below)}):
+    with pytest.raises(ConfigError, match=said), lock_folders({"logger.log_dir": str(below)}):
         pass
 
 
@@ -71,7 +71,7 @@ def test_lock_that_is_a_link_leaves_its_target_alone(tmp_path):
         getattr(folder / LOCK_FILE, make)(tmp_path / "precious")
         with (
             pytest.raises(ConfigError, match=r"logger\.log_dir=.* is refused: .*Remove it"),
-            held({"logger.log_dir": str(folder)}),
+            lock_folders({"logger.log_dir": str(folder)}),
         ):
             pass
     assert (tmp_path / "precious").read_text() == "text"
@@ -82,11 +82,11 @@ def test_lock_of_another_user_is_refused(tmp_path, monkeypatch):
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     told = rf"belongs to user \d+, and this process runs as user {other}"
-    with pytest.raises(ConfigError, match=told), held({"key": str(tmp_path)}):
+    with pytest.raises(ConfigError, match=told), lock_folders({"key": str(tmp_path)}):
         pass
 
 
 def test_lock_that_is_no_plain_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / LOCK_FILE)
-    with pytest.raises(ConfigError, match="is no plain file"), held({"key": str(tmp_path)}):
+    with pytest.raises(ConfigError, match="is no plain file"), lock_folders({"key": str(tmp_path)}):
         pass

@@ -54,7 +54,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"policy": {"dtensor_cfg": {"cpu_offload": True}}},
-        ["cpu_offload=true", "gpus_per_node=0", "set it to false"],
+        ["cpu_offload=true", "gpus_per_node=0", "set cpu_offload to false"],
     ),
     ({"sft": {"max_num_epochs": None}}, ["max_num_steps", "max_num_epochs", "never end", "set one"]),
     ({"sft": {"val_period": 5}}, ["val_period=5", "data.validation=null", "validation_fraction=0.0", "set one"]),

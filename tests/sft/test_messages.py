@@ -77,7 +77,10 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
         {"messages": [turn("assistant", "x", tool_calls=[{"function": {"name": "f", "arguments": "3"}}])]},
         ["must be an object, not 3"],
     ),
-    ({"messages": [turn("assistant", "x", weight=0.5)]}, ["weight is 0.5"]),
+    (
+        {"messages": [turn("assistant", "x", weight=0.5)]},
+        ["weight must be 0 (context only) or 1 (trained on), got 0.5"],
+    ),
     ({"messages": [turn("user", "x")], "tools": {}, "x": 1}, []),
     ({"messages": [turn("user", "x")], "tools": {"a": 1}}, ["'tools' must be a list"]),
 ]

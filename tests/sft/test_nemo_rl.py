@@ -9,7 +9,7 @@ import pytest
 
 from raylane.errors import ConfigError
 from raylane.sft.config import RunConfig, load_config
-from raylane.sft.nemo_rl import interpolate, understand
+from raylane.sft.nemo_rl import interpolate, translate
 from raylane.sft.overrides import FROM_NEMO_RL, refuse_unknown
 
 PASTED = """
@@ -67,7 +67,7 @@ def test_load_of_a_pasted_file_understands_it(tmp_path: Path, caplog) -> None:
     assert (config.data.train, config.data.validation) == (("train.jsonl",), "held_out.jsonl")
     assert config.data.messages_key == "conversation"
     assert config.logger.wandb.name == "sft-32"
-    assert "left out: policy.dtensor_cfg.enabled, policy.dtensor_cfg._v2" in caplog.text
+    assert "are ignored: policy.dtensor_cfg.enabled, policy.dtensor_cfg._v2" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_load_of_a_pasted_file_understands_it(tmp_path: Path, caplog) -> None:
     ],
 )
 def test_keys_that_ask_for_something_are_still_refused(section: dict[str, Any], told: str) -> None:
-    document, left_out = understand(section)
+    document, left_out = translate(section)
     assert not left_out
     with pytest.raises(ConfigError, match=told):
         refuse_unknown(document, RunConfig, "run.yaml")
@@ -92,7 +92,7 @@ def test_keys_that_ask_for_something_are_still_refused(section: dict[str, Any], 
 def test_data_section_with_other_keys_is_not_half_understood() -> None:
     for extra in ({"dataset_name": "squad"}, {"system_prompt": "Be kind."}):
         document = {"data": {"train": {"data_path": "a.jsonl", **extra}}}
-        assert understand(document)[0] == document
+        assert translate(document)[0] == document
 
 
 def test_interpolation_keeps_types_and_nests() -> None:
@@ -109,14 +109,14 @@ def test_interpolation_keeps_types_and_nests() -> None:
     ("value", "told"),
     [
         ("${no.such}", r"no\.such is not set"),
-        ("${a}", "goes round in a circle"),
-        ("x${a}", "goes round in a circle"),
-        ("${section}", "holds expressions of its own"),
+        ("${a}", "refers to itself in a circle"),
+        ("x${a}", "refers to itself in a circle"),
+        ("${section}", "contains further expressions"),
         ("${oc.env:HOME}", "there is no resolver 'oc.env'"),
-        ("${mul:a,2}", "cannot be worked out"),
-        ("${div:1,0}", "cannot be worked out"),
-        ("${div:1,2,3}", "cannot be worked out"),
-        ("x${section}", "cannot stand within text"),
+        ("${mul:a,2}", "cannot compute"),
+        ("${div:1,0}", "cannot compute"),
+        ("${div:1,2,3}", "cannot compute"),
+        ("x${section}", "cannot be part of a text"),
     ],
 )
 def test_interpolation_that_fails_is_named(value: str, told: str) -> None:

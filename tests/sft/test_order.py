@@ -88,7 +88,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_too_few_rows_for_one_batch_are_refused_with_both_figures() -> None:
-    with pytest.raises(DataError, match="3 rows, less than one global batch of 4"):
+    with pytest.raises(DataError, match="3 rows, which is less than one global batch of 4"):
         batch_rows(3, 4, 0, 0)
 
 
@@ -96,7 +96,7 @@ def test_total_steps_is_the_sooner_limit() -> None:
     assert total_steps(10, 4, None, 3) == 6
     assert total_steps(10, 4, 5, 3) == 5
     assert total_steps(10, 4, 50, None) == 50
-    with pytest.raises(ValueError, match="never ends"):
+    with pytest.raises(ValueError, match="never end"):
         total_steps(10, 4, None, None)
 
 

@@ -89,7 +89,7 @@ def test_double_plus_does_either() -> None:
 def test_tilde_takes_away_what_the_file_set() -> None:
     assert "tokenizer" not in applied("~policy.tokenizer")["policy"]
     assert applied("~data.train=train.jsonl")["data"] == {}
-    with pytest.raises(ConfigError, match=r"it is 'train\.jsonl', not 'other'"):
+    with pytest.raises(ConfigError, match=r"the value in the file is 'train\.jsonl', not 'other'"):
         applied("~data.train=other")
     with pytest.raises(ConfigError, match="is not set by the file"):
         applied("~sft.seed")
@@ -168,7 +168,7 @@ def test_defaults_that_go_round_in_a_circle_are_refused(tmp_path: Path) -> None:
     [
         ("defaults: missing.yaml", "missing.yaml"),
         ("defaults: {a: 1}", "must be a file name or a list"),
-        ("- 1\n- 2", "holds a list"),
+        ("- 1\n- 2", "got a list"),
         ("a: [1", "is not YAML"),
         ("sft: {seed: 1}\nsft: {seed: 2}", "'sft' is repeated"),
         ("a: " + "[" * 5000 + "]" * 5000, "is nested too deep"),

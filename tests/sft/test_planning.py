@@ -106,7 +106,7 @@ def test_rows_longer_than_the_model_can_place_are_refused(tmp_path: Path) -> Non
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="1 rows, less than one global batch of 2"):
+    with pytest.raises(DataError, match="1 rows, which is less than one global batch of 2"):
         make_plan(config(tmp_path), SHAPE, RowCount(1, 1, 10, 5, 0.1), None)
 
 
@@ -135,7 +135,7 @@ def test_a_real_plan_counts_the_model_and_reads_the_data(tmp_path: Path) -> None
 
 def test_a_warm_up_that_outlasts_the_run_is_mentioned(tmp_path: Path) -> None:
     run = real(tmp_path, policy={"scheduler": {"warmup_steps": 1000}})
-    assert "1000 of warm-up, which this run does not get through" in render(plan_run(run), run)
+    assert "1000 of warm-up, which is longer than this run" in render(plan_run(run), run)
 
 
 @pytest.mark.parametrize(

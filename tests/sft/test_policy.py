@@ -42,7 +42,7 @@ class Run:
         self.policy = Policy(self.config, self.prepared, 8)
 
     def again(self):
-        self.policy._one("setup", self.config, self.prepared, 8)
+        self.policy._call_one("setup", self.config, self.prepared, 8)
         self.policy._next = 0
 
     def gradients(self, step=0, rows=2):
@@ -91,7 +91,7 @@ def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, reque
 
 def test_four_shards_without_replicas_too(hsdp4, folder):
     flat = tiny_run.config_of(folder, {"cluster.num_workers": 4})
-    hsdp4.policy._one("setup", flat, hsdp4.prepared, 8)
+    hsdp4.policy._call_one("setup", flat, hsdp4.prepared, 8)
     tiny_run.assert_same(hsdp4.gradients(), hsdp4.own_losses())
 
 
@@ -122,7 +122,7 @@ def test_batches_that_do_not_divide_are_refused_before_anything_is_sent(fsdp2):
     batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
     with pytest.raises(ValueError, match="no multiple of micro batch 3 x 2 workers"):
         fsdp2.policy.train(batch, mbs=3)
-    with pytest.raises(ValueError, match="gbs=16, but the batch has 8 rows"):
+    with pytest.raises(ValueError, match=r"gbs must be the number of rows in the batch \(8\), got 16"):
         fsdp2.policy.train(batch, gbs=16)
     assert fsdp2.policy.next_step == 0
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2
     fsdp2.again()
     saved = fsdp2.policy.save({})
     other = tiny_run.config_of(folder, {**fsdp2.changes, "policy.hf_config_overrides.intermediate_size": 64})
-    fsdp2.policy._one("setup", other, fsdp2.prepared, 8)
+    fsdp2.policy._call_one("setup", other, fsdp2.prepared, 8)
     with pytest.raises(CheckpointError, match="does not fit this model") as caught:
         fsdp2.policy.load(saved.path)
     assert "Traceback" not in str(caught.value)
@@ -219,7 +219,7 @@ def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, mo
     """transformers loads temperature without do_sample, and refuses to save it once anything was changed."""
     config = base_model(fsdp2, tmp_path / "base")
     (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 0}')
-    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    fsdp2.policy._call_one("setup", config, fsdp2.prepared, 8)
     monkeypatch.setattr(fsdp2.policy, "_config", config)
     saved = fsdp2.policy.save({}, with_hf=True)
     written = json.loads((saved.path / "hf/generation_config.json").read_text())
@@ -239,7 +239,7 @@ def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch
 def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monkeypatch):
     """The state is worth more than the model folder made from it: a failed export must not take it away."""
     config = base_model(fsdp2, tmp_path / "base")
-    fsdp2.policy._one("setup", config, fsdp2.prepared, 8)
+    fsdp2.policy._call_one("setup", config, fsdp2.prepared, 8)
     monkeypatch.setattr(fsdp2.policy, "_config", config)
     fsdp2.policy.train_step(0)
     (tmp_path / "base/generation_config.json").write_text("{ not JSON")
@@ -299,7 +299,9 @@ def test_every_worker_holds_its_share_only(fsdp2):
 def test_a_diverging_step_is_told_by_rank_and_the_group_lives(fsdp2):
     fsdp2.again()
     broken = fsdp2.policy.train_nowait(tiny_run.global_batch(fsdp2.config, fsdp2.prepared), not_finite)
-    with pytest.raises(WorkerCallError, match=r"SftWorker.train_batch raised on rank \d: FloatingPointError: loss nan"):
+    with pytest.raises(
+        WorkerCallError, match=r"SftWorker.train_batch raised on rank \d: FloatingPointError: the step failed: loss nan"
+    ):
         fsdp2.policy.result(broken, timeout_s=60)
     assert fsdp2.policy.train_step(1)["loss"] > 0
 
@@ -309,5 +311,5 @@ def not_finite(logits, batch):
 
 
 def test_step_seeds_differ_between_steps_and_ranks():
-    seeds = {worker_module._step_seed(7, step, rank) for step in range(100) for rank in range(8)}
+    seeds = {worker_module.step_seed(7, step, rank) for step in range(100) for rank in range(8)}
     assert len(seeds) == 800

@@ -17,7 +17,7 @@ from raylane.errors import CheckpointDamagedError
 from raylane.sft import checkpoint, order
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import build_config
-from raylane.sft.trainer import StopRequest, Trainer, _sigterm_held_back
+from raylane.sft.trainer import StopRequest, Trainer, _block_sigterm
 
 FIGURES = (
     "grad_norm",
@@ -151,7 +151,7 @@ def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
     trainer, events = trainer_of(tmp_path, 4, val_at_end=True)
     path = tmp_path / f"step_{saved_at}"
     (path / "hf").mkdir(parents=True)
-    trainer.go_on_from(Saved(saved_at, path, {}, {}))
+    trainer.resume_from(Saved(saved_at, path, {}, {}))
     trainer.fit()
     assert events == [f"validate after {saved_at}"]
 
@@ -160,7 +160,7 @@ def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_
     """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
     show = [sys.executable, "-c", "print(open('/proc/self/status').read())"]
     with StopRequest() as stop:
-        with _sigterm_held_back():
+        with _block_sigterm():
             status = subprocess.run(show, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
             # To this thread: one sent to the process may go to a thread of another test, which holds nothing back.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -182,7 +182,7 @@ def test_a_checkpoint_found_damaged_while_loading_gives_way_to_the_one_before(tm
         return load(path)
 
     trainer._policy.load = load_unless_damaged
-    trainer.go_on_from(checkpoint.find(trainer._config.checkpointing))
+    trainer.resume_from(checkpoint.find(trainer._config.checkpointing))
     assert (trainer.done, trainer.saved.step) == (4, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6.damaged"]
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_found_damaged_while_loading_gives_way_to_the_one_before(tm
 def test_a_run_whose_export_failed_exports_again_and_saves_no_second_time(tmp_path):
     trainer, events = trainer_of(tmp_path, 4)
     trainer._policy.export = lambda saved: events.append(f"export {saved.step}")
-    trainer.go_on_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
+    trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]
 
@@ -202,9 +202,9 @@ def test_a_ray_that_cannot_be_reached_is_named():
     program = """
 import sys
 from raylane.errors import ConfigError
-from raylane.sft.trainer import _connected
+from raylane.sft.trainer import _connect_to_ray
 try:
-    with _connected(None):
+    with _connect_to_ray(None):
         pass
 except ConfigError as error:
     print(error)

@@ -1,4 +1,4 @@
-"""A run small enough for tests: generated conversations, a tokenizer trained on them, models of two layers."""
+"""Training run for tests: generated conversations, a tokenizer trained on them, and models of two layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "s
 
 
 def write_conversations(path: Path, count: int, seed: int) -> None:
-    """Questions of different lengths whose answers repeat them, so that there is something to learn."""
+    """Write questions of different lengths whose answers repeat them, so that there is something to learn."""
     chooser = random.Random(seed)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
@@ -34,7 +34,7 @@ def write_conversations(path: Path, count: int, seed: int) -> None:
 
 
 def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConfig:
-    """The tiny run in `folder`; `changes` by dotted key, e.g. {"cluster.num_workers": 2}."""
+    """Return the configuration of the run in `folder`; `changes` by dotted key, e.g. {"cluster.num_workers": 2}."""
     document: dict[str, Any] = {
         "sft": {
             "max_num_steps": 8,
@@ -83,13 +83,13 @@ def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConf
 
 
 def write_data(folder: Path) -> None:
-    """The two files that `config_of` names."""
+    """Write the two data files that `config_of` names."""
     write_conversations(folder / "train.jsonl", 150, seed=1)
     write_conversations(folder / "validation.jsonl", 21, seed=2)
 
 
 def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
-    """All rows of a step, as the workers together read them."""
+    """Return all rows of a step, as the workers together read them."""
     source = open_rows(prepared.train, config.policy, prepared.pad_id)
     rows = order.batch_rows(
         source.num_rows, config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle
@@ -98,7 +98,7 @@ def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> Ba
 
 
 def reference_model(config: RunConfig, prepared: PreparedData) -> Any:
-    """A plain Hugging Face model with the weights that the run starts from."""
+    """Return a plain Hugging Face model with the initial weights of the run."""
     from transformers import AutoModelForCausalLM
 
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
@@ -107,7 +107,10 @@ def reference_model(config: RunConfig, prepared: PreparedData) -> Any:
 
 
 def reference_gradients(model: Any, batch: BatchDict) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of a global batch, one document at a time through a plain model: no packing, no sharding."""
+    """Return loss and gradients of a global batch, one document at a time through a plain model.
+
+    Uses neither packing nor sharding.
+    """
     total, supervised = torch.zeros((), dtype=torch.float64), 0
     losses = []
     for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["document_ids"], strict=True):
@@ -125,7 +128,7 @@ def reference_gradients(model: Any, batch: BatchDict) -> tuple[float, dict[str, 
 def assert_same(
     found: tuple[float, Mapping[str, torch.Tensor]], wanted: tuple[float, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Loss and every gradient equal to 1e-5."""
+    """Assert that the loss and every gradient differ by less than 1e-5."""
     assert abs(found[0] - wanted[0]) < 1e-5, (found[0], wanted[0])
     assert set(found[1]) == set(wanted[1])
     for name, gradient in wanted[1].items():
@@ -134,5 +137,5 @@ def assert_same(
 
 
 def prepared_in(folder: Path) -> PreparedData:
-    """The data of the tiny run, tokenised (once per folder)."""
+    """Return the tokenised data of the run (tokenised once per folder)."""
     return prepare(config_of(folder))

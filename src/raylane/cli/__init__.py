@@ -1,6 +1,6 @@
-"""The `raylane` command: one module per word, loaded only when that word is called.
+"""The `raylane` command: one module per sub-command, imported only when that sub-command is called.
 
-Each module of this package that is named in `COMMANDS` offers `add_arguments(parser)` and `run(args) -> exit status`.
+Each module in `COMMANDS` provides `add_arguments(parser)` and `run(args)`, which returns the exit status.
 """
 
 from __future__ import annotations
@@ -9,40 +9,99 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import raylane
+from raylane.cli.help import describe
 from raylane.errors import RaylaneError
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "sft": ("raylane.cli.sft", "fine-tune a language model"),
-    "plan": ("raylane.cli.plan", "say what a fine-tuning run would do, without starting anything"),
-    "inspect-data": ("raylane.cli.inspect_data", "show what a model would be trained on, token by token"),
-    "data": ("raylane.cli.data", "build an example data set"),
-    "bench": ("raylane.cli.bench", "measure this machine against stock Ray"),
-    "doctor": ("raylane.cli.doctor", "say which transports work here, and why the others do not"),
+
+class Command(NamedTuple):
+    """One sub-command: its module, a one-line summary, and example command lines for its help."""
+
+    module: str
+    summary: str
+    examples: tuple[str, ...]
+
+
+COMMANDS: dict[str, Command] = {
+    "sft": Command(
+        "raylane.cli.sft",
+        "fine-tune a language model",
+        (
+            "raylane sft examples/sft_docstrings.yaml",
+            "raylane sft examples/sft_docstrings.yaml sft.max_num_steps=20 cluster.num_workers=1",
+            "raylane sft examples/sft_docstrings.yaml checkpointing.checkpoint_dir=runs/new  # do not resume",
+        ),
+    ),
+    "plan": Command(
+        "raylane.cli.plan",
+        "show mesh, steps, tokens and memory of a fine-tuning run without starting it",
+        (
+            "raylane plan examples/sft_docstrings.yaml",
+            "raylane plan examples/sft_docstrings.yaml policy.max_total_sequence_length=512",
+        ),
+    ),
+    "inspect-data": Command(
+        "raylane.cli.inspect_data",
+        "show the training data, with the supervised text marked",
+        (
+            "raylane inspect-data examples/sft_docstrings.yaml",
+            "raylane inspect-data --show 10 examples/sft_docstrings.yaml data.overlong=split",
+        ),
+    ),
+    "data": Command(
+        "raylane.cli.data",
+        "build an example data set",
+        ("raylane data docstrings --out runs/docstrings/data",),
+    ),
+    "bench": Command(
+        "raylane.cli.bench",
+        "compare the speed of raylane with stock Ray on this machine",
+        ("raylane bench transfer", "raylane bench graph --quick --only echo"),
+    ),
+    "doctor": Command(
+        "raylane.cli.doctor",
+        "test which tensor transports work on this machine or cluster",
+        (
+            "raylane doctor",
+            "raylane doctor --json doctor.json",
+            "RAY_ADDRESS=head:6379 raylane doctor  # test a running cluster",
+        ),
+    ),
 }
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line, with the arguments of the sub-command that `argv` starts with."""
     parser = argparse.ArgumentParser(
-        prog="raylane", description="Direct tensor transport, worker groups and SFT on Ray."
+        prog="raylane",
+        **describe(
+            "direct tensor transport, compiled graphs, worker groups and supervised fine-tuning on Ray",
+            "raylane doctor",
+            "raylane sft examples/sft_docstrings.yaml",
+            "raylane sft --help",
+        ),
     )
-    words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
-        word = words.add_parser(name, help=summary, description=summary)
-        if argv and argv[0] == name:  # importing all of them would make `raylane doctor` wait for transformers
-            importlib.import_module(module).add_arguments(word)
+    parser.add_argument("--version", action="version", version=f"raylane {raylane.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.summary, **describe(command.summary, *command.examples))
+        # Only the module of the called command is imported: `raylane doctor` must not wait for transformers.
+        if argv and argv[0] == name:
+            importlib.import_module(command.module).add_arguments(subparser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors of ours are printed as one message, without a traceback. Returns the exit status."""
+    """Run one command and return its exit status; raylane's own errors are printed without a traceback."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(argv).parse_args(argv)
+    args = build_parser(argv).parse_args(argv)
     try:
-        status: int = importlib.import_module(COMMANDS[args.command][0]).run(args)
+        status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
     except RaylaneError as error:
         print(f"raylane {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT, as shells report it
     return status

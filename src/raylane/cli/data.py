@@ -1,33 +1,54 @@
-"""`raylane data docstrings --out DIR`: build an example data set out of what is installed."""
+"""The `raylane data` command: build an example data set from installed packages."""
 
 from __future__ import annotations
 
 import argparse
 import time
 
+from raylane.cli.help import describe
+
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One word for each example set."""
+    """Add one sub-command for each example data set."""
     sets = parser.add_subparsers(dest="set", metavar="SET", required=True)
     summary = "questions and answers from the docstrings of the standard library and installed packages"
-    docstrings = sets.add_parser("docstrings", help=summary, description=summary)
-    docstrings.add_argument("--out", required=True, metavar="DIR", help="folder of train.jsonl and validation.jsonl")
-    docstrings.add_argument(
-        "--packages", default="stdlib,numpy,torch", metavar="A,B", help="packages to read (default: %(default)s)"
+    docstrings = sets.add_parser(
+        "docstrings",
+        help=summary,
+        **describe(
+            summary,
+            "raylane data docstrings --out runs/docstrings/data",
+            "raylane data docstrings --out runs/small --packages stdlib --validation-fraction 0.1",
+        ),
     )
     docstrings.add_argument(
-        "--validation-fraction", type=float, default=0.05, metavar="F", help="part to hold out (default: %(default)s)"
+        "--out", required=True, metavar="DIR", help="folder for train.jsonl and validation.jsonl (created if needed)"
+    )
+    docstrings.add_argument(
+        "--packages",
+        default="stdlib,numpy,torch",
+        metavar="A,B",
+        help="packages to read; stdlib is the standard library (default: %(default)s)",
+    )
+    docstrings.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="fraction of the pairs to hold out for validation, 0 <= F < 1 (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the set and say what is in it."""
+    """Write the data set and print its size."""
     from raylane.sft.docstrings import collect, write_set
 
     if not 0 <= args.validation_fraction < 1:
-        raise SystemExit(f"raylane data: --validation-fraction {args.validation_fraction} is not in [0, 1)")
+        raise SystemExit(
+            f"raylane data: --validation-fraction must be at least 0 and less than 1, got {args.validation_fraction}"
+        )
     began = time.perf_counter()
     pairs = collect([name for name in args.packages.split(",") if name])
     train, validation = write_set(pairs, args.out, args.validation_fraction)

@@ -1,6 +1,6 @@
-"""`raylane doctor`: which transports work here, between which places, and why the others do not.
+"""The `raylane doctor` command: test which transports work between which processes, and why the others do not.
 
-Nothing is inferred that can be tried: a value is really sent from a process on every node to a process on every node.
+Everything is tested instead of inferred: a value is sent from a process on every node to a process on every node.
 """
 
 from __future__ import annotations
@@ -27,13 +27,23 @@ from raylane.transport.guards import array_layout_known, counter_offsets, torch_
 from raylane.transport.reader import collect, redeem
 
 PROBE_FLOATS = 250_000
+"""Size of the test value in float32 elements: 1 MB."""
 TIMEOUT_S = 10.0
+"""Time limit in seconds for one transfer."""
 CALL_TIMEOUT_S = 120.0
+"""Time limit in seconds for a call of a probe actor, which may have to start first."""
+ADVICE = {
+    "host": "nothing if tcp works. For host, run both processes on one host, in one PID namespace and as one user.",
+    "tcp": "allow TCP connections between these hosts (firewall, container network), on all ports.",
+    "object_store": "check the Ray cluster with `ray status`.",
+}
+"""Transport -> what the user can do if it does not work."""
+DEFAULT_ADVICE = "see the documentation of the package that provides this transport."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One transport between two places; `why_not` is empty where it works."""
+    """Result of one transport between two processes; `why_not` is empty if it works."""
 
     source: str
     reader: str
@@ -42,21 +52,24 @@ class Finding:
 
 
 class Probe:
-    """A process on some node, as source and as reader."""
+    """Test process on a node: publishes values and reads those of other probes."""
 
     def publish(self, fill: float) -> list[Any]:
+        """Publish a test value filled with `fill`; return its ref in a list, because Ray would resolve a bare ref."""
         self.kept = put({"probe": torch.full((PROBE_FLOATS,), fill)}, on_mutation="allow")
         return [self.kept]
 
     def read(self, refs: list[Any], fill: float) -> dict[str, str]:
+        """Read a test value with every transport; return transport -> reason for failure, or ""."""
         return try_all(refs[0], fill)
 
     def where(self) -> str:
+        """Return host name and IP address of this process."""
         return f"{platform.node()} ({ray.util.get_node_ip_address()})"
 
 
 def try_all(ref: Any, fill: float) -> dict[str, str]:
-    """Read one probe value by every transport; transport to why it did not work, or nothing."""
+    """Read one test value with every transport; return transport -> reason for failure, or ""."""
     pending = collect([ref], TIMEOUT_S)[0]
     found = {}
     for name, backend in backends().items():
@@ -67,7 +80,7 @@ def try_all(ref: Any, fill: float) -> dict[str, str]:
         if why is None:
             try:
                 value = redeem(pending.ticket, pending.skeleton, name, Deadline(TIMEOUT_S), may_call_ray=True)
-                why = "" if bool((value["probe"] == fill).all()) else "it brought other bytes than were published"
+                why = "" if bool((value["probe"] == fill).all()) else "the value that arrived differs from the sent one"
             except RaylaneError as error:
                 why = str(error)
         found[name] = why
@@ -75,10 +88,12 @@ def try_all(ref: Any, fill: float) -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE as well")
+    """Add --json."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all test results to FILE too")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Test all transports, print the report, and return 0 if the result is healthy, otherwise 1."""
     started = not ray.is_initialized()
     if started:
         ray.init(
@@ -96,15 +111,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """Two probes on every node and this driver, each reading from each."""
+    """Start two probes on every node, and let each probe and this driver read from each."""
     places: list[tuple[str, Any]] = [("driver", Probe())]
     for node in ray.nodes():
         if node["Alive"]:
             on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            for i in (1, 2):
+            for i in (1, 2):  # two, so that there is a pair of processes on a cluster of one node
                 probe = ray.remote(num_cpus=0)(Probe).options(scheduling_strategy=on_node).remote()
                 places.append((f"actor {i} on {ray.get(probe.where.remote(), timeout=CALL_TIMEOUT_S)}", probe))
     findings = []
+    # Each source has another fill value, so a reader that gets the value of another source is noticed.
     for fill, (source, publisher) in enumerate(places, 1):
         ref = _call(publisher, "publish", float(fill))
         for reader, probe in places:
@@ -114,48 +130,77 @@ def examine() -> list[Finding]:
 
 
 def _call(probe: Any, name: str, *args: Any) -> Any:
-    """A method of the driver's own probe, or of an actor's."""
+    """Call a method of the driver's own probe, or of an actor."""
     if isinstance(probe, Probe):
         return getattr(probe, name)(*args)
     return ray.get(getattr(probe, name).remote(*args), timeout=CALL_TIMEOUT_S)
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
-    """Whether every place gets a value from every other in some direct way."""
-    pairs = {(f.source, f.reader) for f in findings}
+    """Return True if every process gets values from every other one without Ray's object store."""
+    return not _without_direct_transport(findings)
+
+
+def _without_direct_transport(findings: Sequence[Finding]) -> list[tuple[str, str]]:
+    """Return the pairs (source, reader) between which only the object store works, or nothing."""
+    pairs = dict.fromkeys((f.source, f.reader) for f in findings)
     direct = {(f.source, f.reader) for f in findings if not f.why_not and f.transport != "object_store"}
-    return pairs == direct
+    return [pair for pair in pairs if pair not in direct]
 
 
 def facts() -> dict[str, str]:
-    """What decides about transports on this machine."""
+    """Return the versions and kernel settings that determine which transports work."""
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
-    shown = {
+    guards = torch_layout() and array_layout_known()
+    return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("raylane", "ray", "torch")},
         "kernel": f"{platform.release()} {platform.machine()}",
-        "yama ptrace_scope": yama.read_text().strip() if yama.exists() else "no Yama",
-        "write counters": "readable by host" if counter_offsets() else "not found: host reads cannot notice writes",
-        "memory guards": "readable by host"
-        if torch_layout() and array_layout_known()
-        else "not found: host reads are refused, auto takes tcp",
+        "ptrace_scope": yama.read_text().strip() if yama.exists() else "not set (no Yama in this kernel)",
+        "write counters": "readable" if counter_offsets() else "not readable: host cannot notice writes during a read",
+        "memory guards": "readable" if guards else "not readable: host is refused, and auto uses tcp",
         "cuda devices": str(torch.cuda.device_count()),
     }
-    return shown
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """One line for each way that works, and for each that does not, grouped by pair of places."""
-    lines = [f"{name}: {value}" for name, value in facts().items()]
-    pairs = dict.fromkeys((f.source, f.reader) for f in findings)
-    for source, reader in pairs:
-        lines.append(f"\nfrom {source} to {reader}:")
-        for finding in findings:
-            if (finding.source, finding.reader) == (source, reader):
-                lines.append(f"  {finding.transport:13} {'works' if not finding.why_not else 'no: ' + finding.why_not}")
-    lines.append("\nwhat they do:")
-    lines += [f"  {name:13} {backend.capability.summary}" for name, backend in backends().items()]
-    lines.append("\nnot in this version:")
-    lines += [f"  {name:13} {why}" for name, why in NOT_YET.items()]
-    lines.append("\nhealthy" if healthy(findings) else "\nNOT healthy: some places have no direct way between them")
-    return "\n".join(lines)
+    """Return the findings as text: what works, what does not and why, what to do, and the result."""
+    lines = ["This machine", *(f"  {name:15}{value}" for name, value in facts().items())]
+    tested = [finding for finding in findings if applies(finding)]
+    lines += ["", "What works"]
+    for name, backend in backends().items():
+        own = [finding for finding in tested if finding.transport == name]
+        works = sum(not finding.why_not for finding in own)
+        lines.append(f"  {name:15}{works} of {len(own)} tests passed: {backend.capability.summary}")
+    lines += ["", "What does not work"]
+    failed = [finding for finding in tested if finding.why_not]
+    for name in dict.fromkeys(finding.transport for finding in failed):
+        lines += [
+            f"  {name:15}from {finding.source} to {finding.reader}: {finding.why_not}"
+            for finding in failed
+            if finding.transport == name
+        ]
+        lines.append(f"  {'':15}What to do: {ADVICE.get(name, DEFAULT_ADVICE)}")
+    if not failed:
+        lines.append("  nothing: all tests passed")
+    lines += ["", "Not in this version", *(f"  {name:15}{why}" for name, why in NOT_YET.items())]
+    return "\n".join([*lines, "", "Result", *_result(findings)])
+
+
+def _result(findings: Sequence[Finding]) -> list[str]:
+    """Return the last section of the report."""
+    missing = _without_direct_transport(findings)
+    if not missing:
+        return ["  Healthy: every process can get values from every other process directly."]
+    return [
+        "  NOT healthy: values between these processes must go through Ray's object store, or cannot be sent:",
+        *(f"    from {source} to {reader}" for source, reader in missing),
+        "  What to do: follow the advice above for tcp or host, then run `raylane doctor` again.",
+    ]
+
+
+def applies(finding: Finding) -> bool:
+    """Return True if the transport is meant for this pair: local within a process, all others between processes."""
+    if finding.transport == "object_store":
+        return True
+    return (finding.transport == "local") == (finding.reader == "itself")

@@ -1,4 +1,4 @@
-"""`raylane inspect-data CONFIG [overrides]`: what a model would be trained on, in figures and marked text."""
+"""The `raylane inspect-data` command: print statistics of the training data and samples with marked supervised text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides, and how many documents to show."""
+    """Add CONFIG, overrides, and the number of documents to show."""
     add_config_arguments(parser)
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="documents to show (default 3); stands before CONFIG"
+        "--show", type=int, default=3, metavar="N", help="number of documents to show (default: 3); put before CONFIG"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a sample of the training data with supervised spans marked, then the figures of every set."""
+    """Print a sample of the training data with supervised spans marked, then the statistics of every set."""
     from raylane.sft import audit
     from raylane.sft.chat import ChatTokenizer
     from raylane.sft.config import load_config

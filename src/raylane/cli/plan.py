@@ -1,6 +1,6 @@
-"""`raylane plan CONFIG [overrides]`: mesh, steps, tokens and memory of a run, in words; starts nothing.
+"""The `raylane plan` command: print mesh, steps, tokens and memory of a run without starting it.
 
-The data is tokenised (into the cache that the run will use), because steps and padding depend on it.
+The data is tokenised into the cache that the run will use, because steps and padding depend on it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides."""
+    """Add CONFIG and overrides."""
     add_config_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; 1 with a message when the run could not be."""
+    """Print the forecast of the run; errors are raised if the run is impossible."""
     from raylane.sft.config import load_config
     from raylane.sft.planning import plan_run, render
 

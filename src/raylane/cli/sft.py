@@ -1,5 +1,6 @@
-"""`raylane sft CONFIG [overrides]`: fine-tune. A thin door: says what will be done, has the trainer do it, says what
-came of it. Also what every command shares that reads a run's configuration.
+"""The `raylane sft` command: print the forecast of a run, train, and print the result.
+
+Also holds the functions shared by all commands that read a run's configuration.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ __all__ = ["add_arguments", "add_config_arguments", "run", "set_up_logging", "su
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG and overrides."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    """Add CONFIG and overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file with the configuration of the run")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="OVERRIDE",
-        help="a.b=c sets a key, +a.b=c adds one to an open mapping, ++a.b=c does either, ~a.b takes one away",
+        help="change of one key: a.b=c sets it, +a.b=c adds it to an open mapping, ++a.b=c does either, "
+        "~a.b removes it",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Only what every run needs; everything else is a key of the configuration."""
+    """Add CONFIG and overrides; all other settings are keys of the configuration."""
     add_config_arguments(parser)
 
 
 def set_up_logging(level: str) -> None:
-    """raylane's own log to standard error, from `level` on; other libraries keep what they have."""
+    """Write raylane's log messages from `level` on to standard error; other libraries are not changed."""
     handler = logging.StreamHandler()
-    # On a terminal a line of the log takes the place of the live bar (carriage return, then ECMA-48 EL: erase in line).
+    # On a terminal a log line replaces the live progress bar (carriage return, then ECMA-48 EL: erase in line).
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     handler.setFormatter(logging.Formatter(f"{clear}%(levelname)s %(name)s: %(message)s"))
+    # Only raylane's logger: a root handler would also print the messages of all other libraries.
     log = logging.getLogger("raylane")
     log.handlers[:] = [handler]
     log.propagate = False
@@ -44,10 +47,15 @@ def set_up_logging(level: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train until the configured end; 0 also after SIGTERM, once everything is saved; 130 after Ctrl-C."""
+    """Train until the configured end and return the exit status.
+
+    0 after a finished run, also after SIGTERM once everything is saved; 130 after Ctrl-C.
+    """
     from raylane.sft.config import load_config
 
-    config = load_config(args.config, args.overrides)  # before the trainer's imports: a typing error answers at once
+    config = load_config(
+        args.config, args.overrides
+    )  # before the slow imports, so that a wrong key is reported at once
     set_up_logging(config.logger.log_level)
     from raylane.sft import trainer
     from raylane.sft.planning import plan_run, render
@@ -56,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         print(summary(trainer.run(config)))
     except KeyboardInterrupt:
-        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.how_to_go_on(config)}", file=sys.stderr)
+        print(f"\nraylane sft: interrupted, nothing was saved. {trainer.resume_advice(config)}", file=sys.stderr)
         return 130
     return 0
 
 
 def summary(result: RunResult) -> str:
-    """What came of a run, and where it is: plain text, several lines."""
+    """Return the result of a run as plain text, several lines."""
     losses = (("train loss", result.train_loss), ("held-out loss", result.val_loss))
     lines = [
         ("ended", f"{'on SIGTERM ' if result.stopped else ''}after {result.steps:,} steps"),

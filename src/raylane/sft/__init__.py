@@ -1,1 +1,1 @@
-"""Supervised fine-tuning on worker groups."""
+"""Supervised fine-tuning of language models on worker groups."""

@@ -1,6 +1,6 @@
-"""Reading of the next step's rows while the current step computes. Called by `worker`.
+"""Background reading of the next step's rows while the current step computes.
 
-Knows nothing of rows or steps but that they are numbered and mostly taken one after the other.
+Called by `worker`. Items are only numbered; the class does not depend on rows or steps.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """One item ahead, read on a thread of its own that starts with the first `take` and ends with `close`.
+    """Reader of numbered items that reads one item ahead, in a thread.
 
-    `read(number)` must not depend on when it is called. For one calling thread.
+    The thread starts with the first `take` and ends with `close`. `read(number)` must return the same item at any time.
+    For one calling thread.
     """
 
     def __init__(self, read: Callable[[int], T], end: int) -> None:
-        """`end` is the first number that there is nothing to read for."""
+        """Prepare reading; `end` is the first number without an item."""
         self._read = read
         self._end = end
         self._thread: ThreadPoolExecutor | None = None
-        """None before the first `take` and after `close`."""
+        """Reading thread; None before the first `take` and after `close`."""
         self._next: tuple[int, Future[T]] | None = None
-        """The item being read, and its number."""
+        """Number of the item being read, and its future."""
 
     def take(self, number: int) -> T:
-        """Return item `number`, waiting if need be, and begin to read the one after it. Raises what `read` does."""
+        """Return item `number`, waiting if needed, and start reading the next one. Raises the exceptions of `read`."""
+        # After a resume or a skipped step another number is asked for; the item read ahead is then dropped.
         following, self._next = self._next, None
         item = following[1].result() if following is not None and following[0] == number else self._read(number)
         if number + 1 < self._end:
@@ -40,7 +42,7 @@ class ReadAhead(Generic[T]):
         return item
 
     def close(self) -> None:
-        """End the thread; waits for the item that it reads. A second call does nothing."""
+        """End the thread, after the item that it reads. A second call does nothing."""
         thread, self._thread, self._next = self._thread, None, None
         if thread is not None:
             thread.shutdown(cancel_futures=True)

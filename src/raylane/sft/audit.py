@@ -1,7 +1,7 @@
-"""What a model would be trained on, for people to look at: figures, and conversations with the supervised spans marked.
+"""Reports on training data for people: statistics, and conversations with the supervised spans marked.
 
-Pure functions from prepared data to text; `raylane inspect-data` prints them. On a terminal supervised text is green
-and padding or context is plain; elsewhere it stands between [[ and ]].
+Pure functions from prepared data to text; `raylane inspect-data` prints them. On a terminal supervised text is green;
+elsewhere it stands between [[ and ]].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True)
 class Marks:
-    """What goes before and after a supervised span, and a heading."""
+    """Text before and after a supervised span, and before and after a heading."""
 
     open: str
     close: str
@@ -36,32 +36,32 @@ class Marks:
 
 
 def marks(coloured: bool) -> Marks:
-    """ANSI colours (ECMA-48 SGR: 32 green, 1 bold, 0 plain) or brackets."""
+    """Return ANSI colours (ECMA-48 SGR: 32 green, 1 bold, 0 plain) or brackets."""
     return Marks("\x1b[32m", "\x1b[0m", "\x1b[1m", "\x1b[0m") if coloured else Marks("[[", "]]", "", "")
 
 
 def mark_document(tokens: np.ndarray, supervised: np.ndarray, tokenizer: ChatTokenizer, style: Marks) -> str:
-    """The text of one document, tokens int32[n], supervised bool[n], with each supervised span marked."""
+    """Return the text of one document with each supervised span marked; tokens int32 [n], supervised bool [n]."""
     parts = []
     done = 0
     for start, end in runs(supervised):
-        before, said = (printable(tokenizer.decode(part)) for part in (tokens[done:start], tokens[start:end]))
-        parts += [before, style.open, said, style.close]
+        before, span = (printable(tokenizer.decode(part)) for part in (tokens[done:start], tokens[start:end]))
+        parts += [before, style.open, span, style.close]
         done = end
     parts.append(printable(tokenizer.decode(tokens[done:])))
     return "".join(parts)
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters written out, line feeds and tabs excepted.
+    """Return a text with its control characters escaped, except line feeds and tabs.
 
-    Data and models must not be able to move the cursor of a terminal, set its title or clear it.
+    Text from data or models must not be able to move the cursor of a terminal, set its title or clear it.
     """
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) -> str:
-    """The first `count` documents of a cache, marked, each under a heading."""
+    """Return the first `count` documents of a cache, marked, each under a heading."""
     cache = rows.cache
     shown = []
     for index in range(min(count, len(cache))):
@@ -75,28 +75,24 @@ def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) 
 
 
 def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> str:
-    """What there is in one set, what was left out, and how full its rows are: one line for each."""
+    """Return the statistics of one set as lines: contents, what was left out, and how full the rows are."""
     packing = config.policy.sequence_packing
     layout = packing.algorithm if packing.enabled else "one document a row"
+    ended = "yes" if counts.ended_turns == counts.turns else "NOT ALWAYS" if counts.ended_turns else "NO"
     lines = [
         ("conversations", f"{counts.conversations:,} read, the longest {counts.longest:,} tokens"),
         ("documents", f"{counts.documents:,} kept, {counts.tokens:,} tokens"),
         ("supervised", f"{counts.supervised:,} tokens, {counts.supervised_percent:.1f}%"),
-        ("end token", _end_token(counts)),
+        ("end token", f"supervised: {ended} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"),
         ("over-long", _overlong(counts, config)),
         ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
-        ("control text", f"{counts.control_tokens:,} conversations spell out special tokens"),
+        ("control text", f"{counts.control_tokens:,} conversations contain special tokens as text"),
         ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
         ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
     ]
     if name == "validation":
         lines.append(("in training", f"{counts.also_in_train:,} conversations are also in the training data"))
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
-
-
-def _end_token(counts: Counts) -> str:
-    said = "yes" if counts.ended_turns == counts.turns else "NOT ALWAYS" if counts.ended_turns else "NO"
-    return f"supervised: {said} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"
 
 
 def _overlong(counts: Counts, config: RunConfig) -> str:
@@ -117,5 +113,5 @@ def _dropped(counts: Counts) -> str:
 
 
 def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
-    """`figures` of every set that there is."""
+    """Return the statistics of every set."""
     return "\n\n".join(figures(name, prepared.report[name], rows, config) for name, rows in sets.items())

@@ -1,12 +1,12 @@
-"""Tokenised documents on disk, read by mapping: what the driver writes once and every worker opens for nothing.
+"""Tokenised documents on disk, read through memory maps: written once by the driver, opened quickly by every worker.
 
     folder/tokens.bin      int32[sum n]    all documents, one after the other
-           supervised.bin  uint8[sum n]    1 where the token is learned
+           supervised.bin  uint8[sum n]    1 where the token has a loss
            offsets.npy     int64[N + 1]    document i is tokens[offsets[i] : offsets[i + 1]]
-           origin.npy      int64[N]        the conversation (counted from 0) that document i came from
+           origin.npy      int64[N]        conversation (counted from 0) that document i was made from
 
-A folder is complete when it exists under its name: it is filled beside it and renamed. Knows nothing of text.
-Written by `data.prepare`; read by `data.RowSource` and `audit`.
+A folder is complete if it exists under its final name: it is filled beside that name and then renamed. This module
+knows nothing of text. Written by `data.prepare`; read by `rows.RowSource` and `audit`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["TokenCache", "write_cache"]
 
 
 def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
-    """Fill `folder` (made here) with (tokens int32[n], supervised bool[n], origin); memory stays flat."""
+    """Create and fill `folder` with (tokens int32 [n], supervised bool [n], origin); tokens are not kept in memory."""
     folder.mkdir(parents=True)
     ends, origins = [0], []
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "supervised.bin").open("wb") as mask_file:
@@ -31,14 +31,15 @@ def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, 
             mask_file.write(np.ascontiguousarray(supervised, dtype=np.uint8).tobytes())
             ends.append(ends[-1] + len(tokens))
             origins.append(origin)
+    # int64: a large data set has more than 2**31 tokens.
     np.save(folder / "offsets.npy", np.asarray(ends, dtype=np.int64))
     np.save(folder / "origin.npy", np.asarray(origins, dtype=np.int64))
 
 
 class TokenCache:
-    """An open cache folder. Arrays that it hands out are read-only views of the mapped files.
+    """Open cache folder. The arrays it returns are read-only views of the mapped files.
 
-    Attributes: `folder`; `lengths` int64[N], tokens in each document; `origin` int64[N].
+    Attributes: `folder`; `lengths` int64 [N], tokens in each document; `origin` int64 [N].
     """
 
     def __init__(
@@ -53,22 +54,28 @@ class TokenCache:
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenCache:
-        """Map the files of `folder`; DataError when they are missing or do not belong together."""
+        """Map the files of `folder`; DataError if files are missing or inconsistent."""
         folder = Path(folder)
         try:
+            # Without pickle, a manipulated file cannot run code.
             offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
             sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
-                f"{folder} is no token cache that this machine can read ({error}); on several nodes data.cache_dir "
+                f"token cache {folder} cannot be read on this machine: {error}. With several nodes, data.cache_dir "
                 "must be on storage that they share"
             ) from error
-        if not _are_offsets(offsets) or origin.dtype != np.int64 or origin.shape != (len(offsets) - 1,):
-            raise DataError(f"token cache {folder} is damaged: its offsets are no offsets; delete it and run again")
+        valid = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and int(offsets[0]) == 0
+        valid = valid and bool((np.diff(offsets) > 0).all())
+        if not valid or origin.dtype != np.int64 or origin.shape != (len(offsets) - 1,):
+            raise DataError(
+                f"token cache {folder} is damaged: its offsets are wrong. Delete it and run the command again"
+            )
         total = int(offsets[-1])
         if sizes != [4 * total, total]:
             raise DataError(
-                f"token cache {folder} is damaged: {total} tokens in {sizes} bytes; delete it and run again"
+                f"token cache {folder} is damaged: {total} tokens in files of {sizes} bytes. Delete it and run the "
+                "command again"
             )
         tokens, supervised = np.empty(0, np.int32), np.empty(0, np.bool_)
         if total:  # an empty file cannot be mapped
@@ -84,24 +91,17 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return int(self._offsets[-1])
 
     @property
     def num_supervised(self) -> int:
-        """Supervised tokens of all documents; reads the whole mask once."""
+        """Number of supervised tokens in all documents; each access reads the whole mask."""
         return int(np.count_nonzero(self._supervised))
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens int32[n], supervised bool[n]) of one document; IndexError when there is no such one."""
+        """Return (tokens int32 [n], supervised bool [n]) of one document; IndexError if the index is out of range."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         return self._tokens[part], self._supervised[part]
-
-
-def _are_offsets(offsets: np.ndarray) -> bool:
-    """True for int64 [N + 1] that begins at 0 and rises."""
-    if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) == 0 or int(offsets[0]) != 0:
-        return False
-    return bool((np.diff(offsets) > 0).all())

@@ -1,15 +1,18 @@
-"""Checkpoint folders: how they are named, when they are complete, which are kept, and where a run goes on.
+"""Checkpoint folders: names, completeness, retention, and the checkpoint to resume from.
 
     checkpoint_dir/step_120/state/      torch DCP: weights, optimizer, step (written by all workers, `state.py`)
                    step_120/run.json    step, metrics, configuration, versions
                    step_120/COMPLETE    written last
-                   step_120/hf/         the model as a Hugging Face folder, if it was asked for: moved in afterwards
-                   step_130.partial/    being written, or left by a run that was killed: never read
-                   step_110.damaged/    found damaged by a run that went on from an earlier one; never removed
+                   step_120/hf/         the model as a Hugging Face folder, if requested; moved in afterwards
+                   step_130.partial/    being written, or left by a killed run; never read
+                   step_110.damaged/    found damaged by a run that resumed from an earlier one; never removed
 
-A checkpoint is written under a name that nothing reads, marked complete, and renamed. Decisions are plain functions;
-files are touched by the driver only, which therefore needs to see the same folder as the workers. No torch, no Ray.
-Called by `policy` and `trainer`.
+A checkpoint is written under a name that is never read, then marked complete, then renamed:
+
+    workers: step_N.partial/state  ->  driver: run.json, COMPLETE, fsync  ->  rename to step_N
+
+Decisions are plain functions. Only the driver renames and removes folders, so it must see the same folder as the
+workers. No torch, no Ray. Called by `policy` and `trainer`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +60,11 @@ HF_FOLDER = "hf"
 _NAME = re.compile(r"step_(\d+)$")
 
 _PARTIAL = re.compile(r"(step_\d+)(?:\.old)?\.partial$")
-"""Names that `commit` uses; what `remove` takes away has another one, so that it is never recovered."""
+"""Names used by `commit`. `remove` uses another name, so that `recover` never restores a removed checkpoint."""
 
 _log = logging.getLogger(__name__)
 
-# What the losses of a resumed run depend on besides the checkpoint itself.
+# Keys that the losses of a resumed run depend on, besides the checkpoint itself.
 _SAME_FOR_EXACT_RESUME = (
     "sft.seed",
     "sft.max_num_steps",
@@ -81,7 +85,7 @@ _SAME_FOR_EXACT_RESUME = (
     "data.shuffle",
     "cluster.num_workers",
     "cluster.gpus_per_node",
-    "cluster.cpus_per_worker",  # threads of a worker: sums are made in another order
+    "cluster.cpus_per_worker",  # the number of threads changes the order of floating-point sums
 )
 
 
@@ -90,31 +94,33 @@ class Saved:
     """A complete checkpoint."""
 
     step: int
-    """Optimizer steps that its weights have seen; the next step to run has this number, counted from 0."""
+    """Number of optimizer steps applied to its weights; also the number of the next step, counted from 0."""
     path: Path
+    """Folder of the checkpoint."""
     metrics: Mapping[str, float]
-    """E.g. {"val:loss": 4.5, "train:loss": 4.6}; a key that was not measured at this step is missing."""
+    """Metrics at this step, e.g. {"val:loss": 4.5, "train:loss": 4.6}; metrics not measured here are missing."""
     config: Mapping[str, Any]
-    """The configuration as plain values, and under "prepared" the hash of the tokenised data."""
+    """Configuration as plain values, and under "prepared" the hash of the tokenised data."""
 
 
 def read(path: Path) -> Saved:
-    """Return the checkpoint in this folder. CheckpointError when it is missing or unfinished.
+    """Return the checkpoint in this folder; CheckpointError if the folder is missing or unfinished.
 
-    CheckpointDamagedError when its description cannot be read, or a file of its state is missing or has another size
+    CheckpointDamagedError if its description cannot be read, or if a file of its state is missing or has another size
     than when it was written.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}", path=str(path))
     if not (path / MARKER).is_file():
         raise CheckpointError(
-            f"{path} was not finished: it has no {MARKER} file; resume from another one, or remove it", path=str(path)
+            f"{path} is not a complete checkpoint: it has no {MARKER} file. Resume from another one, or remove it",
+            path=str(path),
         )
     try:
         text = (path / "run.json").read_bytes()
     except FileNotFoundError as error:
         raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
-    except OSError as error:  # permissions, or a file system that may come back
+    except OSError as error:  # e.g. permissions, or a network file system: the checkpoint itself may be intact
         raise CheckpointError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     try:
         run = json.loads(text)
@@ -135,12 +141,12 @@ def read(path: Path) -> Saved:
 
 
 def list_saved(folder: Path) -> list[Saved]:
-    """The complete checkpoints in a folder by ascending step; others are passed over."""
+    """Return the complete checkpoints in a folder by ascending step; other folders are ignored."""
     return sorted((read(path) for path in _complete(folder)), key=lambda saved: saved.step)
 
 
 def list_whole(folder: Path) -> tuple[list[Saved], list[CheckpointDamagedError]]:
-    """Return the complete checkpoints that are not damaged, by ascending step, and what is wrong with the others."""
+    """Return the complete undamaged checkpoints by ascending step, and the errors of the damaged ones."""
     whole: list[Saved] = []
     damaged: list[CheckpointDamagedError] = []
     for path in _complete(folder):
@@ -152,7 +158,7 @@ def list_whole(folder: Path) -> tuple[list[Saved], list[CheckpointDamagedError]]
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the folders with the name of a checkpoint and a mark of completeness, in no order."""
+    """Return the folders that have the name of a checkpoint and a completeness marker, in no particular order."""
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if _NAME.match(path.name) and (path / MARKER).is_file()]
@@ -161,8 +167,8 @@ def _complete(folder: Path) -> list[Path]:
 def find(settings: CheckpointingConfig) -> Saved | None:
     """Return the checkpoint that `checkpointing.resume` names; None for "never", and for "auto" without a complete one.
 
-    With "auto" damaged checkpoints are put aside (see `put_aside`), with a warning, and the newest whole one is taken;
-    CheckpointDamagedError when there are only damaged ones, which then stay where they are.
+    With "auto", damaged checkpoints are renamed (`put_aside`) with a warning, and the newest undamaged one is taken. If
+    all are damaged, none is renamed and CheckpointDamagedError is raised.
     """
     if settings.resume == "never":
         return None
@@ -174,70 +180,72 @@ def find(settings: CheckpointingConfig) -> Saved | None:
         refuse_other_owner(path, settings)
     whole, damaged = list_whole(Path(settings.checkpoint_dir))
     if damaged and not whole:
-        raise _nothing_whole(settings, damaged[0])
+        raise _all_damaged(settings, damaged[0])
     for damage in damaged:
         put_aside(Path(damage.fields["path"]), damage)
     return whole[-1] if whole else None
 
 
 def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDamagedError) -> Saved:
-    """Put aside a checkpoint that turned out damaged while it was loaded; returns the one to go on from instead.
+    """Put aside a checkpoint that turned out to be damaged while loading; return the one to resume from instead.
 
-    Only for `checkpointing.resume=auto`. CheckpointDamagedError when there is no earlier one.
+    Only for `checkpointing.resume=auto`. CheckpointDamagedError if there is no earlier one.
     """
     earlier = [one for one in list_whole(Path(settings.checkpoint_dir))[0] if one.step < saved.step]
     if settings.resume != "auto":
         raise damage
     if not earlier:
-        raise _nothing_whole(settings, damage) from damage
+        raise _all_damaged(settings, damage) from damage
     put_aside(saved.path, damage)
     return earlier[-1]
 
 
-def _nothing_whole(settings: CheckpointingConfig, damage: CheckpointDamagedError) -> CheckpointDamagedError:
+def _all_damaged(settings: CheckpointingConfig, damage: CheckpointDamagedError) -> CheckpointDamagedError:
+    """Return the error for a folder that holds damaged checkpoints only."""
     return CheckpointDamagedError(
-        f"{settings.checkpoint_dir} holds no checkpoint that is whole: {damage}. To start anew, remove it or give "
+        f"{settings.checkpoint_dir} holds only damaged checkpoints: {damage}. To start a new run, remove them or set "
         "another checkpointing.checkpoint_dir",
         path=settings.checkpoint_dir,
     )
 
 
 def put_aside(path: Path, damage: CheckpointDamagedError) -> Path:
-    """Rename a damaged checkpoint to step_N.damaged, which nothing reads and nothing removes; returns the new path."""
+    """Rename a damaged checkpoint to step_N.damaged, which is never read or removed; return the new path."""
+    # An earlier damaged checkpoint of the same step may exist; find a free name.
     taken = {other.name for other in path.parent.iterdir()}
     names = (f"{path.name}.damaged{count or ''}" for count in range(len(taken) + 1))
     aside = path.rename(path.with_name(next(name for name in names if name not in taken)))
-    _log.warning("%s; it is now %s, and the run goes on from an earlier checkpoint", damage, aside)
+    _log.warning("%s; renamed to %s, and the run resumes from an earlier checkpoint", damage, aside)
     return aside
 
 
 def refuse_other_owner(path: Path, settings: CheckpointingConfig) -> None:
-    """Raise CheckpointError unless the files of a checkpoint are this user's, or the configuration allows others.
+    """Raise CheckpointError if a checkpoint has files of another user, unless the configuration allows it.
 
-    Weights of another user are taken over without a look at what they do; that is for the user to decide.
+    Weights are loaded without any examination of what the model does; only the user can decide whom to trust.
     """
     if settings.allow_other_owner:
         return
     for one in (path, path / "run.json", *(path / "state").glob("*"), path / "state" / ".metadata"):
         try:
             owner = one.stat().st_uid
-        except OSError:  # what is missing is told by `read`
+        except OSError:  # `read` reports a missing file
             continue
         if owner != os.geteuid():
             raise CheckpointError(
                 f"{one} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that user, "
-                "set checkpointing.allow_other_owner=true; otherwise give another checkpointing.checkpoint_dir",
+                "set checkpointing.allow_other_owner=true; otherwise set another checkpointing.checkpoint_dir",
                 path=str(path),
                 owner=owner,
             )
 
 
 def recover(folder: Path) -> list[Path]:
-    """Give complete checkpoints their name back whose replacement was interrupted; returns them.
+    """Restore the names of complete checkpoints whose replacement was interrupted; return their paths.
 
-    Replacing a checkpoint of the same step takes two renames (see `commit`). A process that ends between them leaves
-    the new one as step_N.partial and the old one as step_N.old.partial, both complete, and none as step_N. Not while
-    another run writes to the same folder; call it before `find` and `discard_partial`.
+    Replacing a checkpoint of the same step takes two renames (`commit`). A process that ends between them leaves the
+    new one as step_N.partial and the old one as step_N.old.partial, both complete, and no step_N. The newer one is
+    restored. Call this before `find` and `discard_partial`, and never while another run writes to the same folder.
     """
     found = []
     for path in sorted(folder.glob("step_*.partial")) if folder.is_dir() else []:
@@ -246,6 +254,7 @@ def recover(folder: Path) -> list[Path]:
             continue
         final = folder / match[1]
         newer = folder / f"{match[1]}.partial"
+        # Nothing to do if step_N exists; and step_N.old.partial is used only without a complete step_N.partial.
         if final.exists() or (path != newer and (newer / MARKER).is_file()):
             continue
         path.rename(final)
@@ -254,22 +263,23 @@ def recover(folder: Path) -> list[Path]:
 
 
 def refuse_later(settings: CheckpointingConfig, start: int) -> None:
-    """Raise CheckpointError if the folder holds checkpoints of later steps than the one that a run starts with.
+    """Raise CheckpointError if the folder holds checkpoints of later steps than the start of this run.
 
-    They are of another run: this one's checkpoints would count as older, be dropped first, and not be resumed from.
+    They belong to another run. Checkpoints of this run would count as older, would be removed first, and would not be
+    resumed from.
     """
     later = [saved.path.name for saved in list_saved(Path(settings.checkpoint_dir)) if saved.step > start]
     if later:
         raise CheckpointError(
             f"{settings.checkpoint_dir} holds {', '.join(later)}, and this run starts at step {start} "
-            f"(checkpointing.resume={settings.resume}); choose another checkpointing.checkpoint_dir, remove them, or "
-            "go on from the last one with checkpointing.resume=auto",
+            f"(checkpointing.resume={settings.resume}). Set another checkpointing.checkpoint_dir, remove them, or "
+            "resume from the last one with checkpointing.resume=auto",
             path=settings.checkpoint_dir,
         )
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of this step into; what an earlier attempt left there is removed."""
+    """Create and return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
     partial = folder / f"step_{step}.partial"
     _clear(partial)
     partial.mkdir(parents=True)
@@ -277,19 +287,20 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(partial: Path, step: int, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Saved:
-    """Describe, mark and rename what was written; from then on it is the checkpoint of this step.
+    """Complete a written checkpoint: add run.json, mark it complete and rename it to step_N.
 
-    A complete checkpoint of the same step is replaced: it is moved away first, so that at no moment a half-written one
-    stands under the name. `recover` mends what an end between the two renames leaves.
+    A complete checkpoint of the same step is replaced: it is renamed away first, so that an incomplete one never has
+    the name step_N. `recover` repairs an interruption between the two renames.
     """
     final = partial.with_name(f"step_{step}")
     run = {
         "step": step,
         "metrics": dict(metrics),
         "config": dict(config),
-        "versions": _versions(),
+        "versions": {name: version(name) for name in ("raylane", "torch", "transformers", "ray", "numpy")},
         "files": _sizes(partial),
     }
+    # Order matters: a folder with the marker must have everything else on disk already, even after a power cut.
     _write_durably(partial / "run.json", json.dumps(run, indent=2))
     _write_durably(partial / MARKER, "")
     _sync_folder(partial)
@@ -307,13 +318,13 @@ def commit(partial: Path, step: int, metrics: Mapping[str, float], config: Mappi
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    """Return file -> bytes for all files of the state."""
+    """Return file name -> size in bytes for all files of the state."""
     files = sorted((path / "state").rglob("*"))
     return {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
 
 
 def _clear(path: Path) -> None:
-    """Remove a folder or a symbolic link of that name, never what a link points to."""
+    """Remove a folder or a symbolic link of that name, never the target of a link."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -321,14 +332,14 @@ def _clear(path: Path) -> None:
 
 
 def begin_export(saved: Saved) -> Path:
-    """Return a path beside a complete checkpoint to write its Hugging Face folder to; nothing is there yet."""
+    """Return a path beside a complete checkpoint for its Hugging Face folder; nothing exists at this path."""
     partial = saved.path.with_name(f"{saved.path.name}.hf.partial").resolve()
     _clear(partial)
     return partial
 
 
 def commit_export(saved: Saved, partial: Path) -> Path:
-    """Move a finished Hugging Face folder into its checkpoint, in place of an earlier one; returns where it is."""
+    """Move a finished Hugging Face folder into its checkpoint, replacing an earlier one; return the new path."""
     final = saved.path / HF_FOLDER
     _clear(final)
     partial.rename(final)
@@ -337,7 +348,7 @@ def commit_export(saved: Saved, partial: Path) -> Path:
 
 
 def discard_partial(folder: Path) -> list[Path]:
-    """Remove what killed runs left behind. Not while another run writes to the same folder."""
+    """Remove the leftovers of killed runs and return their paths. No other run may write to the folder meanwhile."""
     found = sorted(folder.glob("step_*.partial")) if folder.is_dir() else []
     for path in found:
         _clear(path)
@@ -345,7 +356,8 @@ def discard_partial(folder: Path) -> list[Path]:
 
 
 def remove(saved: Saved) -> None:
-    """Delete a checkpoint: it loses its name first, so that an interrupted removal leaves nothing that looks whole."""
+    """Delete a checkpoint. It is renamed first, so that an interrupted removal leaves nothing that looks complete."""
+    # discard_partial deletes this name if the removal is interrupted.
     doomed = saved.path.with_name(f"{saved.path.name}.removed.partial")
     _clear(doomed)
     saved.path.rename(doomed)
@@ -353,9 +365,10 @@ def remove(saved: Saved) -> None:
 
 
 def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Saved], list[Saved]]:
-    """(those to keep, those to remove): the latest `keep_latest_k` and the `keep_top_k` best by `metric_name`.
+    """Return (checkpoints to keep, checkpoints to remove).
 
-    A checkpoint without that metric, or where it is not finite, is never among the best; of equals the later one is.
+    Kept are the latest `keep_latest_k` and the best `keep_top_k` by `metric_name`. A checkpoint without that metric, or
+    with a value that is not finite, is never among the best; among equal values the later checkpoint is better.
     """
     by_step = sorted(saved, key=lambda one: one.step)
     measured = [one for one in by_step if math.isfinite(one.metrics.get(settings.metric_name, math.nan))]
@@ -366,16 +379,16 @@ def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Sa
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What makes the losses of a resumed run differ from those of an uninterrupted one; empty: they will be equal."""
+    """Return the settings that make the losses of a resumed run differ from those of an uninterrupted run."""
     found = []
     for key in _SAME_FOR_EXACT_RESUME:
-        before, after = _at(saved, key), _at(now, key)
+        before, after = _value_at(saved, key), _value_at(now, key)
         if before != after:
-            found.append(f"{key}: {before!r} then, {after!r} now")
+            found.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
     return found
 
 
-def _at(tree: Mapping[str, Any], key: str) -> Any:
+def _value_at(tree: Mapping[str, Any], key: str) -> Any:
     value: Any = tree
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -383,7 +396,7 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _write_durably(path: Path, text: str) -> None:
-    """To the disk, not only to its cache: the marker must not outlive a power cut that the rest does not."""
+    """Write a text and wait until it is on the disk, so that the marker never survives a power cut alone."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -391,15 +404,9 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Write the names in a folder to the disk: a rename must not be lost when the files that it names are kept."""
+    """Wait until the names in a folder are on the disk, so that a power cut does not undo a rename."""
     opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    return {name: version(name) for name in ("raylane", "torch", "transformers", "ray", "numpy")}

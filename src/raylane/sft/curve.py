@@ -1,7 +1,7 @@
-"""The loss curve of a run as a picture: a page of HTML with the drawing in it, and a PNG where matplotlib is installed.
+"""Loss curve of a run: an HTML page with an SVG drawing, and a PNG if matplotlib is installed.
 
-Reads metrics.jsonl, so it can be made during a run and long after. The page needs nothing from anywhere: no script, no
-font, no style sheet. Called by the trainer at the end.
+Reads metrics.jsonl, so the curve can be drawn during a run and long after it. The page is self-contained: no scripts,
+fonts or style sheets from elsewhere. Called by the trainer at the end.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 440, 60, 20, 40, 46
 
 
 def loss_curve(run_dir: str | Path) -> Path:
-    """Draw train:loss and val:loss of the metrics.jsonl in `run_dir`.
+    """Draw train:loss and val:loss of the metrics.jsonl in `run_dir`; return the path of the drawing.
 
-    loss.html is always written; returns loss.png where matplotlib is installed, otherwise that page. DataError when
+    loss.html is always written. The result is loss.png if matplotlib is installed, otherwise loss.html. DataError if
     there is no loss to draw.
     """
     run_dir = Path(run_dir)
-    series = _series(run_dir / METRICS_FILE)
+    records = read_metrics(run_dir / METRICS_FILE)
+    points = {
+        name: [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+        for name in COLOURS
+    }
+    series = {name: values for name, values in points.items() if values}
     if not series:
-        raise DataError(f"{run_dir / METRICS_FILE} holds no train:loss and no val:loss, so there is no curve to draw")
+        raise DataError(f"cannot draw a loss curve: {run_dir / METRICS_FILE} holds no train:loss and no val:loss")
     page = run_dir / "loss.html"
-    page.write_text(_page(series), encoding="utf-8")
+    page.write_text(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Loss</title></head>\n'
+        f'<body style="max-width:{WIDTH}px;margin:2em auto">\n{svg(series)}\n</body></html>\n',
+        encoding="utf-8",
+    )
     if importlib.util.find_spec("matplotlib") is None:
         return page
     return _png(series, run_dir / "loss.png")
 
 
-def _series(path: Path) -> dict[str, list[tuple[float, float]]]:
-    records = read_metrics(path)
-    found = {
-        name: [(one["step"], one[name]) for one in records if name in one and math.isfinite(one[name])]
-        for name in COLOURS
-    }
-    return {name: points for name, points in found.items() if points}
-
-
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """About `count` round numbers that span [low, high]: steps of 1, 2 or 5 times a power of ten."""
+    """Return about `count` round numbers that span [low, high]: steps of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -60,9 +60,10 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 
 
 def svg(series: dict[str, list[tuple[float, float]]]) -> str:
-    """The drawing: step to the right, loss upwards, one line for each series, dots on the sparse one."""
+    """Return the drawing: steps to the right, loss upwards, one line per series, dots on a series of few points."""
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
+    # A single point has no extent; widen the ranges so that the divisions below are defined.
     x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
     margin = 0.05 * (max(ys) - min(ys)) or 0.5
     y_low, y_high = min(ys) - margin, max(ys) + margin
@@ -101,13 +102,6 @@ def _line(name: str, places: Points, number: int, last: float) -> list[str]:
     label = html.escape(f"{name} (last {last:.4f})")
     parts.append(f'<text x="{LEFT + 10 + 240 * number}" y="22" font-size="13" fill="{colour}">{label}</text>')
     return parts
-
-
-def _page(series: dict[str, list[tuple[float, float]]]) -> str:
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Loss</title></head>\n'
-        f'<body style="max-width:{WIDTH}px;margin:2em auto">\n{svg(series)}\n</body></html>\n'
-    )
 
 
 def _png(series: dict[str, list[tuple[float, float]]], path: Path) -> Path:

@@ -1,9 +1,8 @@
-"""Conversations made ready for training: tokenised, made to fit, counted, and kept on disk under a hash of all that
-they depend on.
+"""Preparation of conversations for training: tokenised, fitted to rows, counted, and cached under a content hash.
 
-`prepare` is called once by the driver (and by `raylane inspect-data` and `plan`); workers then open the folders that
-it names through `rows.open_rows`. What cannot be trained on is a DataError or is counted in the report, never passed
-over in silence. T = `policy.max_total_sequence_length`.
+`prepare` is called once by the driver (and by `raylane inspect-data` and `raylane plan`); the workers then open the
+resulting folders with `rows.open_rows`. Data that cannot be trained on raises DataError or is counted in the report,
+and is never skipped silently. T = `policy.max_total_sequence_length`.
 """
 
 from __future__ import annotations
@@ -35,54 +34,55 @@ __all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_row
 
 log = logging.getLogger(__name__)
 
-# Part of every cache key: raise it when the same input would give other documents.
+# Part of every cache key: increase it when a change of the code makes other documents from the same input.
 FORMAT = 2
-# The masks of this many conversations at the head of a set are compared with who wrote what.
+# Number of conversations at the start of a set whose masks are compared with the assistant's text. The check decodes
+# each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
 MASK_CHECKS = 1000
 
 
 @dataclass
 class Counts:
-    """What became of one set of conversations. The token counts are of what is kept."""
+    """Statistics of one set of conversations. Token counts refer to the documents that are kept."""
 
-    conversations: int = 0  # read
-    documents: int = 0  # kept; more than the conversations when over-long ones were split
-    tokens: int = 0
-    supervised: int = 0  # tokens that the loss is on
+    conversations: int = 0  # conversations read
+    documents: int = 0  # documents kept; more than conversations if over-long ones were split
+    tokens: int = 0  # tokens of all documents
+    supervised: int = 0  # tokens with a loss
     turns: int = 0  # assistant turns read
-    ended_turns: int = 0  # those whose end token is supervised
-    truncated: int = 0  # conversations whose tail was cut
-    cut_tokens: int = 0  # tokens in those tails
+    ended_turns: int = 0  # assistant turns whose end token is supervised
+    truncated: int = 0  # conversations whose tail was cut off
+    cut_tokens: int = 0  # tokens in the tails cut off
     dropped: int = 0  # over-long conversations left out
-    split: int = 0  # over-long conversations cut into pieces
-    emptied: int = 0  # conversations and pieces left out because cutting took all that was supervised
-    unsupervised: int = 0  # conversations left out because nothing in them was supervised
-    control_tokens: int = 0  # conversations whose text spells out a special token
-    repeated: int = 0  # conversations that are in the training data once more before
-    reasoning_left_out: int = 0  # conversations with reasoning that the chat template does not write out
-    also_in_train: int = 0  # validation conversations that are in the training data as well
-    longest: int = 0  # tokens of the longest conversation, as read
+    split: int = 0  # over-long conversations split into pieces
+    emptied: int = 0  # conversations and pieces left out because no supervised token remained after cutting
+    unsupervised: int = 0  # conversations left out because none of their tokens was supervised
+    control_tokens: int = 0  # conversations whose text contains a special token
+    repeated: int = 0  # training conversations that are equal to an earlier one
+    reasoning_left_out: int = 0  # conversations with reasoning that the chat template does not include
+    also_in_train: int = 0  # validation conversations that are also in the training data
+    longest: int = 0  # tokens of the longest conversation, before cutting
 
     @property
     def supervised_percent(self) -> float:
-        """Part of the kept tokens that the loss is on, in percent."""
+        """Percentage of the kept tokens that have a loss."""
         return 100.0 * self.supervised / self.tokens if self.tokens else 0.0
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` hands on. Folders are absolute. `end_ids` end a turn; `pad_id` fills rows up."""
+    """Result of `prepare`: absolute folders, and facts about the tokenizer."""
 
-    tokenizer_dir: Path  # a Hugging Face folder, chat template included
-    train: Path  # token cache
-    validation: Path | None  # token cache
+    tokenizer_dir: Path  # Hugging Face folder of the tokenizer, chat template included
+    train: Path  # token cache of the training set
+    validation: Path | None  # token cache of the validation set
     vocab_size: int
-    pad_id: int
-    end_ids: tuple[int, ...]
-    report: dict[str, Counts] = field(default_factory=dict)  # "train" and, if there is one, "validation"
+    pad_id: int  # token that fills rows up
+    end_ids: tuple[int, ...]  # tokens that end a turn
+    report: dict[str, Counts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types only; `from_json` reverses it."""
+        """Return the value as JSON types; `from_json` is the inverse."""
         plain = asdict(self)
         for name in ("tokenizer_dir", "train", "validation"):
             plain[name] = None if plain[name] is None else str(plain[name])
@@ -90,7 +90,7 @@ class PreparedData:
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> PreparedData:
-        """The value whose `to_json` this is."""
+        """Return the value that `to_json` was called on. Unknown counts are ignored."""
         known = {one.name for one in fields(Counts)}
         report = {
             name: Counts(**{key: value for key, value in counts.items() if key in known})
@@ -108,23 +108,23 @@ class PreparedData:
         )
 
 
-# ------------------------------------------------------------------------------------------- pure: making them fit
+# ------------------------------------------------------------------------------------------- fitting, pure
 
 
 def fit(
     tokens: np.ndarray, supervised: np.ndarray, row_tokens: int, overlong: str, where: str = "conversation"
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], str | None]:
-    """The documents that a conversation of n tokens becomes, and what was done: None, truncate, drop or split.
+    """Return the documents made of one conversation of n tokens, and the action: None, truncate, drop or split.
 
     Pieces of a split overlap by one token: the first token of a piece is context only, so each supervised token is
-    predicted exactly once. DataError when `overlong` is "error" and it does not fit in `row_tokens`.
+    predicted exactly once. DataError if `overlong` is "error" and n > `row_tokens`.
     """
     if len(tokens) <= row_tokens:
         return [(tokens, supervised)], None
     if overlong == "error":
         raise DataError(
-            f"{where}: {len(tokens)} tokens, more than policy.max_total_sequence_length={row_tokens}, and "
-            "data.overlong=error; use truncate, drop or split, or a longer row"
+            f"{where}: {len(tokens)} tokens are more than policy.max_total_sequence_length={row_tokens}, and "
+            "data.overlong=error; set data.overlong to truncate, drop or split, or increase the length"
         )
     if overlong == "drop":
         return [], "drop"
@@ -132,54 +132,53 @@ def fit(
         return [(tokens[:row_tokens], supervised[:row_tokens])], "truncate"
     pieces = []
     for start in range(0, len(tokens) - 1, row_tokens - 1):
+        # A copy, because pieces overlap: in a view this would clear the last token of the previous piece.
         mask = supervised[start : start + row_tokens].copy()
         mask[0] = False
         pieces.append((tokens[start : start + row_tokens], mask))
     return pieces, "split"
 
 
-# ------------------------------------------------------------------------------------------------- what is cached
+# --------------------------------------------------------------------------------------------------------- cache
 
 
 def prepare(config: RunConfig) -> PreparedData:
-    """Tokenise the data of a run, or find that it was done before. Waits for files only; a second call is quick.
+    """Return the tokenised data of a run, from the cache or newly made. Waits for files only; a second call is fast.
 
-    Writes below `data.cache_dir`. Raises DataError (data, chat template or mask cannot be used) or ConfigError (a
-    path in the configuration leads nowhere).
+    Writes below `data.cache_dir`. Raises DataError (data, chat template or mask cannot be used) or ConfigError (a path
+    in the configuration does not exist or cannot be written).
     """
     sources = _digest_files(_data_paths(config))
-    folder = Path(config.data.cache_dir).resolve() / f"data-{_key(config, sources)}"
+    folder = Path(config.data.cache_dir).resolve() / f"data-{_cache_key(config, sources)}"
     done = folder / "prepared.json"
-    _check_model_folder(config)
+    model = config.policy.model_name
+    if model is not None and not Path(model).is_dir():  # found here, before hours of tokenising
+        raise ConfigError(
+            f"policy.model_name={model!r} is no folder on this machine. Set it to a local Hugging Face folder; a model "
+            f"on the hub must be downloaded first: `hf download {model} --local-dir DIR`"
+        )
     if not done.is_file():
         try:
             _build(config, folder, sources)
         except OSError as error:
-            raise ConfigError(f"cannot write to data.cache_dir={config.data.cache_dir}: {error}") from error
+            raise ConfigError(
+                f"cannot write to data.cache_dir={config.data.cache_dir}: {error}. Check its free space and permissions"
+            ) from error
     prepared = _read_prepared(done)
     for line in warnings(prepared, config):
         log.warning("%s", line)
     return prepared
 
 
-def _check_model_folder(config: RunConfig) -> None:
-    """Raise ConfigError before hours of tokenising when the model is not there."""
-    name = config.policy.model_name
-    if name is not None and not Path(name).is_dir():
-        raise ConfigError(
-            f"policy.model_name={name!r} is no folder on this machine. Give a local Hugging Face folder; for a name on "
-            f"the hub run `hf download {name} --local-dir DIR` first"
-        )
-
-
 def _read_prepared(done: Path) -> PreparedData:
-    """Return what a finished cache folder holds; its paths are always inside this folder, whatever the file says."""
+    """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
         found = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
         numbers = (found.vocab_size, found.pad_id, *found.end_ids)
         if not all(isinstance(one, int) for one in numbers):
             raise TypeError(f"vocab_size, pad_id and end_ids are {numbers}")
+        # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
         return replace(
             found,
             tokenizer_dir=folder / "tokenizer",
@@ -195,28 +194,31 @@ def _data_paths(config: RunConfig) -> list[str]:
 
 
 def _digest_files(paths: Iterable[str | Path]) -> str:
+    """Return a hash of the contents of files, in this order; DataError if one cannot be read."""
     digest = hashlib.sha256()
     for path in paths:
         try:
             if not Path(path).is_file() and not Path(path).is_dir() and Path(path).exists():
                 raise DataError(
-                    f"data file {path} is a pipe or device; it is read more than once, so write it to a file first"
+                    f"data file {path} is a pipe or device, and raylane reads data more than once. Write it to a file"
                 )
             with Path(path).open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
+            raise DataError(
+                f"cannot read data file {path}: {error.strerror or error}. Check data.train and data.validation"
+            ) from error
     return digest.hexdigest()
 
 
-def _key(config: RunConfig, sources: str) -> str:
-    """Changes whenever the documents could: data, tokenizer, template, rule of the mask, length, versions."""
+def _cache_key(config: RunConfig, sources: str) -> str:
+    """Return a hash that changes whenever the documents could change: data, tokenizer, template, length, versions."""
     import tokenizers
     import transformers
 
     data, tokenizer = config.data, config.policy.tokenizer
     folder = _tokenizer_folder(config)
-    names = ("*.json", "*.jinja", "*.model", "*.txt")
+    names = ("*.json", "*.jinja", "*.model", "*.txt")  # files of a tokenizer; weights would take minutes to hash
     depends = {
         "format": FORMAT,
         "sources": sources,
@@ -239,32 +241,40 @@ def _key(config: RunConfig, sources: str) -> str:
 
 
 def _tokenizer_folder(config: RunConfig) -> str | None:
+    """Return the folder that the tokenizer is loaded from; None if it is trained on the data."""
     if config.policy.tokenizer.train_vocab_size is not None:
         return None
     return config.policy.tokenizer.name or config.policy.model_name
 
 
 def _build(config: RunConfig, folder: Path, sources: str) -> None:
-    """Fill a folder beside `folder`, then rename it: nobody sees half of it, and the first of two builders wins.
+    """Fill a draft folder beside `folder`, then rename it: readers never see a partial cache.
 
-    `sources` is the digest of the data that the name of the folder stands for.
+    Of two concurrent builders the first one wins. `sources` is the digest of the data files that the name of the folder
+    was made from.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale_drafts(folder)
     prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
-    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))  # process ids repeat on other nodes
-    draft.chmod(0o777 & ~_umask())
+    # The prefix has the host name because other nodes use the same process IDs.
+    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    # mkdtemp makes a folder for this user alone; others in the group may share the cache.
+    umask = os.umask(0o077)  # the umask can only be read by setting it
+    os.umask(umask)
+    draft.chmod(0o777 & ~umask)
     try:
         prepared = _fill(config, draft, folder)
+        # The folder's name is made from the digest taken before reading; a file that changed since would be cached
+        # under the name of its old content.
         if _digest_files(_data_paths(config)) != sources:
             raise DataError(
-                f"the data files ({', '.join(_data_paths(config))}) changed while they were read; run again when they "
-                "are complete"
+                f"the data files ({', '.join(_data_paths(config))}) changed while they were read. Run the command "
+                "again when they are complete"
             )
         (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
         try:
             draft.rename(folder)
-        except OSError:
+        except OSError:  # the folder exists if another builder was first; its content is the same
             if not (folder / "prepared.json").is_file():
                 raise
     finally:
@@ -272,22 +282,23 @@ def _build(config: RunConfig, folder: Path, sources: str) -> None:
 
 
 def _remove_stale_drafts(folder: Path) -> None:
-    """Remove drafts of processes of this node that have ended; they can be as large as the data."""
+    """Remove drafts of ended processes on this node; a draft can be as large as the data."""
     for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
         number = draft.name.rpartition("-")[0].rpartition("-")[2]
+        # A process of this node that no longer exists cannot finish its draft.
         if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _umask() -> int:
-    """Return the umask, which can only be read by setting it."""
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
-
-
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
-    tokenizer = _tokenizer(config)
+    """Write tokenizer and token caches into `draft`; return the result with paths in `folder`, its later name."""
+    settings = config.policy.tokenizer
+    tokenizer_folder = _tokenizer_folder(config)
+    if tokenizer_folder is not None:
+        tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template)
+    else:
+        texts = (message["content"] for one in _conversations(config, "train") for message in one.messages)
+        tokenizer = ChatTokenizer.train(texts, settings)
     tokenizer.save(draft / "tokenizer")
     seen: set[bytes] = set()
     report = {"train": _write_set(config, tokenizer, draft, "train", seen)}
@@ -304,16 +315,8 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     )
 
 
-def _tokenizer(config: RunConfig) -> ChatTokenizer:
-    settings = config.policy.tokenizer
-    folder = _tokenizer_folder(config)
-    if folder is not None:
-        return ChatTokenizer.load(folder, settings.chat_template)
-    texts = (message["content"] for one in _conversations(config, "train") for message in one.messages)
-    return ChatTokenizer.train(texts, settings)
-
-
 def _conversations(config: RunConfig, name: str) -> Iterator[Conversation]:
+    """Yield the conversations of the set "train" or "validation"."""
     data = config.data
     if name == "validation" and data.validation is not None:
         yield from read_conversations([data.validation], data.messages_key)
@@ -325,6 +328,7 @@ def _conversations(config: RunConfig, name: str) -> Iterator[Conversation]:
 
 
 def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: str, seen: set[bytes]) -> Counts:
+    """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token."""
     counts = Counts()
     write_cache(draft / name, _documents(config, tokenizer, name, seen, counts))
     if not counts.documents:
@@ -333,7 +337,8 @@ def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: s
         raise DataError(
             f"no {name} documents are left of {counts.conversations} conversations ({asked}; longer than "
             f"policy.max_total_sequence_length={limit} and dropped: {counts.dropped}, "
-            f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised})"
+            f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised}). "
+            "Give more data, a larger length, or a chat template that marks the assistant's text"
         )
     if not counts.ended_turns:
         raise DataError(
@@ -347,10 +352,18 @@ def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: s
 def _documents(
     config: RunConfig, tokenizer: ChatTokenizer, name: str, seen: set[bytes], counts: Counts
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """The documents of one set, counting as they pass; `seen` gathers training digests and recognises them later."""
+    """Yield (tokens, supervised, index of the conversation) of one set, and count them.
+
+    `seen` collects the digests of training conversations, and finds repeated ones later.
+    """
     for origin, conversation in enumerate(_conversations(config, name)):
         encoded = tokenizer.encode(conversation)
-        _count_read(counts, conversation, encoded, tokenizer)
+        counts.conversations += 1
+        counts.turns += encoded.num_turns
+        counts.ended_turns += encoded.num_ended_turns
+        counts.longest = max(counts.longest, len(encoded.tokens))
+        counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
+        counts.control_tokens += tokenizer.special_in(conversation) is not None
         digest = conversation.digest()
         if name == "train":
             counts.repeated += digest in seen
@@ -358,7 +371,12 @@ def _documents(
         else:
             counts.also_in_train += digest in seen
         if not encoded.supervised.any():
-            _refuse_unsupervised(config, conversation)
+            if not config.data.allow_unsupervised:
+                roles = ", ".join(message["role"] for message in conversation.messages)
+                raise DataError(
+                    f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, "
+                    "or set data.allow_unsupervised=true to leave out (and count) such conversations"
+                )
             counts.unsupervised += 1
             continue
         checks = config.data.check_masks and origin < MASK_CHECKS
@@ -367,34 +385,17 @@ def _documents(
                 f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with raylane "
                 "inspect-data. If they are right, set data.check_masks=false"
             )
-        for tokens, supervised in _fitted(config, conversation, encoded, counts):
+        for tokens, supervised in _fit_and_count(config, conversation, encoded, counts):
             counts.documents += 1
             counts.tokens += len(tokens)
             counts.supervised += int(np.count_nonzero(supervised))
             yield tokens, supervised, origin
 
 
-def _count_read(counts: Counts, conversation: Conversation, encoded: Encoded, tokenizer: ChatTokenizer) -> None:
-    counts.conversations += 1
-    counts.turns += encoded.num_turns
-    counts.ended_turns += encoded.num_ended_turns
-    counts.longest = max(counts.longest, len(encoded.tokens))
-    counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
-    counts.control_tokens += tokenizer.special_in(conversation) is not None
-
-
-def _refuse_unsupervised(config: RunConfig, conversation: Conversation) -> None:
-    if not config.data.allow_unsupervised:
-        roles = ", ".join(message["role"] for message in conversation.messages)
-        raise DataError(
-            f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, or set "
-            "data.allow_unsupervised=true to leave such ones out (they are counted)"
-        )
-
-
-def _fitted(
+def _fit_and_count(
     config: RunConfig, conversation: Conversation, encoded: Encoded, counts: Counts
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the documents of one conversation that have a supervised token, and count the others."""
     row_tokens = config.policy.max_total_sequence_length
     pieces, done = fit(encoded.tokens, encoded.supervised, row_tokens, config.data.overlong, conversation.where)
     counts.dropped += done == "drop"
@@ -410,39 +411,39 @@ def _fitted(
 
 
 def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
-    """What a person should know before training on this, in sentences; pure."""
-    said = []
+    """Return sentences about the data that a user should know before training. Pure."""
+    texts = []
     for name, c in prepared.report.items():
         limit = config.policy.max_total_sequence_length
         if c.truncated:
-            said.append(
+            texts.append(
                 f"{name}: {c.truncated} of {c.conversations} conversations are longer than {limit} tokens and lose "
                 f"their tail, {c.cut_tokens} tokens in all (longest: {c.longest}); data.overlong=split keeps them"
             )
         if c.dropped:
-            said.append(
+            texts.append(
                 f"{name}: {c.dropped} of {c.conversations} conversations are longer than {limit} tokens; dropped"
             )
         if c.emptied:
-            said.append(
+            texts.append(
                 f"{name}: {c.emptied} conversations or pieces are left out: cut at {limit} tokens, nothing supervised "
                 "remains in them; a larger policy.max_total_sequence_length keeps them"
             )
         if c.unsupervised:
-            said.append(f"{name}: {c.unsupervised} conversations in which nothing is supervised are left out")
+            texts.append(f"{name}: {c.unsupervised} conversations in which nothing is supervised are left out")
         if c.ended_turns < c.turns:
-            said.append(f"{name}: {c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token")
+            texts.append(f"{name}: {c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token")
         if c.control_tokens:
-            said.append(f"{name}: {c.control_tokens} conversations spell out special tokens in their text")
+            texts.append(f"{name}: {c.control_tokens} conversations contain special tokens as text")
         if c.repeated:
-            said.append(
-                f"{name}: {c.repeated} of {c.conversations} conversations repeat an earlier one, and count as often"
+            texts.append(
+                f"{name}: {c.repeated} of {c.conversations} conversations repeat an earlier one and are trained on too"
             )
         if c.reasoning_left_out:
-            said.append(
+            texts.append(
                 f"{name}: {c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat "
-                "template does not write out, so it is not learned"
+                "template does not include, so it is not learned"
             )
         if c.also_in_train:
-            said.append(f"{name}: {c.also_in_train} of {c.conversations} conversations are also in the training data")
-    return said
+            texts.append(f"{name}: {c.also_in_train} of {c.conversations} conversations are also in the training data")
+    return texts

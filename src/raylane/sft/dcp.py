@@ -1,8 +1,8 @@
-"""Reading of torch DCP folders without running code from them, and telling apart what does not fit and what is damaged.
+"""Reading of torch DCP folders without running code from them; distinguishes a wrong model from damaged files.
 
-torch's own reader unpickles `.metadata` and every value that is no tensor, so a prepared folder could run any program
-in the workers. Here `.metadata` may name only the classes that DCP itself writes, and values are read with torch's
-`weights_only` reader. Called by `state.load_state`, on all workers.
+torch's own reader unpickles `.metadata` and every value that is not a tensor, so a manipulated folder could run any
+program in the workers. Here `.metadata` may name only the classes that DCP itself writes, and values are read with
+torch's `weights_only` reader. Called by `state.load_state`, on all workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raylane.errors import CheckpointDamagedError, CheckpointError
 
 __all__ = ["CodeFreeReader", "FitPlanner"]
 
-# What `.metadata` of torch 2.13 names (read with pickletools), besides `torch.<dtype>`.
+# Classes and functions in the `.metadata` of torch 2.13 (listed with pickletools), besides `torch.<dtype>`.
 _METADATA_CLASSES = {
     *((dcp_metadata.__name__, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *((dcp_metadata.__name__, name) for name in ("TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata")),
@@ -36,11 +36,11 @@ _METADATA_CLASSES = {
     ("torch", "Size"),
     ("collections", "OrderedDict"),
 }
-_PATHS = ("PosixPath", "PurePosixPath")  # of `pathlib`, or of `pathlib._local` in Python 3.13
+_PATHS = ("PosixPath", "PurePosixPath")  # in module `pathlib`; in Python 3.13 pickled as `pathlib._local`
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that refuses every name which DCP's metadata does not need."""
+    """Unpickler that refuses every name not needed by DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_CLASSES:
@@ -49,22 +49,26 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(pathlib, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise CheckpointError(f"it names {module}.{name}, which a checkpoint of raylane does not; it was not run")
+        raise CheckpointError(
+            f"it names {module}.{name}, which no checkpoint of raylane contains. It was not run; use another checkpoint"
+        )
 
 
 class CodeFreeReader(FileSystemReader):
-    """torch's reader of a DCP folder, with a `.metadata` that cannot run code."""
+    """torch's reader of a DCP folder, with an unpickler of `.metadata` that cannot run code."""
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(path)
         self._metadata: Metadata | None = None
-        """None before it was read."""
+        """Metadata of the folder; None before the first read."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, read once.
+        """Return the metadata, which is read once.
 
-        CheckpointError: the file cannot be opened, or names foreign code. CheckpointDamagedError: it is no metadata.
+        Raises CheckpointError if the file cannot be opened or names foreign code, CheckpointDamagedError if it is not
+        metadata.
         """
+        # torch's `load` calls this on every rank, after `state.load_state` did: both must get the same object.
         if self._metadata is None:
             self._metadata = self._read()
         return self._metadata
@@ -75,8 +79,8 @@ class CodeFreeReader(FileSystemReader):
             file = path.open("rb")
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read by process {os.getpid()} on {socket.gethostname()}: {error.strerror}. On "
-                "several nodes checkpointing.checkpoint_dir must be on storage that they share",
+                f"{path} cannot be read by process {os.getpid()} on {socket.gethostname()}: {error.strerror}. With "
+                "several nodes, checkpointing.checkpoint_dir must be on storage that they share",
                 path=str(path),
             ) from error
         with file:
@@ -84,7 +88,7 @@ class CodeFreeReader(FileSystemReader):
                 found = _MetadataUnpickler(file).load()
             except CheckpointError as error:
                 raise CheckpointError(f"{path} is refused: {error}", path=str(path)) from error
-            except Exception as error:  # bytes that are no pickle make it raise nearly anything
+            except Exception as error:  # unpickling arbitrary bytes can raise almost any exception
                 raise CheckpointDamagedError(
                     f"{path} is damaged: {error!r}. Resume from an earlier checkpoint", path=str(path)
                 ) from error
@@ -96,10 +100,10 @@ class CodeFreeReader(FileSystemReader):
 
 
 class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
-    """torch's planner of a load, which compares names and shapes before anything is read and unpickles no objects."""
+    """torch's load planner with a comparison of names and shapes before reading, and without unpickling of objects."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the reads of this worker. CheckpointError when the folder holds another model or optimizer."""
+        """Plan the reads of this worker; CheckpointError if the folder holds another model or optimizer."""
         assert self.metadata is not None
         differing = list(_differences(self.state_dict, self.metadata))
         if differing:
@@ -108,14 +112,14 @@ class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Keep a value that is no tensor: numbers, text, None and lists of them."""
-        torch.load(value, weights_only=True)  # raises where the bytes name anything that is no plain value
+        """Store a value that is not a tensor: a number, a text, None, or a list of such values."""
+        torch.load(value, weights_only=True)  # raises if the bytes hold anything but plain values
         value.seek(0)
         super().load_bytes(read_item, value)
 
 
 def _differences(wanted: dict[str, Any], metadata: Metadata) -> Iterator[str]:
-    """Yield what differs between the flat state of this run (name -> tensor or value) and a checkpoint."""
+    """Yield the differences between the flat state of this run (name -> tensor or value) and a checkpoint."""
     stored = metadata.state_dict_metadata
     for name, value in wanted.items():
         if name not in stored:
@@ -124,6 +128,6 @@ def _differences(wanted: dict[str, Any], metadata: Metadata) -> Iterator[str]:
         there = stored[name]
         if isinstance(value, torch.Tensor) and isinstance(there, TensorStorageMetadata):
             if tuple(value.shape) != tuple(there.size):
-                yield f"{name} has shape {list(there.size)} there and {list(value.shape)} here"
+                yield f"{name} has shape {list(there.size)} in the checkpoint and {list(value.shape)} in this run"
         elif isinstance(value, torch.Tensor) or isinstance(there, TensorStorageMetadata):
-            yield f"{name} is a tensor on one side only"
+            yield f"{name} is a tensor only in the checkpoint or only in this run"

@@ -1,9 +1,9 @@
-"""An example data set that is on every machine with Python: questions and answers from docstrings.
+"""Example data set that every Python installation can make: questions and answers from docstrings.
 
-Sources are read and parsed, never imported, so nothing of what they do happens. The same installation always gives
-the same files: pairs are sorted by name, answers that repeat are kept once, and which side of the split a pair is on
-depends on its answer alone. The docstrings are under the licences of their packages (PSF, BSD ...). Called by
-`raylane data docstrings` and by tests.
+Source files are parsed, never imported, so none of their code runs. The same installation always gives the same files:
+pairs are sorted by name, repeated answers are kept once, and the side of the split depends only on the answer. The
+docstrings are under the licences of their packages (PSF, BSD and others). Called by `raylane data docstrings` and by
+tests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from raylane.sft.messages import is_held_out
 
 __all__ = ["DEFAULT_PACKAGES", "Pair", "collect", "pairs_of_source", "source_files", "write_set"]
 
-# Installed with raylane, and with docstrings on nearly everything. "stdlib" stands for the standard library.
+# Installed with raylane and well documented. "stdlib" stands for the standard library.
 DEFAULT_PACKAGES = ("stdlib", "numpy", "torch")
-# Tests and bundled copies say little, and parsing them takes most of the time.
+# Tests and bundled copies have few useful docstrings, and parsing them takes most of the time.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "testing", "_vendor", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
     | {"turtledemo", "ensurepip", "_inductor", "_dynamo", "_testing", "onnx", "experimental", "ao", "distutils", "f2py"}
@@ -42,26 +42,26 @@ QUESTIONS = {
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """One question and its answer; `name` is the dotted name that both are about."""
+    """One question and its answer; `name` is the dotted Python name that they are about."""
 
     name: str
     question: str
     answer: str
 
     def to_json(self) -> str:
-        """The pair as a line of a JSONL file of conversations."""
+        """Return the pair as one line of a JSONL file of conversations."""
         turns = [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
         return json.dumps({"messages": turns}, ensure_ascii=False)
 
     def digest(self) -> bytes:
-        """16 bytes that depend on the answer alone."""
+        """Return a 16-byte hash of the answer."""
         return hashlib.blake2b(self.answer.encode(), digest_size=16).digest()
 
 
 def source_files(package: str) -> list[tuple[str, Path]]:
-    """(dotted module name, file) of each source file of an installed package, or of "stdlib"; sorted by name.
+    """Return (dotted module name, file) of each source file of an installed package or "stdlib", sorted by name.
 
-    DataError when the package is not installed as source here.
+    DataError if the package is not installed as source.
     """
     root = Path(sysconfig.get_path("stdlib"))
     if package != "stdlib":
@@ -73,7 +73,11 @@ def source_files(package: str) -> list[tuple[str, Path]]:
             )
         root = found
     prefix = () if package == "stdlib" else (package,)
-    return sorted((".".join([*prefix, *_module(path, root)]), path) for path in _walk(root))
+    named = []
+    for path in _walk(root):
+        parts = path.relative_to(root).with_suffix("").parts
+        named.append((".".join([*prefix, *(parts[:-1] if parts[-1] == "__init__" else parts)]), path))
+    return sorted(named)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -85,18 +89,13 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _module(path: Path, root: Path) -> tuple[str, ...]:
-    parts = path.relative_to(root).with_suffix("").parts
-    return parts[:-1] if parts[-1] == "__init__" else parts
-
-
 def pairs_of_source(source: str, module: str) -> Iterator[Pair]:
-    """The pairs in the text of one module: its own docstring and those of its public classes, functions and methods."""
+    """Yield the pairs of one module: its own docstring and those of its public classes, functions and methods."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings are not our news
+        warnings.simplefilter("ignore")  # invalid escapes in the strings of other packages
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # templates, and files for other versions of Python
+        except (SyntaxError, ValueError):  # e.g. templates and files for other versions of Python
             return
     yield from _pairs_of_node(tree, module, "module")
 
@@ -118,9 +117,10 @@ def _pairs_of_node(
 
 
 def summary(docstring: str) -> str:
-    """The first paragraph of a docstring as one line, or "" when it makes no answer.
+    """Return the first usable paragraph of a docstring as one line, or "" if there is none.
 
-    NumPy's docstrings of C functions begin with a signature, and some with only a heading: those lines are passed over.
+    Docstrings of NumPy's C functions begin with a signature, and some begin with a heading only: such paragraphs are
+    skipped.
     """
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         text = " ".join(paragraph.split())
@@ -132,7 +132,7 @@ def summary(docstring: str) -> str:
 
 
 def collect(packages: Iterable[str] = DEFAULT_PACKAGES) -> list[Pair]:
-    """All pairs of the packages, sorted by name, each answer once (under the first name that has it)."""
+    """Return all pairs of the packages, sorted by name; a repeated answer is kept under the first name only."""
     found: dict[str, Pair] = {}
     for package in packages:
         for module, path in source_files(package):
@@ -144,9 +144,9 @@ def collect(packages: Iterable[str] = DEFAULT_PACKAGES) -> list[Pair]:
 
 
 def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: float = 0.05) -> tuple[int, int]:
-    """Write train.jsonl and validation.jsonl into `folder` (made if need be); returns how many lines each has.
+    """Write train.jsonl and validation.jsonl into `folder` (created if needed); return the lines in each.
 
-    DataError when that cannot be done.
+    DataError if the files cannot be written.
     """
     folder = Path(folder)
     sides: dict[bool, list[str]] = {False: [], True: []}
@@ -159,5 +159,7 @@ def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: fl
             draft.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
             draft.replace(folder / f"{name}.jsonl")
     except OSError as error:
-        raise DataError(f"cannot write to {folder}: {error}", path=str(folder)) from error
+        raise DataError(
+            f"cannot write to {folder}: {error}. Choose another folder with --out", path=str(folder)
+        ) from error
     return len(sides[False]), len(sides[True])

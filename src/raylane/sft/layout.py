@@ -1,45 +1,42 @@
-"""Whether the sizes of a run fit together, decided before any process starts.
+"""Checks that the sizes of a run fit together, made before any process starts.
 
-Pure functions on the configuration; called by `config.load_config` and by `planning`. Every complaint names the two
-values that disagree and what to change.
+Pure functions on the configuration; called by `config.build_config` and by `planning`. Every message names the two
+values that disagree and how to change them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from raylane.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from raylane.sft.config import RunConfig
+from raylane.sft.schema import RunConfig
 
 __all__ = ["check_layout", "micro_batches"]
 
 
 def check_layout(config: RunConfig) -> None:
-    """Raise one ConfigError that lists everything that does not fit; see the functions below for what is compared."""
+    """Raise one ConfigError that lists all values of the configuration that do not fit together."""
     problems = [
-        *_workers(config),
-        *_batches(config),
-        *_lengths(config),
-        *_steps(config),
-        *_validation(config),
-        *_best(config),
-        *_model_shape(config.policy.hf_config_overrides),
+        *worker_problems(config),
+        *batch_problems(config),
+        *length_problems(config),
+        *step_problems(config),
+        *validation_problems(config),
+        *checkpoint_problems(config),
+        *model_problems(config.policy.hf_config_overrides),
     ]
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
 
 
 def micro_batches(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
-    """Micro-batches that each worker runs for one global batch; ValueError when they do not divide."""
+    """Return the number of micro-batches per worker in one global batch; ValueError if the sizes do not divide."""
     per_round = micro_batch_size * num_workers
     if global_batch_size % per_round:
         raise ValueError(
             f"global batch of {global_batch_size} rows is no multiple of micro batch {micro_batch_size} x "
-            f"{num_workers} workers = {per_round}"
+            f"{num_workers} workers = {per_round}; use {_nearest(global_batch_size, per_round)} rows"
         )
     return global_batch_size // per_round
 
@@ -49,7 +46,8 @@ def _nearest(value: int, multiple: int) -> str:
     return f"{below} or {below + multiple}" if below else f"{multiple}"
 
 
-def _workers(config: RunConfig) -> Iterator[str]:
+def worker_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the number of workers: replicas, nodes and GPUs."""
     cluster, replicas = config.cluster, config.policy.dtensor_cfg.dp_replicate_size
     world = cluster.num_workers
     if world % replicas:
@@ -69,12 +67,11 @@ def _workers(config: RunConfig) -> Iterator[str]:
             f"cluster.num_nodes={cluster.num_nodes} = {gpus} GPUs; use at most {gpus} workers, or gpus_per_node=0"
         )
     if config.policy.dtensor_cfg.cpu_offload and not cluster.gpus_per_node:
-        yield (
-            "policy.dtensor_cfg.cpu_offload=true has nothing to offload with cluster.gpus_per_node=0; set it to false"
-        )
+        yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
 
 
-def _batches(config: RunConfig) -> Iterator[str]:
+def batch_problems(config: RunConfig) -> Iterator[str]:
+    """Yield batch sizes that do not divide into micro-batches for all workers."""
     world = config.cluster.num_workers
     train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
     val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
@@ -89,7 +86,8 @@ def _batches(config: RunConfig) -> Iterator[str]:
             )
 
 
-def _lengths(config: RunConfig) -> Iterator[str]:
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the row length."""
     length, divisor = config.policy.max_total_sequence_length, config.policy.make_sequence_length_divisible_by
     if length % divisor:
         yield (
@@ -104,7 +102,8 @@ def _lengths(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _steps(config: RunConfig) -> Iterator[str]:
+def step_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if the run has no end."""
     steps, epochs = config.sft.max_num_steps, config.sft.max_num_epochs
     if steps is None and epochs is None:
         yield "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them"
@@ -114,7 +113,8 @@ def _validates(config: RunConfig) -> bool:
     return config.sft.val_period > 0 or config.sft.val_at_start or config.sft.val_at_end
 
 
-def _validation(config: RunConfig) -> Iterator[str]:
+def validation_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if validation is requested without data, or a metric is compared that nothing measures."""
     if _validates(config) and not config.data.has_validation:
         asked = next(
             f"sft.{name}={value}"
@@ -133,8 +133,8 @@ def _validation(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _best(config: RunConfig) -> Iterator[str]:
-    """keep_top_k compares figures that belong to the checkpoints: those of their own steps."""
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if `keep_top_k` would compare losses that were not measured at the steps of the checkpoints."""
     saving, val = config.checkpointing, config.sft.val_period
     compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and _validates(config)
     if compares and saving.save_period and (not val or saving.save_period % val):
@@ -145,17 +145,18 @@ def _best(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _model_shape(shape: Mapping[str, Any]) -> Iterator[str]:
-    """Sizes of a model from random weights, as far as the configuration itself names them."""
+def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems in the sizes of a model with random weights, as far as the configuration names these sizes."""
 
     def size(key: str) -> int | None:
         value = shape.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
     hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
-    # Qwen3 and others have a head_dim of their own; these derive it (their configuration classes in transformers 5).
-    derives = shape.get("model_type") in ("llama", "mistral", "qwen2")
-    if derives and hidden and heads and size("head_dim") is None and hidden % heads:
+    # These architectures compute head_dim as hidden_size / num_attention_heads (configuration classes of
+    # transformers 5). Qwen3 and others have an independent head_dim, so the two sizes need not divide.
+    computes_head_dim = shape.get("model_type") in ("llama", "mistral", "qwen2")
+    if computes_head_dim and hidden and heads and size("head_dim") is None and hidden % heads:
         yield (
             f"policy.hf_config_overrides.hidden_size={hidden} is no multiple of num_attention_heads={heads}; "
             f"use {_nearest(hidden, heads)}, or set head_dim"

@@ -1,8 +1,8 @@
-"""The loss of supervised fine-tuning: summed cross-entropy over the supervised tokens of a micro-batch.
+"""Loss of supervised fine-tuning: summed cross-entropy over the supervised tokens of a micro-batch.
 
-Always a sum, never a mean: what it is divided by is the number of supervised tokens of the *global* batch, which only
-the step that sees all micro-batches and all workers knows (`step.py`). So the loss does not depend on how a batch is
-cut. Called inside the model's forward (`model.SupervisedModel`).
+Always a sum, never a mean. The divisor is the number of supervised tokens of the *global* batch, which is known only to
+the step that sees all micro-batches and all workers (`step.py`). So the loss does not depend on how a batch is divided.
+Called inside the model's forward (`model.SupervisedModel`).
 
 B = rows, T = tokens in a row, V = vocabulary, H = hidden size, N = B * T.
 """
@@ -23,38 +23,40 @@ from raylane.workers.batch import BatchDict
 __all__ = ["IGNORED", "CrossEntropy", "LossFunction"]
 
 IGNORED = -100
-"""Label of a position that is not learned (torch's `ignore_index`)."""
+"""Label of a position without a loss (`ignore_index` of torch)."""
 
 
 class LossFunction(Protocol):
-    """What `Policy.train` takes: module-level or picklable, called on every worker for each of its micro-batches."""
+    """Loss accepted by `Policy.train`: picklable, and called on every worker for each of its micro-batches."""
 
     def __call__(self, logits: Tensor, batch: BatchDict) -> Tensor:
-        """`logits` [B, T, V] float32 and the micro-batch -> scalar: the loss *summed* over its supervised tokens."""
+        """Return the loss *summed* over the supervised tokens, a scalar; `logits` is float32 [B, T, V]."""
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy in float32 against `batch["labels"]` int64 [B, T], already shifted.
+    """Cross-entropy in float32 with `batch["labels"]`, int64 [B, T], already shifted.
 
-    With `chunk_tokens`, `from_hidden` makes the logits of that many supervised tokens at a time and makes them again
-    in the backward pass, so that memory does not grow with V * T; the result is the same.
+    With `chunk_tokens`, `from_hidden` computes the logits of that many supervised tokens at a time, and recomputes them
+    in the backward pass. Memory then does not grow with V * T; the result is the same.
     """
 
     chunk_tokens: int | None = None
+    """Maximum number of tokens whose logits exist at once; None for no limit."""
 
     def __call__(self, logits: Tensor, batch: BatchDict) -> Tensor:
-        """Logits [B, T, V] -> summed loss, a float32 scalar."""
+        """Return the summed loss of logits [B, T, V], a float32 scalar."""
         labels = batch["labels"].reshape(-1)
         return F.cross_entropy(
             logits.reshape(labels.numel(), -1).float(), labels, ignore_index=IGNORED, reduction="sum"
         )
 
     def from_hidden(self, hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Hidden states [B, T, H] (before the output head) and labels [B, T] -> summed loss, a float32 scalar.
+        """Return the summed loss of hidden states [B, T, H] before the output head and labels [B, T], a float32 scalar.
 
-        Only supervised positions go through the head. A micro-batch without any still sends one through it, with weight
-        zero: every worker must use every parameter, or its gradient collectives would wait for ever.
+        Only supervised positions go through the head. A micro-batch without supervised positions still sends one
+        position through the head with weight zero: every worker must use every parameter, or its gradient collectives
+        would wait forever.
         """
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
         rows = torch.nonzero(labels != IGNORED).squeeze(1)
@@ -70,6 +72,7 @@ class CrossEntropy:
             strict=True,
         )
         for some_hidden, some_labels in chunks:
+            # checkpoint() drops the chunk's logits after the forward pass and recomputes them in the backward pass.
             part: Tensor = checkpoint(_summed, some_hidden, some_labels, head, use_reentrant=False)
             total = total + part
         return total

@@ -1,9 +1,9 @@
-"""Conversations as they come from JSON Lines files: read, checked and brought into one form.
+"""Conversations in JSON Lines files: read, checked and converted to one form.
 
-One line is one JSON object with a list of OpenAI-style messages (and, if it has them, `tools`): roles system, user,
-assistant and tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a
-JSON string; `weight: 0` on an assistant message that is context only. Whatever cannot be used is a DataError that
-names file and line: nothing is skipped silently. Knows nothing of tokens. Called by `data.py`.
+One line is one JSON object with a list of OpenAI-style messages and optional `tools`: roles system, user, assistant and
+tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON string;
+`weight: 0` on an assistant message that is context only. Anything unusable raises DataError with file and line; nothing
+is skipped silently. Knows nothing of tokens. Called by `data.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raylane.errors import DataError
 
 __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversations"]
 
-# JSON can spell half of a character outside the first 65,536; half of one is no text, and no tokenizer takes it.
+# JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 100
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -29,26 +29,26 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 @dataclass(frozen=True)
 class Conversation:
-    """One line of a data file. `where` is 'file:line', for messages to people."""
+    """One line of a data file. `where` is 'file:line', for messages."""
 
     where: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None
-    weights: tuple[bool, ...]  # one for each assistant message, in order: is it trained on?
+    weights: tuple[bool, ...]  # for each assistant message, in order: True if it is trained on
 
     def digest(self) -> bytes:
-        """16 bytes that depend on the messages and tools alone: equal for duplicates, wherever they stand."""
+        """Return a 16-byte hash of messages and tools, equal for duplicates in any file."""
         text = json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def is_held_out(digest: bytes, fraction: float) -> bool:
-    """Does a conversation with this digest belong to the held-out part? The same answer always and everywhere."""
+    """Return True if a conversation with this digest belongs to the held-out part; the same on every machine."""
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
 def read_conversations(paths: Iterable[str | Path], messages_key: str = "messages") -> Iterator[Conversation]:
-    """The conversations of JSONL files, one after the other; blank lines are passed over."""
+    """Yield the conversations of JSONL files, one file after the other; blank lines are skipped."""
     for path in paths:
         empty = True
         for number, line in _lines(Path(path)):
@@ -56,7 +56,9 @@ def read_conversations(paths: Iterable[str | Path], messages_key: str = "message
                 empty = False
                 yield parse_conversation(line, f"{path}:{number}", messages_key)
         if empty:
-            raise DataError(f"{path} holds no conversation", path=str(path))
+            raise DataError(
+                f"data file {path} holds no conversation. Give a JSONL file with one per line", path=str(path)
+            )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -72,16 +74,16 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def parse_conversation(line: str, where: str, messages_key: str = "messages") -> Conversation:
-    """One line of JSON as a Conversation; DataError naming `where` when it is not one."""
+    """Return one line of JSON as a Conversation; DataError with `where` if it is not one."""
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
         raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
     _refuse_deep(record, where)
-    if _SURROGATE.search(line):
+    if _SURROGATE.search(line):  # a cheap test first: encoding every record again would be slow
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a {type(record).__name__} where an object with {messages_key!r} is needed")
+        raise DataError(f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}")
     if messages_key not in record:
         close = difflib.get_close_matches(messages_key, record, n=1)
         hint = f"set data.messages_key={close[0]}" if close else 'write {"messages": [{"role": ..., "content": ...}]}'
@@ -97,11 +99,14 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         for index, (raw, message) in enumerate(zip(messages, parsed, strict=True))
         if message["role"] == "assistant"
     )
-    return Conversation(where, parsed, _tools(record.get("tools"), where), weights)
+    tools = record.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
+    return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these pairs; ValueError for a repeated key, of which JSON would keep the last silently."""
+    """Return the object of these pairs; ValueError for a repeated key, of which JSON would silently keep the last."""
     made = dict(pairs)
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -110,12 +115,12 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_deep(value: Any, where: str) -> None:
-    """Raise DataError for values nested so deep that templates and JSON writers would run out of stack."""
+    """Raise DataError for values nested so deep that templates and JSON writers would exceed the stack."""
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise DataError(f"{where}: values are nested more than {MAX_DEPTH} deep")
+            raise DataError(f"{where}: values are nested more than {MAX_DEPTH} deep; flatten them")
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
@@ -125,18 +130,22 @@ def _refuse_lone_surrogates(record: Any, where: str) -> None:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise DataError(f"{where}: {half!r} is half of a character (a lone surrogate), which is no text") from error
+        raise DataError(
+            f"{where}: {half!r} is half of a character (a lone surrogate), which is no text. Correct or remove it"
+        ) from error
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return one message in normal form; DataError with `where` if it cannot be used."""
     if not isinstance(message, dict):
-        raise DataError(f"{where}: a {type(message).__name__} where an object with role and content is needed")
+        raise DataError(f"{where}: must be an object with role and content, got a {type(message).__name__}")
     role = ROLES.get(str(message.get("role")))
     if role is None:
         close = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(ROLES)}"
+        hint = f"did you mean {close[0]!r}?" if close else f"the role must be one of {', '.join(ROLES)}"
         raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")
-    # Keys that templates may read (name, tool_call_id, reasoning_content ...) stay; those that say nothing go.
+    # Templates may read further keys (name, tool_call_id, reasoning_content), so they stay. A key with the value null
+    # is removed, because it means the same as an absent key.
     parsed = {key: value for key, value in message.items() if value is not None and key != "weight"}
     parsed["role"] = role
     if message.get("function_call") is not None:
@@ -181,7 +190,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise DataError(f'{where}: must look like {{"function": {{"name": ..., "arguments": ...}}}}')
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI writes it; chat templates expect the object
+    if isinstance(arguments, str):  # the OpenAI format has a JSON string, chat templates expect the object
         try:
             arguments = json.loads(arguments, object_pairs_hook=_without_repeats)
         except (ValueError, RecursionError) as error:
@@ -195,13 +204,5 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 def _weight(message: dict[str, Any], where: str) -> bool:
     weight = message.get("weight")
     if weight not in (None, 0, 1):
-        raise DataError(f"{where}: weight is {weight!r}; it must be 0 (context only) or 1 (trained on)")
+        raise DataError(f"{where}: weight must be 0 (context only) or 1 (trained on), got {weight!r}")
     return weight != 0
-
-
-def _tools(tools: Any, where: str) -> tuple[dict[str, Any], ...] | None:
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
-    return tuple(tools)

@@ -1,9 +1,9 @@
-"""The figures of a run as they come in: to metrics.jsonl always, to TensorBoard and W&B when asked, and to people.
+"""Log of a run's metrics: always metrics.jsonl, optionally TensorBoard and W&B, and progress lines.
 
-Called by the trainer, in the driver process. One JSON object a line: `{"step": 7, "time_s": 12.3, "train:loss": 4.2}`;
-`time_s` counts from the opening of this log. A resumed run appends, and what a killed one wrote beyond the step it
-resumes from is taken away by `rewind`; a run that begins anew puts an older one's aside. Progress is one plain line per
-interval, and on a terminal a live bar as well.
+Called by the trainer, in the driver process. One JSON object per line: `{"step": 7, "time_s": 12.3, "train:loss":
+4.2}`; `time_s` counts from the opening of this log. A resumed run appends; `rewind` removes records of a killed run
+after the step to resume from. A new run moves the file of an older one aside. Progress is one plain line per interval,
+and on a terminal also a live bar.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Sink(Protocol):
-    """Somewhere that figures go."""
+    """Destination of metrics besides metrics.jsonl."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take the figures of one step."""
+        """Record the metrics of one step."""
 
     def close(self) -> None:
-        """Let go of whatever is held."""
+        """Flush and release files and connections."""
 
 
 class _TensorBoard:
@@ -69,19 +69,19 @@ def _optional(module: str, key: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{key}=true needs the package {package}, which cannot be imported here ({error}); "
-            f"pip install 'raylane[{package}]', or set {key}=false"
+            f"{key}=true needs the package {package}, which cannot be imported ({error}); "
+            f"run pip install 'raylane[{package}]', or set {key}=false"
         ) from error
 
 
 class MetricsLog:
-    """Takes the figures of a run. Not for several threads or processes at once; a context manager.
+    """Recorder of a run's metrics, and a context manager. For one thread of one process at a time.
 
-    Attributes: `run_dir`, the folder (made here); `path`, its metrics.jsonl.
+    Attributes: `run_dir`, the folder (created here); `path`, its metrics.jsonl.
     """
 
     def __init__(self, settings: LoggerConfig, run_dir: str | Path, stream: TextIO | None = None) -> None:
-        """Opens all that is enabled; ConfigError when a package for it is missing. `stream`: stdout unless given."""
+        """Open all enabled destinations; ConfigError if a package is missing. `stream` of progress: default stdout."""
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.path = self.run_dir / METRICS_FILE
@@ -95,11 +95,17 @@ class MetricsLog:
         self._bar_width = 0
         self._began = time.perf_counter()
         for name in (METRICS_FILE, "metrics.draft", "loss.html", "loss.png"):
-            if (self.run_dir / name).is_symlink():  # what it points to would be cut and written to
+            if (self.run_dir / name).is_symlink():  # writing would truncate and overwrite the target of the link
                 raise ConfigError(
                     f"{self.run_dir / name} is a symbolic link; remove it, or choose another logger.log_dir"
                 )
-        _drop_torn_line(self.path)
+        if self.path.is_file():
+            # A run that was killed while writing leaves an incomplete last line. Remove it, or the next record would
+            # be appended to it.
+            whole = self.path.read_bytes()
+            end = whole.rfind(b"\n") + 1
+            if end < len(whole):
+                os.truncate(self.path, end)
         self._file = self.path.open("a", encoding="utf-8")
 
     def __enter__(self) -> MetricsLog:
@@ -109,17 +115,18 @@ class MetricsLog:
         self.close()
 
     def log(self, step: int, figures: Mapping[str, float], prefix: str = "") -> None:
-        """Record the figures of a step, named `prefix:name` when there is a prefix (train, val). On disk on return."""
+        """Record the metrics of a step, named `prefix:name` if there is a prefix (train, val); on disk on return."""
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
         record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3)}
         self._file.write(_json_line({**record, **named}))
-        self._file.flush()
+        self._file.flush()  # a killed run keeps its records, and `tail -f` shows them at once
         for sink in self._sinks:
             sink.write(step, named)
 
     def rewind(self, step: int) -> None:
-        """Before going on from a checkpoint at `step`: take away what was recorded for later steps."""
+        """Remove the records of steps after `step`, before a run resumes from a checkpoint at `step`."""
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        # Write a new file and rename it, so that a kill in between loses no record.
         draft = self.path.with_suffix(".draft")
         draft.write_text("".join(_json_line(line) for line in kept), encoding="utf-8")
         self._file.close()
@@ -127,7 +134,7 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def begin_anew(self) -> Path | None:
-        """Before a run that goes on from nothing: an earlier run's records are put aside; returns where, if any."""
+        """Move the records of an earlier run aside before a new run; return their new path, None without records."""
         if self.path.stat().st_size == 0:
             return None
         taken = {path.name for path in self.run_dir.iterdir()}
@@ -138,15 +145,15 @@ class MetricsLog:
         return kept
 
     def progress(self, step: int, total: int, figures: Mapping[str, float]) -> None:
-        """Print one line about where the run is: steps counted from 1, of `total`."""
+        """Print one progress line; steps count from 1 to `total`."""
         self._clear_bar()
         self._stream.write(progress_line(step, total, figures) + "\n")
         self._stream.flush()
 
     def live(self, step: int, total: int, figures: Mapping[str, float]) -> None:
-        """Redraw the bar in the last line of a terminal; does nothing elsewhere, so it may be called every step."""
+        """Redraw the progress bar in the last line of a terminal; do nothing elsewhere. Cheap enough for every step."""
         if self._live:
-            columns = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals do not know
+            columns = os.get_terminal_size(self._stream.fileno()).columns or 80  # some terminals report 0
             bar = progress_bar(step, total, figures, columns - 1)
             self._stream.write("\r" + bar.ljust(self._bar_width))
             self._stream.flush()
@@ -158,7 +165,7 @@ class MetricsLog:
             self._bar_width = 0
 
     def close(self) -> None:
-        """Close the file and every sink; a second call does nothing."""
+        """Close the file and every destination; a second call does nothing."""
         self._clear_bar()
         self._file.close()
         sinks, self._sinks = self._sinks, []
@@ -167,13 +174,13 @@ class MetricsLog:
 
 
 def progress_line(step: int, total: int, figures: Mapping[str, float]) -> str:
-    """'step  20/107  loss 5.1234  tokens_per_s 12,345': pure."""
+    """Return a progress line such as 'step  20/107  loss 5.1234  tokens_per_s 12,345'. Pure."""
     width = len(str(total))
     return "  ".join([f"step {step:>{width}}/{total}", *(f"{name} {figure(value)}" for name, value in figures.items())])
 
 
 def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: int) -> str:
-    """A bar of at most `columns` characters with the same figures behind it: pure."""
+    """Return a bar of at most `columns` characters, followed by the same metrics. Pure."""
     text = f" {progress_line(step, total, figures)}"
     room = max(min(30, columns - len(text) - 2), 0)
     filled = room * step // total if total else room
@@ -182,7 +189,7 @@ def progress_bar(step: int, total: int, figures: Mapping[str, float], columns: i
 
 
 def figure(value: float) -> str:
-    """A number in a few characters that people can read."""
+    """Return a number in a few readable characters."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
@@ -200,27 +207,19 @@ def figure(value: float) -> str:
 
 
 def _json_line(record: Mapping[str, float]) -> str:
-    # JSON has no NaN and no infinity: they are written as text, which float() reads back.
+    # JSON has no NaN and no infinity, so both are written as text, which float() reads back.
     plain = {name: value if math.isfinite(value) else str(value) for name, value in record.items()}
     return json.dumps(plain) + "\n"
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A run that was killed while it wrote leaves half a line: cut it off, so that the next one does not follow it."""
-    if path.is_file():
-        whole = path.read_bytes()
-        end = whole.rfind(b"\n") + 1
-        if end < len(whole):
-            os.truncate(path, end)
-
-
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl, also of a run that is still writing (half a last line is left out).
+    """Return the records of a metrics.jsonl; an incomplete last line of a running writer is left out.
 
-    DataError when another line is not what this module writes.
+    DataError if another line is not a record of this module.
     """
     text = Path(path).read_text(encoding="utf-8")
     records = []
+    # A writer may be in the middle of the last line, so only text up to the last line feed is parsed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             record = json.loads(line)
@@ -228,5 +227,5 @@ def read_metrics(path: str | Path) -> list[dict[str, float]]:
             if not isinstance(records[-1]["step"], int | float):
                 raise TypeError(f"step is {records[-1]['step']!r}")
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"{path}:{number} is no line of metrics: {error}") from error
+            raise DataError(f"{path}:{number} is no line of metrics: {error}. Remove the line") from error
     return records

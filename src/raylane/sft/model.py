@@ -1,6 +1,6 @@
-"""The model of a run: a Hugging Face class, with its loss inside its forward, sharded by FSDP2 over a device mesh.
+"""Model of a run: a Hugging Face class with the loss inside its forward, sharded by FSDP2 over a device mesh.
 
-Called by `worker`. Knows nothing of Ray, of data files or of optimizers. B, T, V, H as in `loss`.
+Called by `worker`. Knows nothing of Ray, data files or optimizers. B, T, V, H as in `loss`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["SupervisedModel", "build_model"]
 
 
 class SupervisedModel(nn.Module):
-    """A causal language model whose forward ends in the loss.
+    """Causal language model whose forward returns the loss.
 
-    FSDP2 gathers the embedding, the last norm and the head only within the forward of the module it was applied to
-    last; making the logits outside it would see a shard of the head. Hence this wrapper.
+    FSDP2 gathers the embedding, the last norm and the head only during the forward of the module that it was applied to
+    last. Code outside that forward would see only a shard of the head, so the loss is computed inside this wrapper.
     """
 
     def __init__(self, causal_lm: Any) -> None:
@@ -40,12 +40,13 @@ class SupervisedModel(nn.Module):
         self.causal_lm = causal_lm
 
     def forward(self, batch: BatchDict, loss_fn: LossFunction | None, *, hidden_only: bool = False) -> Tensor:
-        """`input_ids`, `position_ids`, `labels`, int64 [B, T] -> the summed loss; without `loss_fn` logits [B, T, V].
+        """Return the summed loss of `input_ids`, `position_ids` and `labels`, int64 [B, T].
 
-        With `hidden_only`: the hidden states [B, T, H] that the head would turn into logits.
+        Without `loss_fn` the result is the logits [B, T, V]; with `hidden_only`, the hidden states [B, T, H] before the
+        output head.
 
-        No attention mask is ever passed: transformers then keeps documents apart wherever `position_ids` restart
-        (masking_utils.find_packed_sequence_indices, 5.23), while any mask, even of ones, lets them see each other.
+        No attention mask is passed. transformers then separates documents where `position_ids` restart
+        (masking_utils.find_packed_sequence_indices, 5.23), while any mask, even one of only ones, would connect them.
         """
         if hidden_only:
             return self.hidden(batch)
@@ -55,24 +56,24 @@ class SupervisedModel(nn.Module):
         return logits if loss_fn is None else loss_fn(logits.float(), batch)
 
     def hidden(self, batch: BatchDict) -> Tensor:
-        """Hidden states [B, T, H] that the head turns into logits. Only from within forward."""
+        """Return the hidden states [B, T, H] before the output head. Call it only within forward."""
         hidden: Tensor = self.causal_lm.base_model(**_inputs(batch)).last_hidden_state
         return hidden
 
 
 def _inputs(batch: BatchDict) -> dict[str, Any]:
-    # With a cache, transformers looks for restarting positions no more.
+    # With a key-value cache transformers does not look for restarting positions, and documents would be connected.
     return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
 
 
 def build_model(
     hf_config: Any, policy: PolicyConfig, mesh: DeviceMesh, device: torch.device, seed: int
 ) -> SupervisedModel:
-    """The sharded model with its start weights, float32 masters, in training mode. Collective.
+    """Return the sharded model with its initial weights, float32 masters, in training mode. Collective.
 
-    Random weights depend on `seed` alone, not on the mesh: every worker makes all of them and keeps its shard. Weights
-    from `policy.model_name` are read shard by shard; the whole model is never in one process. Raises CheckpointError
-    when the folder's safetensors do not fit, ConfigError when this model cannot be trained here.
+    Random weights depend on `seed` alone, not on the mesh: every worker creates all of them and keeps its shard.
+    Weights from `policy.model_name` are read shard by shard; no process holds the whole model. Raises CheckpointError
+    if the folder's safetensors do not fit, ConfigError if this model cannot be trained with raylane.
     """
     if policy.model_name is None:
         torch.manual_seed(seed)
@@ -80,18 +81,22 @@ def build_model(
         _prepare(model, policy)
         _shard(model, policy, mesh)
         return model
+    # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("meta"):
         model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
     _prepare(model, policy)
     _shard(model, policy, mesh)
     model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)
-    _tie(model.causal_lm)
+    if model.causal_lm.config.tie_word_embeddings:
+        # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
+        model.causal_lm.get_output_embeddings().weight = model.causal_lm.get_input_embeddings().weight
     _restore_buffers(model, hf_config, device)
     read_weights(model.causal_lm, Path(policy.model_name))
     return model
 
 
 def _causal_lm(hf_config: Any, attention: str) -> Any:
+    """Return transformers' model of a configuration, with new weights in float32."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -104,12 +109,13 @@ def _causal_lm(hf_config: Any, attention: str) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"no causal language model for model_type {hf_config.model_type!r} with attn_implementation={attention!r}: "
-            f"{error}"
+            f"transformers has no causal language model for model_type {hf_config.model_type!r} with "
+            f"attn_implementation={attention!r}: {error}. Change one of the two in policy.hf_config_overrides"
         ) from error
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
+    """Refuse models with state in buffers, apply activation checkpointing, and enter training mode."""
     kept = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
@@ -118,35 +124,30 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     ]
     if kept:
         raise ConfigError(
-            f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which are "
-            "neither read from model folders nor saved; llama, qwen2 and qwen3 can be trained"
+            f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
+            "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3"
         )
     if policy.dtensor_cfg.activation_checkpointing:
-        lm = model.causal_lm  # renamed in transformers 5.x; the older name warns where there are both
+        lm = model.causal_lm  # transformers 5.x renamed the method, and the old name warns if both exist
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     model.train()
 
 
 def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> None:
-    """One group per decoder layer, and one for the rest. float32 masters; gradients are reduced in float32."""
+    """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction."""
     half = policy.precision == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     pin = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
+    # FSDP2 wants the layers first: each call takes only parameters that belong to no group yet.
     for layer in model.causal_lm.get_decoder().layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
-def _tie(causal_lm: Any) -> None:
-    """`to_empty` gives each name a tensor of its own; put the tie back, or the head would be trained apart."""
-    if causal_lm.config.tie_word_embeddings:
-        causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
-
-
 def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
-    """Buffers that are not in checkpoints (rotary frequencies) are garbage after `to_empty`: make them anew."""
+    """Create again the buffers that are not in checkpoints (rotary frequencies): `to_empty` leaves them undefined."""
     for name, module in model.named_modules():
         lost = [key for key in dict(module.named_buffers(recurse=False)) if key in module._non_persistent_buffers_set]
         if not lost:
@@ -154,7 +155,10 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
         try:
             fresh = type(module)(config=hf_config)
         except TypeError as error:
-            raise ConfigError(f"cannot make the buffers {lost} of {name} ({type(module).__name__}) anew") from error
+            raise ConfigError(
+                f"cannot create the buffers {lost} of {name} ({type(module).__name__}) again: {error}. Use an "
+                "architecture that can be trained: llama, qwen2, qwen3"
+            ) from error
         for key in lost:
             setattr(module, key, getattr(fresh, key).to(device))
 
@@ -162,12 +166,15 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
 def read_weights(causal_lm: Any, folder: Path) -> None:
     """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"{folder} holds no .safetensors file; other weight files are not read", path=str(folder))
-    parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # a tied weight has one name here
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
+            path=str(folder),
+        )
+    parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # has a tied weight only once
     reader = HuggingFaceStorageReader(str(folder))
     try:
         found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors has a class of its own, and damaged headers raise more than that
+    except Exception as error:  # safetensors' own error class and, for damaged headers, others
         raise CheckpointError(
             f"the .safetensors files of {folder} cannot be read: {error}. Copy or download the folder again",
             path=str(folder),
@@ -177,7 +184,7 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds {sorted(stored)[:3]}",
+            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. Set policy.model_name to a folder of this model",
             path=str(folder),
         )
     _refuse_quantised({name: found[name] for name in parameters}, folder)
@@ -189,16 +196,16 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
 
 
 def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for numbers that mean something only together with scales, which are not read here."""
+    """Raise CheckpointError for quantised weights: their numbers need scales, which are not read."""
     for name, one in stored.items():
         dtype = one.properties.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise CheckpointError(
-                f"{folder} holds {name} as {dtype}: a quantised model. Use one in bfloat16, float16 or float32",
+                f"{folder} holds a quantised model ({name} is {dtype}). Use a model in bfloat16, float16 or float32",
                 path=str(folder),
             )
 
 
 def sharded(model: SupervisedModel) -> FSDPModule:
-    """The same object as what `fully_shard` made of it, for the type checker."""
+    """Return the same object with the type that `fully_shard` gave it, for the type checker."""
     return cast("FSDPModule", model)

@@ -1,6 +1,6 @@
-"""The Hugging Face configuration of the model of a run, and its size, without making any weights.
+"""Hugging Face configuration of the model of a run, and its size, without creating weights.
 
-Called by `planning` (memory estimates), and wherever a model is built. Imports transformers when first needed.
+Called by `planning` (memory estimates) and by the code that builds a model. Imports transformers when first needed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
 
-# Not attributes of a configuration object: how attention is computed, and the base of the rotary positions, which
-# transformers 5 keeps in rope_parameters (and overlooks as a keyword where config.json has rope_parameters).
-BESIDES = ("model_type", "rope_theta")
+# Keys that are not attributes of a configuration object. transformers 5 keeps rope_theta in rope_parameters, and
+# ignores the keyword if config.json has rope_parameters.
+NOT_ATTRIBUTES = ("model_type", "rope_theta")
 
-# Kernels whose masks transformers 5 makes from restarting positions, which is how packed documents are kept apart.
+# Attention implementations for which transformers 5 derives masks from restarting positions. These masks separate
+# packed documents.
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
-# Keys that a run decides elsewhere: an override of them would be accepted by transformers and change nothing.
+# Keys that another key of the run sets: transformers would accept an override, but it would change nothing.
 _DECIDED_ELSEWHERE = {"dtype": "policy.precision", "torch_dtype": "policy.precision"}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What planning needs to know of a model. Sizes are in elements; `num_parameters` counts tied ones once."""
+    """Sizes of a model that planning needs, in elements; `num_parameters` counts tied weights once."""
 
     model_type: str
     num_parameters: int
-    largest_unit: int  # parameters of the largest part that is gathered at once: a layer, or the embedding and head
+    largest_unit: int  # parameters of the largest part gathered at once: a layer, or embedding and head
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -47,11 +48,11 @@ class ModelShape:
 
 
 def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = None, end_id: int | None = None) -> Any:
-    """The transformers configuration object of `policy`, overrides applied; a new one on every call.
+    """Return a new transformers configuration of `policy`, with its overrides applied.
 
-    `vocab_size`, `pad_id` and `end_id` (of the tokenizer) shape a model from random weights; a model folder keeps its
-    own, but must have room for every token. Raises ConfigError: no such folder or model type, an override that this
-    model does not know, or a vocabulary too small for the tokenizer.
+    `vocab_size`, `pad_id` and `end_id` (of the tokenizer) shape a model with random weights; a model folder keeps its
+    own values, but must have room for every token. Raises ConfigError: folder or model type missing, an override
+    unknown to this model, or a vocabulary too small for the tokenizer.
     """
     attention_implementation(policy)
     overrides = copy.deepcopy(policy.hf_config_overrides)
@@ -68,13 +69,13 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
     if config.vocab_size < vocab_size:
         raise ConfigError(
             f"the model has vocab_size={config.vocab_size}, but the tokenizer has {vocab_size} tokens; use the model's "
-            "own tokenizer, or leave vocab_size out of policy.hf_config_overrides"
+            "own tokenizer, or remove vocab_size from policy.hf_config_overrides"
         )
     return config
 
 
 def attention_implementation(policy: PolicyConfig) -> str:
-    """Return `policy.hf_config_overrides.attn_implementation`, sdpa if it is not set; ConfigError if it is unknown."""
+    """Return `policy.hf_config_overrides.attn_implementation`, default sdpa; ConfigError if it is unknown."""
     chosen = policy.hf_config_overrides.get("attn_implementation") or "sdpa"
     if chosen not in ATTENTION:
         raise ConfigError(
@@ -85,12 +86,12 @@ def attention_implementation(policy: PolicyConfig) -> str:
 
 
 def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None, end_id: int | None) -> Any:
+    """Return the configuration of a model with random weights."""
     from transformers import AutoConfig
 
     model_type = overrides.pop("model_type")
-    known = AutoConfig.for_model  # raises ValueError with every model type there is
     try:
-        default = known(model_type)
+        default = AutoConfig.for_model(model_type)
     except ValueError as error:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -99,17 +100,18 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
     overrides = _checked(overrides, default)
     given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
     try:
-        made = known(model_type, **{**given, **overrides})
-    except Exception as error:  # transformers and huggingface_hub have classes of their own for this
+        made = AutoConfig.for_model(model_type, **{**given, **overrides})
+    except Exception as error:  # transformers and huggingface_hub raise several classes of their own
         raise ConfigError(f"policy.hf_config_overrides cannot be used for a {model_type} model: {error}") from error
     return _applied(made, overrides)
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
+    """Return the configuration of a model folder with overrides applied."""
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"policy.model_name={folder!r} is no folder; give a local Hugging Face folder (config.json, safetensors), "
-            "or null to start from random weights"
+            f"policy.model_name={folder!r} is no folder; set it to a local Hugging Face folder (config.json, "
+            "safetensors), or to null to start from random weights"
         )
     try:
         config = _read_config(folder, {})
@@ -119,8 +121,10 @@ def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
         return _applied(_read_config(folder, overrides), overrides)
     except ConfigError:
         raise
-    except Exception as error:  # damaged files make transformers raise nearly anything
-        raise ConfigError(f"transformers cannot read the model configuration in {folder}: {error}") from error
+    except Exception as error:  # damaged files make transformers raise almost any exception
+        raise ConfigError(
+            f"transformers cannot read the model configuration in {folder}: {error}. Copy or download the folder again"
+        ) from error
 
 
 def _read_config(folder: str, overrides: dict[str, Any]) -> Any:
@@ -130,9 +134,11 @@ def _read_config(folder: str, overrides: dict[str, Any]) -> Any:
 
 
 def _checked(overrides: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The overrides as `config` will take them; transformers keeps any keyword without a word, so a typing error would
-    silently change nothing."""
-    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), *BESIDES}
+    """Return the overrides in the form that `config` accepts; ConfigError for a key that it does not have.
+
+    transformers silently keeps any keyword, so a misspelt key would change nothing.
+    """
+    known = {*config.to_dict(), *getattr(config, "attribute_map", {}), *NOT_ATTRIBUTES}
     for key in overrides:
         if key not in known:
             hint = suggest(key, [name for name in known if not name.startswith("_")])
@@ -152,37 +158,39 @@ def _checked(overrides: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _applied(config: Any, overrides: dict[str, Any]) -> Any:
-    """`config`, once it is certain that every override took effect."""
+    """Return `config` after checking that every override took effect."""
     for key, value in overrides.items():
-        if value is None:  # null leaves the choice to the model
+        if value is None:  # null means the default of the model
             continue
         actual = getattr(config, key, None)
         same = value in (actual, str(actual).removeprefix("torch.")) or (
             isinstance(value, dict) and {**(actual or {}), **value} == actual
         )
-        if key not in BESIDES and not same:
+        if key not in NOT_ATTRIBUTES and not same:
             raise ConfigError(
-                f"policy.hf_config_overrides.{key}={value!r} has no effect: {type(config).__name__} makes it {actual!r}"
+                f"policy.hf_config_overrides.{key}={value!r} has no effect: {type(config).__name__} sets {actual!r}. "
+                "Remove it"
             )
     return config
 
 
 def model_shape(config: Any) -> ModelShape:
-    """Sizes of the model that a transformers configuration describes, counted on the meta device: no memory is used.
+    """Return the sizes of the model of a transformers configuration, counted on the meta device without memory.
 
-    ConfigError when transformers cannot build a causal language model from it, or it is built otherwise than those
-    that can be trained here.
+    ConfigError if transformers cannot build a causal language model from it, or if the architecture cannot be trained
+    with raylane.
     """
     try:
-        return _measured(config)
-    except Exception as error:  # from sizes that make no model, or from attributes that other architectures lack
+        return _count_on_meta(config)
+    except Exception as error:  # impossible sizes, or attributes that other architectures do not have
         raise ConfigError(
-            f"a {config.model_type} model of this configuration cannot be trained here: {type(error).__name__}: "
-            f"{error}. llama, qwen2 and qwen3 can be; check the sizes in policy.hf_config_overrides"
+            f"a {config.model_type} model of this configuration cannot be trained: {type(error).__name__}: {error}. "
+            "Use llama, qwen2 or qwen3, and check the sizes in policy.hf_config_overrides"
         ) from error
 
 
-def _measured(config: Any) -> ModelShape:
+def _count_on_meta(config: Any) -> ModelShape:
+    """Build the model on the meta device and count its parameters."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The optimizer, and its learning rate as a pure function of the step. Called by `worker`."""
+"""Optimizer and learning rate schedule; the rate is a pure function of the step. Called by `worker`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
 
 
 def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps: int) -> float:
-    """Learning rate of the step counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
-    Rises linearly to `peak` over w = `warmup_steps`, beginning at `first_step`, then falls along half a cosine or a
-    line to `min_lr_ratio * peak`, which is reached `min_lr_at`, or stays. Has no state, so a resumed run has it right
-    by itself.
+    The rate rises linearly to `peak` over w = `warmup_steps` steps, starting at `first_step`. It then falls along half
+    a cosine or a line to `min_lr_ratio * peak`, which is reached at the step that `min_lr_at` names, or stays constant.
+    There is no state, so a resumed run needs nothing but the step number.
     """
     w = schedule.warmup_steps
     if step < w:
@@ -27,6 +27,7 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
         return peak * (step + begin) / rises
     if schedule.name == "constant":
         return peak
+    # Steps count from 0, so the last one has the number total_steps - 1.
     last = total_steps - 1 if schedule.min_lr_at == "last_step" else total_steps
     span = max(1, last - w)
     progress = min(1.0, (step - schedule.warmup_steps) / span)
@@ -35,7 +36,7 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW over all parameters; `weight_decay_on` says whether vectors (norms, biases) are decayed too."""
+    """Return AdamW over all parameters; `weight_decay_on` selects whether vectors (norms, biases) are decayed too."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     kwargs = settings.kwargs.model_dump()
@@ -45,6 +46,6 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """For all parameters."""
+    """Set the learning rate of all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = value

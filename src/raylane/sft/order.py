@@ -1,8 +1,8 @@
-"""Which rows make up the batch of a step: a pure function of seed, epoch and step, so a run can be resumed anywhere.
+"""Order of the rows: a pure function of seed, epoch and step, so that a run can be resumed anywhere.
 
-Nothing is consumed and there is no state to save: the step number says it all, in the middle of an epoch and at its end
-alike. The number of workers plays no part in the order, only in who takes which rows of a batch. Called by workers
-(their own rows), by the driver when it feeds the data, and by `planning`.
+There is no state to save: the step number determines the rows of the batch, also in the middle of an epoch. The order
+does not depend on the number of workers; only the division of a batch among them does. Called by workers (their own
+rows), by the driver when it reads the data, and by `planning`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
 
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
-    """Whole batches in one pass over the rows; what is left over at the end of an epoch is not used in that epoch."""
+    """Return the number of whole batches in one pass over the rows; rows left over are not used in that epoch."""
     if num_rows < global_batch_size:
         raise DataError(
-            f"the data makes {num_rows} rows, less than one global batch of {global_batch_size}; "
-            "use a smaller policy.train_global_batch_size, a smaller policy.max_total_sequence_length, or more data",
+            f"the data makes {num_rows} rows, which is less than one global batch of {global_batch_size}. "
+            "Use a smaller policy.train_global_batch_size, a smaller policy.max_total_sequence_length, or more data",
             num_rows=num_rows,
             global_batch_size=global_batch_size,
         )
@@ -37,27 +37,26 @@ def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
 
 
 def epoch_of(step: int, num_rows: int, global_batch_size: int) -> tuple[int, int]:
-    """(epoch, step within it) of the step that is counted from 0 over all epochs."""
+    """Return (epoch, step within the epoch) of a step that is counted from 0 over all epochs."""
     return divmod(step, steps_per_epoch(num_rows, global_batch_size))
 
 
 def total_steps(num_rows: int, global_batch_size: int, max_num_steps: int | None, max_num_epochs: int | None) -> int:
-    """Steps of a whole run: the sooner of the two limits. ValueError when there is none."""
+    """Return the number of steps of a run: the smaller of the two limits. ValueError if there is no limit."""
     per_epoch = steps_per_epoch(num_rows, global_batch_size)
     limits = [limit for limit in (max_num_steps, max_num_epochs and max_num_epochs * per_epoch) if limit is not None]
     if not limits:
-        raise ValueError("max_num_steps and max_num_epochs are both None: such a run never ends")
+        raise ValueError("max_num_steps and max_num_epochs are both None, so the run would never end; set one of them")
     return min(limits)
 
 
-@functools.lru_cache(
-    maxsize=2
-)  # the epoch that is running, and the one before while the last steps of it are in flight
+# Two entries: the current epoch, and the previous one while its last steps are in flight.
+@functools.lru_cache(maxsize=2)
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The rows of an epoch in order: int64[num_rows], read-only. A fresh permutation per (seed, epoch).
+    """Return the order of the rows in an epoch, int64 [num_rows], read-only; another permutation per (seed, epoch).
 
-    The permutation is the order of raw PCG64 words: NumPy promises that these words stay the same from version to
-    version (NEP 19), which it does not for Generator.shuffle, and a run may be resumed under another version.
+    The permutation is the sort order of raw PCG64 words. NumPy guarantees that these words are the same in all versions
+    (NEP 19), unlike the result of Generator.shuffle, and a run may be resumed with another version of NumPy.
     """
     order = np.arange(num_rows, dtype=np.int64)
     if shuffle:
@@ -68,7 +67,7 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> n
 
 
 def batch_rows(num_rows: int, global_batch_size: int, seed: int, step: int, shuffle: bool = True) -> np.ndarray:
-    """The rows of a step's global batch: int64[global_batch_size]. DataError when there is not one whole batch."""
+    """Return the rows of a step's global batch, int64 [global_batch_size]; DataError if the data has no whole batch."""
     if step < 0:
         raise ValueError(f"step is {step}; it counts from 0")
     epoch, within = epoch_of(step, num_rows, global_batch_size)
@@ -77,7 +76,7 @@ def batch_rows(num_rows: int, global_batch_size: int, seed: int, step: int, shuf
 
 
 def rank_slice(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
-    """The contiguous part of a global batch that data-parallel rank `rank` of `world` takes; ValueError if uneven."""
+    """Return the contiguous part of a global batch for rank `rank` of `world`; ValueError if the division is uneven."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of the {world} ranks 0..{world - 1}")
     if len(rows) % world:
@@ -87,9 +86,9 @@ def rank_slice(rows: np.ndarray, rank: int, world: int) -> np.ndarray:
 
 
 def validation_batches(num_rows: int, global_batch_size: int, max_batches: int = 0) -> list[np.ndarray]:
-    """Batches of rows in order, int64[global_batch_size] each, the last one filled up with -1 (rows of padding alone).
+    """Return the validation batches in order, int64 [global_batch_size] each.
 
-    `max_batches` 0 means all of them; nothing is dropped then.
+    The last batch is filled up with -1 (rows of padding only), so no row is dropped. `max_batches` 0 means all batches.
     """
     count = -(-num_rows // global_batch_size)
     if max_batches:

@@ -1,9 +1,9 @@
-"""From YAML files and command-line words to one plain document, checked against the schema as it is put together.
+"""YAML files and command-line overrides as one plain document, checked against the schema while it is built.
 
-Words are Hydra's: `a.b=c` sets a key that the schema knows, `+a.b=c` adds a key to an open mapping, `++a.b=c` does
-whichever applies, `~a.b` takes away what the file set. Values are YAML (`null`, `true`, `1e-4`, `[1, 2]`,
-`{a: 1}`). A file may start with `defaults: base.yaml` (or a list): those are read first, this file on top of them.
-Knows the shape of the schema only through pydantic's `model_fields`. Called by `config.py`.
+Overrides have Hydra's syntax: `a.b=c` sets a key of the schema, `+a.b=c` adds a key to an open mapping, `++a.b=c` does
+either, `~a.b` removes a key that the file set. Values are YAML (`null`, `true`, `1e-4`, `[1, 2]`, `{a: 1}`). A file may
+start with `defaults: base.yaml` (or a list): these files are read first, and this file is merged over them. This module
+reads the shape of the schema only through pydantic's `model_fields`. Called by `config.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raylane.errors import ConfigError
 
 __all__ = ["apply_overrides", "explain", "parse_override", "read_yaml", "refuse_unknown", "suggest"]
 
-# Keys of NeMo-RL that people bring along: what to write here instead, or why not.
+# NeMo-RL keys that users copy into their files: the raylane key to use instead, or the reason why there is none.
 FROM_NEMO_RL = {
     "sft.only_unmask_final": "what is supervised is marked by {% generation %} in the chat template",
     "policy.megatron_cfg": "there is no Megatron backend; remove it, or set its enabled to false",
@@ -51,12 +51,12 @@ FROM_NEMO_RL = {
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """'did you mean 'a'?' when something is close, otherwise what there is."""
+    """Return "did you mean 'a'?" if a known name is similar to `name`, otherwise the list of known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.55)
     if close:
         return "did you mean " + " or ".join(repr(word) for word in close) + "?"
-    return "there is " + ", ".join(sorted(known)) if known else "there is nothing here to set"
+    return "known names: " + ", ".join(sorted(known)) if known else "no key can be set here"
 
 
 # ---------------------------------------------------------------------------------------------------------- the schema
@@ -67,7 +67,7 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _is_open(where: type[BaseModel] | None) -> bool:
-    """May keys be added here that the schema does not declare? (None stands for a plain mapping inside the schema.)"""
+    """Return True if undeclared keys may be added; None stands for a plain mapping inside the schema."""
     return where is None or where.model_config.get("extra") == "allow"
 
 
@@ -79,8 +79,8 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _paths(inner, f"{prefix}{name}.")
 
 
-def _unknown(root: type[BaseModel], parent: Sequence[str], model: type[BaseModel], name: str) -> str:
-    """Why the key `parent.name` cannot be, and what the writer may have meant."""
+def _unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[BaseModel], name: str) -> str:
+    """Return the message for the unknown key `parent.name`, with a suggestion where there is one."""
     path = ".".join([*parent, name])
     if path in FROM_NEMO_RL:
         return f"unknown key {path!r}: {FROM_NEMO_RL[path]}"
@@ -96,7 +96,7 @@ def _unknown(root: type[BaseModel], parent: Sequence[str], model: type[BaseModel
 
 
 def refuse_unknown(document: Mapping[str, Any], root: type[BaseModel], source: str) -> None:
-    """Raise ConfigError naming every key of `document` that the schema does not know, each with a suggestion."""
+    """Raise ConfigError that names every key of `document` that is not in the schema, each with a suggestion."""
     problems = list(_unknown_keys(document, root, root, []))
     if problems:
         raise ConfigError(f"{source}: " + "; ".join(problems), keys=problems)
@@ -109,7 +109,7 @@ def _unknown_keys(
         field = model.model_fields.get(key)
         if field is None:
             if not _is_open(model):
-                yield _unknown(root, parent, model, str(key))
+                yield _unknown_message(root, parent, model, str(key))
             continue
         inner = _model_of(field.annotation)
         if inner is not None and isinstance(value, Mapping):
@@ -117,13 +117,13 @@ def _unknown_keys(
 
 
 def explain(error: ValidationError, source: str) -> str:
-    """Every complaint of pydantic in one line each: key, what is wrong, and the value that was given."""
+    """Return pydantic's errors as text: for each one the key, the problem, and the value that was given."""
     lines = []
     for problem in error.errors(include_url=False):
-        path = ".".join(str(part) for part in problem["loc"]) or "the whole"
-        said = problem["msg"].removeprefix("Value error, ")
+        path = ".".join(str(part) for part in problem["loc"]) or "the configuration"
+        message = problem["msg"].removeprefix("Value error, ")
         given = "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r})"
-        lines.append(f"{path}: {said}{given}")
+        lines.append(f"{path}: {message}{given}")
     return f"{source}: " + "; ".join(lines)
 
 
@@ -131,7 +131,7 @@ def explain(error: ValidationError, source: str) -> str:
 
 
 def _loader() -> Any:
-    """PyYAML's safe loader, with YAML 1.2's floats (1e-4 is a number) and repeated keys refused."""
+    """Return PyYAML's safe loader with YAML 1.2 floats (1e-4 is a number) and an error for repeated keys."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -158,20 +158,27 @@ def _parse_yaml(text: str, source: str) -> Any:
     import yaml
 
     try:
-        return yaml.load(text, Loader=_loader())  # a SafeLoader: see _loader
+        return yaml.load(text, Loader=_loader())  # a subclass of SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{source} is nested too deep") from error
-    except ValueError as error:  # a date that is none, a number of more than 4,300 digits
+        raise ConfigError(f"{source} is nested too deep; flatten its values") from error
+    except ValueError as error:  # an impossible date, or a number of more than 4,300 digits
         raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
 
 
 def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The document in `path`, over those that its `defaults:` name (relative to it, later ones over earlier ones)."""
+    """Return the document in `path`, merged over the files in its `defaults:`.
+
+    Names in `defaults:` are relative to `path`; later files override earlier ones.
+    """
     path = path.resolve()
     if path in _chain:
-        raise ConfigError("defaults go round in a circle: " + " -> ".join(str(one) for one in (*_chain, path)))
+        raise ConfigError(
+            "defaults: refer to each other in a circle: "
+            + " -> ".join(str(file) for file in (*_chain, path))
+            + ". Remove one of them"
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -181,11 +188,11 @@ def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     if own is None:
         own = {}
     if not isinstance(own, dict):
-        raise ConfigError(f"{path} holds a {type(own).__name__} where sections such as policy: and data: are needed")
+        raise ConfigError(f"{path} must hold sections such as policy: and data:, got a {type(own).__name__}")
     bases = own.pop("defaults", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: defaults: must be a file name or a list of them, not {bases!r}")
+        raise ConfigError(f"{path}: defaults: must be a file name or a list of file names, got {bases!r}")
     merged: dict[str, Any] = {}
     for base in bases:
         merged = merge(merged, read_yaml(path.parent / base, (*_chain, path)))
@@ -193,7 +200,7 @@ def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """A new document: `above` wins, mappings are merged key by key, lists are replaced."""
+    """Return a new document: values of `above` win, mappings are merged key by key, lists are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -207,7 +214,10 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Override:
-    """One word of the command line. `sign` is '', '+', '++' or '~'; `has_value` is false for a bare `~a.b`."""
+    """One override of the command line.
+
+    `sign` is '', '+', '++' or '~'; `has_value` is False for `~a.b` without a value.
+    """
 
     word: str
     sign: str
@@ -217,7 +227,7 @@ class Override:
 
 
 def parse_override(word: str) -> Override:
-    """Take one command-line word apart; ConfigError when it is not of the form that the module describes."""
+    """Return the parts of one override; ConfigError if its syntax is wrong."""
     match = re.fullmatch(r"(\+\+|\+|~)?([^=+~\s][^=\s]*?)(?:=(.*))?", word, flags=re.DOTALL)
     how = "write a.b=c, +a.b=c, ++a.b=c or ~a.b"
     if match is None:
@@ -232,32 +242,45 @@ def parse_override(word: str) -> Override:
         raise ConfigError(f"override {word!r} has an empty value; write {dotted}=null, or {dotted}=\"''\" for no text")
     value = None if text is None else _parse_yaml(text, f"the value of override {word!r}")
     if isinstance(value, dict) and any(v is None and isinstance(k, str) and ":" in k for k, v in value.items()):
-        raise ConfigError(f"override {word!r}: put a blank after each colon, as in {{a: 1}}")
+        raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
     return Override(word, sign, path, value, text is not None)
 
 
 def apply_overrides(document: Mapping[str, Any], words: Sequence[str], root: type[BaseModel]) -> dict[str, Any]:
-    """A new document with the words applied from left to right; ConfigError where one does not fit the schema."""
+    """Return a new document with the overrides applied from left to right; ConfigError if one does not fit."""
     result = copy.deepcopy(dict(document))
     for word in words:
-        _apply(result, parse_override(word), root)
+        _apply_override(result, parse_override(word), root)
     return result
 
 
-def _apply(document: dict[str, Any], override: Override, root: type[BaseModel]) -> None:
+def _apply_override(document: dict[str, Any], override: Override, root: type[BaseModel]) -> None:
+    """Apply one override to `document` in place; ConfigError if it does not fit the schema."""
     declared = _check_path(override, root, document)
     *parents, last = override.path
     here = document
     for name in parents:
         below = here.setdefault(name, {}) if override.sign != "~" else here.get(name, {})
         if not isinstance(below, dict):
-            raise ConfigError(f"override {override.word!r}: {name!r} holds {below!r}, which has no keys")
+            raise ConfigError(
+                f"override {override.word!r}: {name!r} holds {below!r}, which has no keys; override {name!r} itself"
+            )
         here = below
+    dotted = ".".join(override.path)
     if override.sign == "~":
-        _take_away(here, override)
+        if last not in here:
+            raise ConfigError(
+                f"override {override.word!r}: {dotted} is not set by the file, so there is nothing to remove (its "
+                "default applies already); leave the override out"
+            )
+        if override.has_value and here[last] != override.value:
+            raise ConfigError(
+                f"override {override.word!r}: the value in the file is {here[last]!r}, not {override.value!r}; "
+                f"write ~{dotted} to remove any value"
+            )
+        del here[last]
         return
     if override.sign == "+" and (declared or last in here):
-        dotted = ".".join(override.path)
         what = "is a declared key" if declared else f"is already {here[last]!r}"
         raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
     both = isinstance(override.value, dict) and isinstance(here.get(last), dict)
@@ -265,7 +288,7 @@ def _apply(document: dict[str, Any], override: Override, root: type[BaseModel]) 
 
 
 def _check_path(override: Override, root: type[BaseModel], document: Mapping[str, Any]) -> bool:
-    """Does the schema declare this key? ConfigError when it neither does nor allows it with this sign."""
+    """Return True if the schema declares this key; ConfigError if this override may neither set nor add the key."""
     where: type[BaseModel] | None = root
     here: Any = document
     for depth, name in enumerate(override.path):
@@ -276,7 +299,8 @@ def _check_path(override: Override, root: type[BaseModel], document: Mapping[str
         if field is not None:
             inner = _model_of(field.annotation)
             is_last = depth == len(override.path) - 1
-            if inner is None and not is_last and not _holds_mapping(field.annotation):
+            holds_mapping = getattr(field.annotation, "__origin__", field.annotation) is dict
+            if inner is None and not is_last and not holds_mapping:
                 dotted = ".".join(override.path[: depth + 1])
                 raise ConfigError(f"override {override.word!r}: {dotted} is a single value and has no keys below it")
             where = inner
@@ -285,7 +309,9 @@ def _check_path(override: Override, root: type[BaseModel], document: Mapping[str
             continue
         if not _is_open(where):
             assert where is not None
-            raise ConfigError(f"override {override.word!r}: {_unknown(root, override.path[:depth], where, name)}")
+            raise ConfigError(
+                f"override {override.word!r}: {_unknown_message(root, override.path[:depth], where, name)}"
+            )
         if override.sign == "" and not here_has:
             dotted = ".".join(override.path[: depth + 1])
             near = difflib.get_close_matches(name, [*(where.model_fields if where else ()), *(outer or ())], n=1)
@@ -296,19 +322,3 @@ def _check_path(override: Override, root: type[BaseModel], document: Mapping[str
             )
         where = None
     return False
-
-
-def _holds_mapping(annotation: Any) -> bool:
-    return getattr(annotation, "__origin__", annotation) is dict
-
-
-def _take_away(here: dict[str, Any], override: Override) -> None:
-    last = override.path[-1]
-    if last not in here:
-        raise ConfigError(
-            f"override {override.word!r}: {'.'.join(override.path)} is not set by the file, so there is nothing to "
-            "take away (its default applies already)"
-        )
-    if override.has_value and here[last] != override.value:
-        raise ConfigError(f"override {override.word!r}: it is {here[last]!r}, not {override.value!r}")
-    del here[last]

@@ -1,7 +1,7 @@
-"""Which documents share a row of fixed length: pure functions on lengths. Called by `data.RowSource`.
+"""Packing of documents into rows of fixed length: pure functions on lengths. Called by `rows.open_rows`.
 
-A plan is a list of packs, each a tuple of document indices in rising order; the packs themselves are in the order of
-their first document. The same lengths always give the same plan, so every worker can make it for itself.
+The result is a list of packs, each a tuple of document indices in rising order; the packs are ordered by their first
+document. The same lengths always give the same packs, so every worker computes them independently.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["PackPlan", "efficiency", "plan_packs"]
+__all__ = ["Packs", "efficiency", "pack_documents"]
 
 Algorithm = Literal["first_fit_decreasing", "best_fit_decreasing", "concatenate", "none"]
-PackPlan = list[tuple[int, ...]]
+Packs = list[tuple[int, ...]]
 
 
-def plan_packs(lengths: Sequence[int] | np.ndarray, capacity: int, algorithm: Algorithm) -> PackPlan:
-    """Put documents of `lengths` tokens into rows of `capacity` tokens; no document is split.
+def pack_documents(lengths: Sequence[int] | np.ndarray, capacity: int, algorithm: Algorithm) -> Packs:
+    """Assign documents of `lengths` tokens to rows of `capacity` tokens, without splitting a document.
 
-    "none" gives each its own row; "concatenate" fills row after row in the order of the data. ValueError when a
-    document is empty or does not fit in a row, or the algorithm is unknown.
+    "none" gives each document a row of its own; "concatenate" fills rows in the order of the data. ValueError if a
+    document is empty or longer than a row, or if the algorithm is unknown.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     bad = np.flatnonzero((sizes > capacity) | (sizes < 1))
@@ -29,23 +29,20 @@ def plan_packs(lengths: Sequence[int] | np.ndarray, capacity: int, algorithm: Al
         first = int(bad[0])
         raise ValueError(f"document {first} has {int(sizes[first])} tokens, which must be 1 to {capacity}")
     try:
-        plan = _ALGORITHMS[algorithm]
+        assign = _ALGORITHMS[algorithm]
     except KeyError:
-        raise ValueError(f"unknown packing algorithm {algorithm!r}; there is {', '.join(_ALGORITHMS)}") from None
-    packs = [tuple(sorted(pack)) for pack in plan(sizes, capacity)]
+        raise ValueError(f"algorithm must be one of {', '.join(_ALGORITHMS)}, got {algorithm!r}") from None
+    packs = [tuple(sorted(pack)) for pack in assign(sizes, capacity)]
     return sorted(packs)
 
 
 def efficiency(lengths: Sequence[int] | np.ndarray, num_rows: int, capacity: int) -> float:
-    """Part of the positions of all rows that hold a token; 0 when there are no rows."""
+    """Return the fraction of all positions that hold a token; 0 if there are no rows."""
     return float(np.sum(np.asarray(lengths, dtype=np.int64))) / (num_rows * capacity) if num_rows else 0.0
 
 
-def _one_each(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    return [[index] for index in range(len(sizes))]
-
-
-def _concatenate(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+def concatenate(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Fill row after row in the order of the data; a document that does not fit starts a new row."""
     packs: list[list[int]] = []
     free = 0
     for index, size in enumerate(sizes.tolist()):
@@ -62,8 +59,11 @@ def _longest_first(sizes: np.ndarray) -> list[int]:
     return order
 
 
-def _first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Longest first, each into the first row with room: n log n by a tree whose nodes hold the most room below them."""
+def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Place the longest documents first, each into the first row with room.
+
+    Takes O(n log n): the nodes of a binary tree over the rows hold the largest free room below them.
+    """
     packs: list[list[int]] = []
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
@@ -83,35 +83,36 @@ def _first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     return packs
 
 
-def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """Longest first, each into the fullest row with room (the latest touched among equals).
+def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Place the longest documents first, each into the fullest row with room (the latest used among equals).
 
-    `rows_with[free]` lists rows by the room they have left, and bit `free` of `some` says that this list is not empty:
-    the lowest set bit at or above a size is the fullest row that takes it.
+    `rows_with[free]` lists the rows with `free` tokens of room. Bit `free` of `nonempty` is set if that list has an
+    entry, so the lowest set bit at or above a size is the fullest row that has room.
     """
     packs: list[list[int]] = []
     rows_with: list[list[int]] = [[] for _ in range(capacity + 1)]
-    some = 0
+    nonempty = 0
     for index in _longest_first(sizes):
         size = int(sizes[index])
-        fitting = some >> size
+        fitting = nonempty >> size
         if fitting:
             free = size + (fitting & -fitting).bit_length() - 1
             row = rows_with[free].pop()
             if not rows_with[free]:
-                some &= ~(1 << free)
+                nonempty &= ~(1 << free)
         else:
             row, free = len(packs), capacity
             packs.append([])
         packs[row].append(index)
         rows_with[free - size].append(row)
-        some |= 1 << (free - size)
+        nonempty |= 1 << (free - size)
     return packs
 
 
 _ALGORITHMS: dict[str, Callable[[np.ndarray, int], list[list[int]]]] = {
-    "first_fit_decreasing": _first_fit_decreasing,
-    "best_fit_decreasing": _best_fit_decreasing,
-    "concatenate": _concatenate,
-    "none": _one_each,
+    # Keys are the values of policy.sequence_packing.algorithm, and "none" for enabled=false.
+    "first_fit_decreasing": first_fit_decreasing,
+    "best_fit_decreasing": best_fit_decreasing,
+    "concatenate": concatenate,
+    "none": lambda sizes, capacity: [[index] for index in range(len(sizes))],
 }

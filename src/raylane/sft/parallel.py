@@ -1,7 +1,7 @@
-"""How the model is spread over the workers: one value that makes both the driver's axes and the workers' device mesh.
+"""Distribution of the model over the workers: one value for both the driver's axes and the workers' device mesh.
 
-Because both come from here, an axis cannot have one name or order on the driver and another in the workers. The driver
-needs no torch for its half. Called by `policy` (axes) and `worker` (mesh).
+With one source, an axis cannot have different names or orders on the driver and in the workers. The driver's half needs
+no torch. Called by `policy` (axes) and `worker` (mesh).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SHARD = "dp_shard"
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Data parallelism on two axes: `dp_replicate` copies of a model that `dp_shard` workers hold together.
+    """Data parallelism on two axes: `dp_replicate` copies of a model, each held by `dp_shard` workers together.
 
-    Ranks are laid out row-major, so the workers of one copy have consecutive ranks (and sit on one node where a node
-    has room for them, which is where sharding's traffic belongs).
+    Ranks are laid out row-major, so the workers of one copy have consecutive ranks. They are on one node if the node
+    has room for them, which keeps the traffic of sharding inside the node.
     """
 
     dp_replicate: int = 1
@@ -33,30 +33,30 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         if self.dp_replicate < 1 or self.dp_shard < 1:
-            raise ValueError(f"axes have at least one coordinate each, got {self}")
+            raise ValueError(f"dp_replicate and dp_shard must be at least 1, got {self}")
 
     @classmethod
     def of(cls, config: RunConfig) -> ParallelDims:
-        """As the configuration says; its sizes were checked when it was loaded."""
+        """Return the sizes in the configuration, which were checked when it was loaded."""
         replicas = config.policy.dtensor_cfg.dp_replicate_size
         return cls(replicas, config.cluster.num_workers // replicas)
 
     @property
     def axes(self) -> tuple[str, str]:
-        """Axis names, outermost first."""
+        """Names of the axes, outermost first."""
         return (REPLICATE, SHARD)
 
     @property
     def world(self) -> int:
-        """Workers in all; each reads its own part of a batch."""
+        """Number of workers; each reads its own part of a batch."""
         return self.dp_replicate * self.dp_shard
 
     def named_sharding(self) -> NamedSharding:
-        """The driver's view."""
+        """Return the axes for the driver's worker group."""
         return NamedSharding.of(**{REPLICATE: self.dp_replicate, SHARD: self.dp_shard})
 
     def device_mesh(self, device_type: str) -> Any:
-        """The workers' view: two mesh axes for HSDP, one for FSDP. Collective; needs torch.distributed initialised."""
+        """Return the workers' mesh: two axes for HSDP, one for FSDP. Collective, after init_process_group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         if self.dp_replicate == 1:

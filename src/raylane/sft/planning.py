@@ -1,7 +1,7 @@
-"""What a run would do, worked out beforehand: mesh, steps, tokens, memory. Nothing is started.
+"""Forecast of a run, computed before it starts: mesh, steps, tokens, memory. Nothing is started.
 
-Pure but for `plan_run`, which prepares the data and looks at the model's configuration. Called by `raylane plan`, and
-by whoever needs the number of steps.
+All functions are pure except `plan_run`, which prepares the data and reads the model's configuration. Called by
+`raylane plan` and `raylane sft`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RowCount:
-    """Size of one set: rows of T positions, and what is in them."""
+    """Size of one set: rows of T positions, and their content."""
 
     rows: int
     documents: int
     tokens: int
     supervised: int
-    efficiency: float  # part of the positions that hold a token
+    efficiency: float  # fraction of the positions that hold a token
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated bytes on each worker while it trains. See `estimate_memory` for what is counted."""
+    """Estimated bytes on each worker during training; `estimate_memory` describes each part."""
 
     parameters: int
     gradients: int
@@ -49,13 +49,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it; what allocators and libraries take on top is not in here."""
+        """Sum of all parts, without the overhead of allocators and libraries."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run in figures."""
+    """Forecast of one run."""
 
     dp_replicate: int
     dp_shard: int
@@ -63,13 +63,13 @@ class RunPlan:
     micro_batches: int
     steps_per_epoch: int
     total_steps: int
-    unused_rows: int  # of each epoch: less than a global batch is left over
-    positions: int  # tokens and padding that go through the model over the whole run
-    supervised: int  # about how many tokens the loss is on, over the whole run
-    validations: int
-    validation_batches: int
-    saves: int
-    flops: float  # of matrix products, forward and backward
+    unused_rows: int  # rows left over in each epoch, less than one global batch
+    positions: int  # tokens and padding processed in the whole run
+    supervised: int  # approximate number of tokens with a loss in the whole run
+    validations: int  # number of validations in the whole run
+    validation_batches: int  # batches in one validation
+    saves: int  # number of checkpoints in the whole run
+    flops: float  # floating-point operations of matrix products, forward and backward, in the whole run
     memory: Memory
     shape: ModelShape
     train: RowCount
@@ -77,7 +77,7 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig) -> RunPlan:
-    """The plan of a run: prepares its data (or finds it in the cache) and counts the parameters of its model."""
+    """Return the forecast of a run: prepare its data (or find it in the cache) and count the model's parameters."""
     from raylane.sft.data import open_rows, prepare
     from raylane.sft.model_config import model_config, model_shape
 
@@ -94,9 +94,14 @@ def plan_run(config: RunConfig) -> RunPlan:
 
 
 def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:
-    """The plan of a run on data and a model of these sizes; ConfigError or DataError when it cannot be."""
+    """Return the forecast for data and a model of these sizes; ConfigError or DataError if the run is impossible."""
     check_layout(config)
-    _check_against(config, shape)
+    length = config.policy.max_total_sequence_length
+    if shape.max_positions is not None and length > shape.max_positions:
+        raise ConfigError(
+            f"policy.max_total_sequence_length={length} is more than the model's max_position_embeddings="
+            f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
+        )
     policy, sft = config.policy, config.sft
     world, replicas = config.cluster.num_workers, policy.dtensor_cfg.dp_replicate_size
     batch = policy.train_global_batch_size
@@ -117,8 +122,8 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
         supervised=round(steps * batch / train.rows * train.supervised),
         validations=num_validations(config, steps) if validation else 0,
         validation_batches=num_validation_batches,
-        saves=_saves(config, steps),
-        flops=_flops(config, shape, positions),
+        saves=num_saves(config, steps),
+        flops=training_flops(config, shape, positions),
         memory=estimate_memory(config, shape),
         shape=shape,
         train=train,
@@ -126,17 +131,8 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
     )
 
 
-def _check_against(config: RunConfig, shape: ModelShape) -> None:
-    length = config.policy.max_total_sequence_length
-    if shape.max_positions is not None and length > shape.max_positions:
-        raise ConfigError(
-            f"policy.max_total_sequence_length={length} is more than the model's max_position_embeddings="
-            f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
-        )
-
-
 def num_validations(config: RunConfig, steps: int) -> int:
-    """How often a run of so many steps validates; the last step counts once even if a period ends on it."""
+    """Return the number of validations in a run of `steps` steps; a validation at the end is counted once."""
     period = config.sft.val_period
     at = set(range(period, steps + 1, period)) if period else set()
     if config.sft.val_at_end:
@@ -144,16 +140,20 @@ def num_validations(config: RunConfig, steps: int) -> int:
     return len(at) + config.sft.val_at_start
 
 
-def _saves(config: RunConfig, steps: int) -> int:
+def num_saves(config: RunConfig, steps: int) -> int:
+    """Return the number of checkpoints in a run of `steps` steps."""
     if not config.checkpointing.enabled:
         return 0
     period = config.checkpointing.save_period
     return len({*(range(period, steps + 1, period) if period else ()), steps})
 
 
-def _flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
-    """6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B);
-    one more forward pass, a third of that, with activation checkpointing."""
+def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
+    """Return the floating-point operations of training on `positions` positions.
+
+    6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B).
+    Activation checkpointing adds one forward pass, which is a third of that.
+    """
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim
     per_token = 6 * shape.num_parameters + attention * config.policy.max_total_sequence_length
     again = 4 / 3 if config.policy.dtensor_cfg.activation_checkpointing else 1.0
@@ -161,10 +161,15 @@ def _flops(config: RunConfig, shape: ModelShape, positions: int) -> float:
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
-    """Bytes on each worker: float32 master weights, gradients and AdamW's two averages, all sharded; gradients that
-    are not reduced yet, in float32: those of the whole model between micro-batches, or of one unit when each
-    micro-batch is reduced; two gathered units (the running one and the one fetched ahead) in the computing precision;
-    what the backward pass needs of a micro-batch; and the logits of one loss chunk with their gradient, in float32."""
+    """Return the estimated bytes on each worker.
+
+    - parameters, gradients, optimizer: float32 master weights, gradients and the two averages of AdamW, sharded.
+    - unreduced: float32 gradients before reduction; of the whole model between micro-batches, or of one unit if each
+      micro-batch is reduced.
+    - gathered: two gathered units in the computing precision: the current one and the prefetched one.
+    - activations: tensors of one micro-batch that the backward pass needs.
+    - logits: logits of one loss chunk and their gradient, in float32.
+    """
     policy = config.policy
     rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, config.cluster.num_workers)
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
@@ -173,7 +178,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     size = 2 if policy.precision == "bfloat16" else 4
     tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
-    # their product. With checkpointing only the layer's input is kept, and one layer at a time is whole.
+    # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     whole = 6 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim + 4 * shape.intermediate_size
     kept = whole * shape.num_layers
@@ -192,13 +197,14 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ in words
+# ------------------------------------------------------------------------------------------------------ as text
 
 
 def render(plan: RunPlan, config: RunConfig) -> str:
-    """The plan for people to read: plain text, several lines."""
+    """Return the forecast as plain text, several lines."""
+    offloads = config.policy.dtensor_cfg.cpu_offload
     lines = [
-        ("mesh", _mesh(plan) + _unused_gpus(config)),
+        ("mesh", _mesh(plan, config)),
         ("model", _model(plan, config)),
         ("train", _set(plan.train, config)),
         *([("validation", _set(plan.validation, config))] if plan.validation else []),
@@ -208,27 +214,20 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         ("validate", _validate(plan)),
         ("save", _save(plan, config)),
         ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),
-        ("memory", _memory(plan.memory) + (" (master weights in host memory)" if _offloads(config) else "")),
+        ("memory", _memory(plan.memory) + (" (master weights in host memory)" if offloads else "")),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in lines)
 
 
-def _offloads(config: RunConfig) -> bool:
-    return config.policy.dtensor_cfg.cpu_offload
-
-
-def _mesh(plan: RunPlan) -> str:
+def _mesh(plan: RunPlan, config: RunConfig) -> str:
     world = plan.dp_replicate * plan.dp_shard
     kind = "HSDP" if plan.dp_replicate > 1 else "FSDP"
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
-    return f"dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard}: {workers}, {kind} over {over}"
-
-
-def _unused_gpus(config: RunConfig) -> str:
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes
     unused = gpus - config.cluster.num_workers
-    return f"; {unused} of {gpus} GPUs are not used" if unused > 0 else ""
+    note = f"; {unused} of {gpus} GPUs are not used" if unused > 0 else ""
+    return f"dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard}: {workers}, {kind} over {over}{note}"
 
 
 def _model(plan: RunPlan, config: RunConfig) -> str:
@@ -261,7 +260,7 @@ def _steps(plan: RunPlan, config: RunConfig) -> str:
     unused = f" (rows left over in each: {plan.unused_rows})" if plan.unused_rows else ""
     epochs = f"{plan.total_steps / plan.steps_per_epoch:.4g} epochs of {plan.steps_per_epoch:,}{unused}"
     schedule = config.policy.scheduler
-    never = ", which this run does not get through" if schedule.warmup_steps > plan.total_steps else ""
+    never = ", which is longer than this run" if schedule.warmup_steps > plan.total_steps else ""
     return f"{plan.total_steps:,} = {epochs}; {schedule.warmup_steps} of warm-up{never}, then {schedule.name}"
 
 

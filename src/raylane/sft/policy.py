@@ -1,10 +1,10 @@
-"""The driver's handle on a model in training: starts the workers, sends steps, and keeps checkpoints.
+"""Driver-side handle on a model in training: starts the workers, sends steps, and keeps checkpoints.
 
     policy = Policy(config, prepare(config), total_steps=100)
-    policy.train_step(0)                    # the workers read their own rows; a step number is all that is sent
-    policy.train(batch, loss_fn)            # or the driver hands out a batch
+    policy.train_step(0)                    # each worker reads its own rows; only the step number is sent
+    policy.train(batch, loss_fn)            # or the driver sends the rows
 
-Needs an initialised Ray. Called by `trainer`, and by programs that bring their own batches.
+Needs an initialised Ray. Called by `trainer`, and by programs that build their own batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def worker_options(config: RunConfig) -> WorkerOptions:
-    """Return what each worker requests from Ray: CPUs (as threads too), a GPU if the nodes lend any, and its node."""
+    """Return the resources that each worker requests from Ray: CPUs (also its threads), a GPU if any, and its node."""
     cluster = config.cluster
     return WorkerOptions(
         num_cpus=cluster.cpus_per_worker,
@@ -50,18 +50,18 @@ def worker_options(config: RunConfig) -> WorkerOptions:
 
 
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved description, with the defaults of keys that did not exist when it was written."""
+    """Return a saved description with defaults added for keys that did not exist when it was written."""
     plain = {key: value for key, value in saved.items() if key != "prepared"}
     try:
         return {**dump(build_config(plain)), "prepared": saved.get("prepared")}
-    except ConfigError:  # a key that is no longer there
+    except ConfigError:  # a key of an older version that no longer exists
         return saved
 
 
 def _refuse_unshifted(batch: BatchDict) -> None:
-    """Raise ValueError for labels that repeat their own tokens: training would teach the model to copy its input.
+    """Raise ValueError for labels that repeat their own tokens: the model would learn to copy its input.
 
-    transformers shifts labels within its models, so its users have them unshifted.
+    transformers shifts labels inside its models, so its users have unshifted labels.
     """
     ids, labels = batch["input_ids"], batch["labels"]
     learned = labels != IGNORED
@@ -69,38 +69,29 @@ def _refuse_unshifted(batch: BatchDict) -> None:
     shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
     if bool(learned.any()) and unshifted and not shifted:
         raise ValueError(
-            "labels are not shifted: every label is the token of its own position. Give labels[:, i] = "
-            "input_ids[:, i + 1], and -100 where nothing is learned"
+            "labels are not shifted: every label is the token at its own position. Pass labels[:, i] = "
+            "input_ids[:, i + 1], and -100 at positions without a loss"
         )
 
 
-def _for_workers(config: RunConfig) -> RunConfig:
-    """Return the configuration with an absolute `policy.model_name`: workers have a working directory of their own."""
-    name = config.policy.model_name
-    if name is None:
-        return config
-    return config.model_copy(
-        update={"policy": config.policy.model_copy(update={"model_name": str(Path(name).resolve())})}
-    )
-
-
 class Policy:
-    """Workers with a model, ready to train. Waits until they are; `shutdown` (or a `with` block) ends them.
+    """Workers that hold a model and train it; the constructor waits until they are ready.
 
-    Methods wait unless their name ends in `_nowait`. Failures of workers are WorkerLostError and WorkerCallError (after
-    one the policy can only be shut down); a ConfigError, DataError or CheckpointError of a worker is raised as such.
+    `shutdown`, or the end of a `with` block, ends the workers. Methods wait unless their name ends in `_nowait`. A
+    failed worker raises WorkerLostError or WorkerCallError, after which the policy can only be shut down. A
+    ConfigError, DataError or CheckpointError inside a worker is raised unchanged.
     """
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
-        """`total_steps` shapes the learning rate's schedule."""
+        """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
         self._config = config
         self._dims = ParallelDims.of(config)
         self._data_key = prepared.train.parent.name
-        """Hash of data, tokenizer and template, from the name of the cache folder."""
+        """Hash of data, tokenizer and template, taken from the name of the cache folder."""
         self._next = 0
-        """Step that `train` runs next."""
+        """Number of the step that `train` runs next."""
         self._losses: dict[str, LossFunction] = {}
-        """Loss functions that the workers have; kept here so that identity can be compared."""
+        """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
         self._group = WorkerGroup(
             SftWorker,
@@ -108,31 +99,37 @@ class Policy:
             init_args=(device, config.cluster.cpus_per_worker),
             options=worker_options(config),
         )
+        worker_config = config
+        if (name := config.policy.model_name) is not None:
+            # A worker has another working directory, so a relative path would not be found there.
+            policy = config.policy.model_copy(update={"model_name": str(Path(name).resolve())})
+            worker_config = config.model_copy(update={"policy": policy})
         try:
-            self.facts: dict[str, Any] = self._one("setup", _for_workers(config), prepared, total_steps)
-        except BaseException:
+            self.facts: dict[str, Any] = self._call_one("setup", worker_config, prepared, total_steps)
+            """Facts about the model for the log, as `SftWorker.setup` returns them."""
+        except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
             raise
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers, for calls of one's own."""
+        """Worker group, for direct calls."""
         return self._group
 
     @property
     def next_step(self) -> int:
-        """The step that `train` would run, counted from 0."""
+        """Number of the step that `train` would run, counted from 0."""
         return self._next
 
     # Training -------------------------------------------------------------------------------------------------------
 
     def train_step_nowait(self, number: int) -> GroupFuture:
-        """Send step `number`, for which each worker reads its own rows. Steps run in the order of sending."""
+        """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
         self._next = number + 1
         return self._send("train_step", number)
 
     def train_step(self, number: int) -> dict[str, float]:
-        """Run step `number`; returns its metrics (see `SftWorker.train_step`)."""
+        """Run step `number` and return its metrics (listed at `SftWorker.train_step`)."""
         return self.result(self.train_step_nowait(number))
 
     def train_nowait(
@@ -144,15 +141,16 @@ class Policy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> GroupFuture:
-        """Send one step on a batch that the driver made: see `train`."""
+        """Send one step on a batch that the driver made, without waiting; `train` describes the arguments."""
         size = batch.size
         if loss_fn is None:
             _refuse_unshifted(batch)
         if gbs is not None and gbs != size:
-            raise ValueError(f"gbs={gbs}, but the batch has {size} rows; one call is one step on one global batch")
+            raise ValueError(f"gbs must be the number of rows in the batch ({size}), got {gbs}; leave it out")
         rows = mbs or self._config.policy.train_micro_batch_size
         micro_batches(size, rows, self._dims.world)
         parts = batch.shard(self._dims.world)
+        # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
         number = self._next
         if not eval_mode:
@@ -179,30 +177,34 @@ class Policy:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on `batch`, the whole global batch; returns its metrics.
+        """Run one optimizer step on `batch`, the whole global batch; return its metrics.
 
-        `batch`: input_ids, position_ids and labels, int64 [B, T] (labels shifted, -100 where nothing is learned), and
-        whatever `loss_fn` reads besides. `loss_fn(logits, batch)` returns the loss summed over supervised tokens (see
-        `loss.LossFunction`); None is cross-entropy. `eval_mode`: only the loss, no step. `mbs`: rows that a worker runs
-        at once (default policy.train_micro_batch_size). Raises ValueError when the rows do not divide.
+        `batch`: input_ids, position_ids and labels, int64 [B, T] (labels are shifted, -100 where there is no loss), and
+        any other tensors that `loss_fn` reads. `loss_fn(logits, batch)` returns the loss summed over supervised tokens
+        (`loss.LossFunction`); None means cross-entropy. With `eval_mode` only the loss is computed, without an
+        optimizer step. `mbs`: rows that a worker processes at once (default policy.train_micro_batch_size). `gbs`, if
+        given, must equal the number of rows. Raises ValueError if the rows do not divide among workers and
+        micro-batches.
         """
         return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
 
     def validate(self) -> dict[str, float]:
-        """Loss on the validation set, and over how many tokens."""
-        return dict(self._one("evaluate"))
+        """Return the mean loss on the validation set and the number of supervised tokens in it."""
+        return dict(self._call_one("evaluate"))
 
     def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
-        """The metrics of a step that was sent. All workers agree on them; one sends them."""
-        metrics: dict[str, float] = self._results(future, timeout_s)[0]
+        """Wait for a step that was sent and return its metrics, which are the same on all workers."""
+        metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
         return metrics
 
     def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
+        """Return the name of a loss function in the workers (None: cross-entropy); send the function on first use."""
         if loss_fn is None:
             return None
         for name, known in self._losses.items():
             if known is loss_fn:
                 return name
+        # Functions are compared by identity and sent once: pickling one again with every step would be slow.
         name = f"loss-{len(self._losses)}"
         self._group.get_all_worker_results(self._group.run_all_workers_single_data("add_loss", name, loss_fn))
         self._losses[name] = loss_fn
@@ -211,100 +213,109 @@ class Policy:
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
-        """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; drop old ones.
+        """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; remove old ones.
 
-        `metrics` decide which are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging Face folder,
-        after the state is complete: CheckpointError of the export leaves the checkpoint there, ready to resume from.
+        `metrics` decide which checkpoints are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging
+        Face folder after the state is complete: if that export raises CheckpointError, the checkpoint is still there
+        and can be resumed from.
         """
         settings = self._config.checkpointing
         folder = Path(settings.checkpoint_dir)
         try:
             saved = self._write(folder, metrics)
+            # Old checkpoints are removed only after the new one is complete.
             whole, damaged = checkpoint.list_whole(folder)
-            for damage in damaged:  # not removed: somebody may want to look at it
-                _log.warning("%s; it counts for neither keep_latest_k nor keep_top_k", damage)
+            for damage in damaged:  # never removed: the user may want to examine the files
+                _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
             _, removable = checkpoint.keep(whole, settings)
             for old in removable:
                 checkpoint.remove(old)
         except OSError as error:
             raise CheckpointError(
-                f"step {self._next} cannot be saved in {folder}: {error}", path=str(folder)
+                f"step {self._next} cannot be saved in {folder}: {error}. Check its free space and permissions",
+                path=str(folder),
             ) from error
         if with_hf:
             self.export(saved)
         return saved
 
     def _write(self, folder: Path, metrics: Mapping[str, float]) -> Saved:
+        """Write and complete the checkpoint of the current step; on failure remove its partial folder."""
         partial = checkpoint.begin(folder, self._next)
         try:
-            self._one("save_state", str(partial / "state"), self._next)
+            self._call_one("save_state", str(partial / "state"), self._next)
             return checkpoint.commit(partial, self._next, metrics, self._description())
         except (OSError, RaylaneError):
-            shutil.rmtree(partial, ignore_errors=True)  # what is half written would only keep a full disk full
+            shutil.rmtree(partial, ignore_errors=True)  # frees the space again if the disk is full
             raise
 
     def export(self, saved: Saved) -> Path:
-        """Add the model as it is now to a checkpoint of this step as its folder `hf`; returns that folder.
+        """Add the current model to the checkpoint of this step as its folder `hf`; return that folder.
 
-        Written beside the checkpoint and renamed into it, so the folder is whole or absent. On failure, CheckpointError
-        says that the checkpoint itself is complete.
+        The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
+        CheckpointError states that the checkpoint itself is complete.
         """
         partial = checkpoint.begin_export(saved)
         try:
-            self._one("save_hf", str(partial))
+            self._call_one("save_hf", str(partial))
             return checkpoint.commit_export(saved, partial)
         except (OSError, RaylaneError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
-                f"the Hugging Face folder of step {saved.step} could not be made: {error}. The checkpoint {saved.path} "
-                "is complete: correct the cause and run the same command again, or set checkpointing.save_hf=false",
+                f"the Hugging Face folder of step {saved.step} could not be written: {error}. The checkpoint "
+                f"{saved.path} is complete: correct the cause and run the same command again, or set "
+                "checkpointing.save_hf=false",
                 path=str(saved.path),
             ) from error
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write the model as a Hugging Face folder anywhere, e.g. without any checkpoint."""
-        self._one("save_hf", str(Path(folder).resolve()))
+        """Write the model as a Hugging Face folder at any path, independent of checkpoints."""
+        self._call_one("save_hf", str(Path(folder).resolve()))
 
     def load(self, path: str | Path) -> int:
-        """Go on from a checkpoint folder (step_N), saved on this or another layout; returns the next step.
+        """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
 
-        Runs no code from the folder. CheckpointDamagedError when its files are not whole, CheckpointError when they
-        belong to another user (see `checkpointing.allow_other_owner`) or to another model.
+        Runs no code from the folder. Raises CheckpointDamagedError if its files are incomplete, CheckpointError if they
+        belong to another user (`checkpointing.allow_other_owner`) or to another model.
         """
         saved = checkpoint.read(Path(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
         for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
-            _log.warning("resuming with another configuration, losses will differ: %s", difference)
-        self._next = int(self._one("load_state", str((saved.path / "state").resolve())))
+            _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
+        self._next = int(self._call_one("load_state", str((saved.path / "state").resolve())))
         return self._next
 
     def _description(self) -> dict[str, Any]:
         return {**dump(self._config), "prepared": self._data_key}
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
-        """End the workers; bounded, and harmless the second time. Returns whether they ended in good order."""
+        """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""
         return self._group.shutdown(timeout_s, cleanup_method="teardown")
 
     def abandon(self) -> None:
-        """End the workers at once, without asking them: after a failure some may wait for ones that are gone."""
+        """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
         self._group.shutdown(timeout_s=10)
 
     def _send(self, method: str, *args: Any) -> GroupFuture:
+        """Call a method on all workers with the same arguments; only one worker sends its result back."""
         axes = self._dims.axes
         return self._group.run_all_workers_sharded_data(
             method, *args, replicate_on_axes=axes, output_is_replicated=axes
         )
 
-    def _one(self, method: str, *args: Any) -> Any:
-        return self._results(self._send(method, *args))[0]
+    def _call_one(self, method: str, *args: Any) -> Any:
+        """Call a method on all workers, wait, and return the result of one of them."""
+        return self._wait_for(self._send(method, *args))[0]
 
-    def _results(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
+    def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         try:
             return self._group.get_all_worker_results(future, timeout_s)
         except WorkerCallError as error:
-            said = getattr(error.__cause__, "cause", None)  # what the method raised, within Ray's error
-            if isinstance(said, RaylaneError):  # it says what to do, which a remote traceback would bury
-                raise said from error
+            # WorkerCallError <- Ray's error <- the exception that the method raised. A RaylaneError tells the user
+            # what to do, so it is raised itself instead of a remote traceback that contains it.
+            raised = getattr(error.__cause__, "cause", None)
+            if isinstance(raised, RaylaneError):
+                raise raised from error
             raise
 
     def __enter__(self) -> Policy:

@@ -1,6 +1,7 @@
-"""The reference page of the configuration, made from the models themselves so that it cannot go stale.
+"""Generator of the configuration reference page, from the schema itself, so that the page is never out of date.
 
-`python -m raylane.sft.reference > docs/reference/sft-config.md` writes it; a test compares the file with this.
+`python -m raylane.sft.reference > docs/reference/sft-config.md` writes the page; a test compares the file with the
+output.
 """
 
 from __future__ import annotations
@@ -21,41 +22,44 @@ __all__ = ["reference_markdown"]
 
 HEAD = """# Configuration of a fine-tuning run
 
-Made from the code by `python -m raylane.sft.reference`; do not edit.
+Generated from the code by `python -m raylane.sft.reference`; do not edit.
 
-A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) puts it on top of others.
-Every key can be set on the command line as well:
+A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) merges it over other files.
+Every key can also be set on the command line:
 
-| word | meaning |
+| override | meaning |
 |---|---|
-| `policy.max_grad_norm=0.5` | set a key of this page, or one that the file has set in an open mapping |
-| `+policy.hf_config_overrides.rope_theta=1e6` | add a new key to an open mapping |
-| `++policy.hf_config_overrides.rope_theta=1e6` | either of the two |
-| `~logger.log_dir` | take away what the file has set; the default applies |
+| `policy.max_grad_norm=0.5` | sets a key of this page, or a key that the file has set in an open mapping |
+| `+policy.hf_config_overrides.rope_theta=1e6` | adds a new key to an open mapping |
+| `++policy.hf_config_overrides.rope_theta=1e6` | sets or adds, whichever applies |
+| `~logger.log_dir` | removes a key that the file has set, so that its default applies |
 
-Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for another key's value, and
-`${mul:a,b}` and `${div:a,b}` for a product and a quotient (`\\${` is a plain `${`). A key that is not
-on this page is refused, with the nearest one that is. Paths start at the working directory.
+Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for the value of another key,
+`${mul:a,b}` and `${div:a,b}` for a product and a quotient (write `\\${` for a literal `${`). A key that is not on this
+page is an error that suggests the nearest known key. Relative paths start at the working directory.
 
-Key names are those of NeMo-RL where the same thing is meant. In a file, values of NeMo-RL such as
-`optimizer.name: torch.optim.AdamW` are understood, and keys of NeMo-RL that ask for nothing
-(`tensor_parallel_size: 1`, `megatron_cfg: {enabled: false}`) are left out and logged; those that ask for something
-which raylane does not do are refused. A list under `policy.scheduler` is refused: write its shape with the keys below.
+Key names are those of NeMo-RL where the meaning is the same; differences are noted below. In a file, NeMo-RL values
+such as `optimizer.name: torch.optim.AdamW` are accepted. NeMo-RL keys that request nothing
+(`tensor_parallel_size: 1`, `megatron_cfg: {enabled: false}`) are ignored with a log message; keys that request a
+feature which raylane does not have are refused. A list under `policy.scheduler` is refused: use the keys below instead.
 """
 
 
 def reference_markdown() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *_sections(RunConfig, "")]).rstrip() + "\n"
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
     own = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
     if path:
-        yield f"## {path}\n\n{_first_paragraph(model)}\n"
+        summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
+        yield f"## {path}\n\n{summary}\n"
     if own:
         yield "| key | type | default | meaning |\n|---|---|---|---|"
-        yield from (_row(name, field) for name, field in own.items())
+        for name, field in own.items():
+            description = (field.description or "").replace("|", "\\|")
+            yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
         yield ""
     for name, field in model.model_fields.items():
         if _is_section(field):
@@ -64,15 +68,6 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-
-
-def _first_paragraph(model: type[BaseModel]) -> str:
-    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
-
-
-def _row(name: str, field: FieldInfo) -> str:
-    description = (field.description or "").replace("|", "\\|")
-    return f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
 
 
 def _default(field: FieldInfo) -> str:
@@ -84,7 +79,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
-    """Python's annotation in the words of YAML, with its bounds."""
+    """Return a Python annotation in YAML terms, with its bounds."""
     origin, args = get_origin(annotation), get_args(annotation)
     if hasattr(annotation, "__metadata__"):  # Annotated inside a union
         return _type(args[0], _flat(annotation.__metadata__))

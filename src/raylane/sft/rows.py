@@ -1,10 +1,10 @@
-"""Documents laid out in rows of fixed length: what a model is given. Called by workers and, to feed them, the driver.
+"""Rows of fixed length made of documents: the input of the model. Called by workers and, to feed them, by the driver.
 
-B = rows asked for, T = length of a row. Each document of a row starts its positions at 0 and has its own id, which is
-what keeps attention inside it; the label of a position is the token that follows it *in the same document*:
+B = rows requested, T = length of a row. Each document in a row starts its positions at 0 and has its own id, which
+limits attention to the document. The label of a position is the next token *of the same document*:
 
     input_ids     a0  a1  a2  b0  b1  pad pad
-    labels        a1  a2 -100 b1 -100 -100 -100     (and -100 wherever the following token is not supervised)
+    labels        a1  a2 -100 b1 -100 -100 -100     (-100 also where the next token is not supervised)
     position_ids   0   1   2   0   1   0   1
     document_ids   0   0   0   1   1  -1  -1
 """
@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raylane.sft.cache import TokenCache
-from raylane.sft.packing import PackPlan, efficiency, plan_packs
+from raylane.sft.packing import Packs, efficiency, pack_documents
 
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
 
 __all__ = ["IGNORED", "RowSource", "open_rows"]
 
-IGNORED = -100  # the label that cross-entropy leaves out (torch.nn.functional.cross_entropy's ignore_index)
+IGNORED = -100  # label without a loss (ignore_index of torch.nn.functional.cross_entropy)
 
 
 class RowSource:
-    """Rows of T tokens, made from a token cache and a packing plan. Random access, no state.
+    """Rows of T tokens, made from a token cache and packs. Random access, no state.
 
     Attributes: `cache`; `packs`, the documents of each row; `row_tokens`, T; `pad_id`.
     """
 
-    def __init__(self, cache: TokenCache, packs: PackPlan, row_tokens: int, pad_id: int) -> None:
+    def __init__(self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int) -> None:
         self.cache = cache
         self.packs = packs
         self.row_tokens = row_tokens
@@ -45,18 +45,18 @@ class RowSource:
 
     @property
     def num_rows(self) -> int:
-        """Rows in one pass over the data."""
+        """Number of rows in one pass over the data."""
         return len(self.packs)
 
     @property
     def efficiency(self) -> float:
-        """Part of all positions that hold a token rather than padding."""
+        """Fraction of all positions that hold a token instead of padding."""
         return efficiency(self.cache.lengths, self.num_rows, self.row_tokens)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids, labels, position_ids and document_ids, each int64[B, T]; see the drawing above.
+        """Return input_ids, labels, position_ids and document_ids, each int64 [B, T], as drawn in the module docstring.
 
-        Index -1 gives a row of padding alone, which fills up a last batch. IndexError for a row that is not there.
+        Index -1 gives a row of padding only, which fills up a last batch. IndexError for a row that does not exist.
         """
         shape = (len(indices), self.row_tokens)
         out = {
@@ -81,12 +81,13 @@ class RowSource:
             row["position_ids"][start:end] = np.arange(len(tokens))
             row["document_ids"][start:end] = number
             start = end
+        # Padding counts as one more document: its positions restart, so no document attends to it.
         row["position_ids"][start:] = np.arange(self.row_tokens - start)
 
 
 def open_rows(folder: str | Path, policy: PolicyConfig, pad_id: int) -> RowSource:
-    """The rows of a cache folder as `policy.sequence_packing` and `policy.max_total_sequence_length` lay them out."""
+    """Return the rows of a cache folder, laid out as `policy` asks (packing algorithm and row length)."""
     cache = TokenCache.open(folder)
     algorithm = policy.sequence_packing.algorithm if policy.sequence_packing.enabled else "none"
-    packs = plan_packs(cache.lengths, policy.max_total_sequence_length, algorithm)
+    packs = pack_documents(cache.lengths, policy.max_total_sequence_length, algorithm)
     return RowSource(cache, packs, policy.max_total_sequence_length, pad_id)

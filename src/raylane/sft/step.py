@@ -1,9 +1,10 @@
-"""One optimizer step on one worker: micro-batches forward and backward, one division by the global token count, clip,
-update. Called by `worker`; collective, so all workers run it with equally many micro-batches.
+"""One optimizer step on one worker: micro-batches forward and backward, global mean, clip, update.
 
-The gradient of a step is d/dw (sum of losses over all supervised tokens of the global batch / their number), whatever
-the numbers of workers, replicas and micro-batches: FSDP averages gradients over workers, so each worker's sum is
-multiplied by their number before it is divided by the global count.
+Called by `worker`. Collective: all workers run it with the same number of micro-batches.
+
+The gradient of a step is d/dw (sum of losses over all supervised tokens of the global batch / their number), for any
+number of workers, replicas and micro-batches. FSDP averages gradients over workers, so each worker's sum is multiplied
+by the number of workers before the division by the global count.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ __all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of the global batch: tokens that the loss is on, and tokens of documents (padding left out)."""
+    """Token counts of the global batch."""
 
     supervised: int
+    """Number of tokens with a loss."""
     tokens: int
+    """Number of tokens of documents, without padding."""
 
 
 def count(batch: BatchDict, device: torch.device) -> Counts:
-    """Add up over all workers. One small all-reduce."""
+    """Return the token counts summed over all workers, by one small all-reduce."""
     tokens = (batch["document_ids"] >= 0).sum() if "document_ids" in batch else torch.tensor(batch["labels"].numel())
     both = torch.stack([(batch["labels"] != IGNORED).sum(), tokens]).to(device)
     dist.all_reduce(both)
@@ -51,26 +54,29 @@ def backward(
     device: torch.device,
     reduce_each: bool = False,
 ) -> float:
-    """Leave the gradients of the global mean loss in `.grad`; returns that loss, the same on all workers.
+    """Leave the gradients of the global mean loss in `.grad`; return that loss, the same on all workers.
 
-    `reduce_each`: reduce after every micro-batch, so that each worker keeps only its shard of the gradients; otherwise
-    once, by the last one, and until then each worker keeps whole float32 gradients.
+    With `reduce_each` gradients are reduced after every micro-batch, so each worker keeps only its shard of them.
+    Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
     scale = dist.get_world_size() / max(1, counts.supervised)
+    # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
+        # Without this, FSDP would reduce in every backward pass; only the last one needs to.
         sharded(model).set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
-    return _global_mean(total, counts)
+    dist.all_reduce(total)
+    return float(total) / max(1, counts.supervised)
 
 
 def forward_only(
     model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device
 ) -> Tensor:
-    """Sum of the loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
+    """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
         for part in batch.micro_batches(rows):
@@ -89,10 +95,10 @@ def evaluating(model: SupervisedModel) -> Iterator[None]:
 
 
 def clip(model: SupervisedModel, max_norm: float | None) -> float:
-    """Norm of all gradients of the whole model, before clipping to `max_norm` (None: only measured). Collective."""
+    """Clip the gradients of the whole model to `max_norm` (None: do not clip); return their norm before. Collective."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
+    if isinstance(norm, DTensor):  # a partial norm per worker; full_tensor() combines them
         norm = norm.full_tensor()
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
@@ -109,21 +115,20 @@ def optimize(
     device: torch.device,
     reduce_each: bool = False,
 ) -> tuple[float, float, Counts]:
-    """(loss, gradient norm, counts) of a step. FloatingPointError, before any weight is touched, if not finite."""
+    """Run one step and return (loss, gradient norm, counts).
+
+    FloatingPointError if loss or norm is not finite; no weight has changed then.
+    """
     counts = count(batch, device)
     loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
+    # All workers have the same loss and norm, so either all raise or none does.
     if not (math.isfinite(loss) and math.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise FloatingPointError(
-            f"loss {loss}, gradient norm {norm}: the weights were left as they are; lower the learning rate, clip "
-            "harder (policy.max_grad_norm), or look at the data of this step"
+            f"the step failed: loss {loss}, gradient norm {norm}. The weights are unchanged. Use a lower learning rate "
+            "(policy.optimizer.kwargs.lr) or a lower policy.max_grad_norm, or check the data of this step"
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss, norm, counts
-
-
-def _global_mean(total: Tensor, counts: Counts) -> float:
-    dist.all_reduce(total)
-    return float(total) / max(1, counts.supervised)

@@ -1,8 +1,12 @@
-"""A fine-tuning run: set up, loop, step. What `raylane sft` calls.
+"""The training run behind `raylane sft`: set up, loop, step.
 
-The driver only steers: it sends step numbers (or, with `sft.feed=driver`, batches) and reads a few figures per step,
-`sft.steps_in_flight` steps late, so that the workers never wait for it. Before a validation or a save it waits for all
-steps that are under way.
+The driver only controls the run: it sends step numbers (or, with `sft.feed=driver`, batches) and reads a few metrics
+per step. It reads them `sft.steps_in_flight` steps late, so that the workers never wait for the driver:
+
+    driver    send 0  send 1  read 0  send 2  read 1  send 3 ...      (steps_in_flight = 2)
+    workers           [-- step 0 --][-- step 1 --][-- step 2 --] ...
+
+Before a validation or a save the driver waits for all steps in flight.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -30,65 +33,80 @@ from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig, RunConfig
 from raylane.sft.curve import loss_curve
 from raylane.sft.data import PreparedData, prepare
-from raylane.sft.folders import held
+from raylane.sft.folders import lock_folders
 from raylane.sft.metrics import MetricsLog
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource, open_rows
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
-__all__ = ["RunResult", "StopRequest", "Trainer", "how_to_go_on", "run"]
+__all__ = ["RunResult", "StopRequest", "Trainer", "resume_advice", "run"]
 
 _log = logging.getLogger(__name__)
 
-_SAMPLE_LIMIT = 200_000_000
-"""Parameters up to which the driver loads the finished model to show an answer."""
-_REACHED_S = 15.0
-"""Seconds in which a Ray cluster must accept a connection."""
-_SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "data_time_s", "dispatch_time_s", "compute_time_s")
+_MAX_SAMPLE_PARAMETERS = 200_000_000
+"""Largest number of parameters for which the driver loads the finished model to print a sample answer."""
+_CONNECT_TIMEOUT_S = 15.0
+"""Time in seconds in which a Ray cluster must accept a connection."""
+_PROGRESS_METRICS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "step_time_s",
+    "data_time_s",
+    "dispatch_time_s",
+    "compute_time_s",
+)
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """Result of a training run."""
 
     steps: int
-    """Optimizer steps that the weights have seen, earlier runs included."""
+    """Number of optimizer steps applied to the weights, including steps before the run was resumed."""
     stopped: bool
-    """Whether SIGTERM ended it before its last step."""
+    """True if SIGTERM ended the run before its last step."""
     train_loss: float | None
-    """Of the last step; None if this run made none."""
+    """Training loss of the last step; None if this run made no step."""
     val_loss: float | None
-    """Of the last validation; None if there was none."""
+    """Loss of the last validation; None if there was none."""
     checkpoint: Path | None
-    """Where the state was saved last."""
+    """Folder of the last checkpoint; None if none was saved."""
     hf_dir: Path | None
-    """The model as a Hugging Face folder."""
+    """Folder of the model in Hugging Face format; None if it was not written."""
     curve: Path | None
-    """Picture of the losses."""
+    """File with the loss curve; None if no curve was drawn."""
     sample: sample.Sample | None
-    """A question of the data, and what the model answers."""
+    """A prompt from the data and the model's answer to it; None if no sample was made."""
 
 
 def run(config: RunConfig) -> RunResult:
-    """Train as configured, from the checkpoint that `checkpointing.resume` names; waits until the end.
+    """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
 
-    Connects to Ray when that has not been done (RAY_ADDRESS, else a Ray of its own on this machine). SIGTERM ends the
-    run after the steps under way, with a checkpoint. Raises ConfigError (also when another run uses the same folders)
-    and DataError before anything is started; WorkerLostError, WorkerCallError and CheckpointError later, after the
-    workers have been ended.
+    Connects to Ray if needed: to the cluster in RAY_ADDRESS, otherwise to a new local Ray that ends with the run.
+    SIGTERM ends the run after the steps in flight, with a checkpoint.
+
+    Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
+    WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
     """
     prepared = prepare(config)
     rows = open_rows(prepared.train, config.policy, prepared.pad_id)
     total = order.total_steps(
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
-    with held(_folders(config)), MetricsLog(config.logger, config.logger.log_dir) as log:
-        resumed = _start_point(config.checkpointing) if config.checkpointing.enabled else None
-        return _run_from(config, prepared, rows, total, resumed, log)
+    folders = {"logger.log_dir": config.logger.log_dir}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    # The folders are locked before the search for a checkpoint: another run must not replace it in between.
+    with lock_folders(folders), MetricsLog(config.logger, config.logger.log_dir) as log:
+        resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
+        return _run_locked(config, prepared, rows, total, resumed, log)
 
 
-def _start_point(settings: CheckpointingConfig) -> Saved | None:
+def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
+    """Return the checkpoint that the run starts from, None for a new run. Repairs an interrupted replacement first."""
     for path in checkpoint.recover(Path(settings.checkpoint_dir)):
         _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
     resumed = checkpoint.find(settings)
@@ -97,53 +115,51 @@ def _start_point(settings: CheckpointingConfig) -> Saved | None:
 
 
 @contextmanager
-def _lost_workers_told(config: RunConfig) -> Iterator[None]:
-    """Say what the user of a run can do about a lost worker; the group's own advice is for those who drive a group."""
+def _advise_on_lost_worker(config: RunConfig) -> Iterator[None]:
+    """Replace the advice in a WorkerLostError: the group's advice is for programs that call a group directly."""
     try:
         yield
     except WorkerLostError as error:
         reason = str(error.fields.get("reason", error))
-        raise WorkerLostError(f"{reason} The run has ended. {how_to_go_on(config)}", **error.fields) from error
+        raise WorkerLostError(f"{reason} The run has ended. {resume_advice(config)}", **error.fields) from error
 
 
-def how_to_go_on(config: RunConfig) -> str:
-    """Return a sentence on what the same command does after this run ended early. Reads the checkpoint folder."""
+def resume_advice(config: RunConfig) -> str:
+    """Return a sentence that tells what the same command would do after this run. Reads the checkpoint folder."""
     settings = config.checkpointing
     try:
         whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
     except CheckpointError as error:
-        return f"Which checkpoint the same command would resume from cannot be told: {error}"
+        return f"The checkpoint to resume from is not known: {error}"
     if not whole:
-        return "No checkpoint was saved, so the same command begins anew; checkpointing.save_period saves on the way"
+        return (
+            "No checkpoint was saved, so the same command starts a new run. Set checkpointing.save_period to save "
+            "during the run"
+        )
     again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
     return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}"
 
 
-def _folders(config: RunConfig) -> dict[str, str]:
-    folders = {"logger.log_dir": config.logger.log_dir}
-    if config.checkpointing.enabled:
-        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
-    return folders
-
-
-def _run_from(
+def _run_locked(
     config: RunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
 ) -> RunResult:
+    """Train with the folders already locked; return the result after all workers have ended."""
     with ExitStack() as stack:
-        with _sigterm_held_back():
-            stack.enter_context(_connected(config))
+        # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
+        with _block_sigterm():
+            stack.enter_context(_connect_to_ray(config))
             stop = stack.enter_context(StopRequest())
-        with _lost_workers_told(config), Policy(config, prepared, total) as policy:
+        with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
             _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
-            trainer.go_on_from(resumed)
+            trainer.resume_from(resumed)
             trainer.fit()
             parameters = int(policy.facts["parameters"])
         return _result(config, prepared, trainer, log, parameters)
 
 
 class Trainer:
-    """The loop over steps. One use: `go_on_from`, then `fit`."""
+    """Loop over the steps of one run. Call `resume_from` once, then `fit` once."""
 
     def __init__(
         self, config: RunConfig, policy: Policy, rows: RowSource, log: MetricsLog, total_steps: int, stop: StopRequest
@@ -151,34 +167,35 @@ class Trainer:
         self._config, self._policy, self._rows, self._log, self._stop = config, policy, rows, log, stop
         self.total_steps = total_steps
         self.saved: Saved | None = None
-        """The last checkpoint of this run, or the one that it goes on from."""
+        """Last checkpoint of this run, or the checkpoint that the run resumed from."""
         self.losses: dict[str, float] = {}
-        """Latest "train:loss" and "val:loss"."""
-        self._measured: tuple[int, float] | None = None
-        """(steps done, loss) of the last validation."""
+        """Latest values of "train:loss" and "val:loss"."""
+        self._last_validation: tuple[int, float] | None = None
+        """Number of steps done at the last validation, and its loss; None before the first one."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
-        """Steps that were sent and whose figures were not read yet, oldest first."""
+        """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
 
     @property
     def done(self) -> int:
-        """Steps that were sent, which is all that are done whenever nothing is in flight."""
+        """Number of steps sent; equal to the number of steps done whenever nothing is in flight."""
         return self._policy.next_step
 
-    def go_on_from(self, saved: Saved | None) -> None:
-        """Load a checkpoint (None: begin anew), and forget figures and leftovers of steps that will be run again."""
+    def resume_from(self, saved: Saved | None) -> None:
+        """Load a checkpoint (None starts a new run); remove metrics and leftover files of steps that will run again."""
         if saved is not None:
             saved, step = self._load(saved)
             self.saved = saved
-            _log.info("going on from %s, step %d of %d", saved.path, step, self.total_steps)
+            _log.info("resuming from %s, step %d of %d", saved.path, step, self.total_steps)
+            # The steps after the checkpoint run again; metrics.jsonl must not hold two records of them.
             self._log.rewind(self.done)
         elif (aside := self._log.begin_anew()) is not None:
-            _log.info("the figures of an earlier run are now in %s", aside)
+            _log.info("the metrics of an earlier run were moved to %s", aside)
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
-                _log.warning("removed %s: it was never finished", path)
+                _log.warning("removed %s: it was incomplete", path)
 
     def _load(self, saved: Saved) -> tuple[Saved, int]:
-        """Load a checkpoint, or under resume=auto the newest earlier one that is not damaged."""
+        """Load a checkpoint, or with resume=auto the newest earlier one that is not damaged."""
         while True:
             try:
                 return saved, self._policy.load(saved.path)
@@ -186,7 +203,7 @@ class Trainer:
                 saved = checkpoint.fall_back(saved, self._config.checkpointing, damage)
 
     def fit(self) -> None:
-        """All steps that are left."""
+        """Run all remaining steps, with the configured validations and checkpoints."""
         if self._config.sft.val_at_start and self.done == 0:
             self._validate()
         while self.done < self.total_steps and not self._stop.requested:
@@ -199,18 +216,23 @@ class Trainer:
             self._save(with_hf=finished and self._config.checkpointing.save_hf)
 
     def _step(self) -> None:
+        """Send one step, and validate or save after it if that is due."""
+        # Read before sending, so that at most steps_in_flight steps are queued in the workers.
         while len(self._in_flight) >= self._config.sft.steps_in_flight:
             self._read_oldest()
         self._in_flight.append((self.done, self._send()))
         if self._is_due(self._config.sft.val_period):
             self._wait_for_steps()
             self._validate()
+        # After the validation, because the checkpoint records the validation loss of its own step.
         if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
             self._wait_for_steps()
-            if self.done < self.total_steps:  # the last one is saved by `fit`, with everything that belongs to it
+            # `fit` saves the last step, together with the final validation loss and the Hugging Face folder.
+            if self.done < self.total_steps:
                 self._save(with_hf=False)
 
     def _send(self) -> GroupFuture:
+        """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
             return self._policy.train_step_nowait(self.done)
         rows = order.batch_rows(
@@ -227,37 +249,43 @@ class Trainer:
         return period > 0 and self.done % period == 0
 
     def _wait_for_steps(self) -> None:
+        """Wait for all steps in flight."""
         while self._in_flight:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
+        """Wait for the oldest step in flight, record its metrics and show the progress."""
         number, future = self._in_flight.popleft()
         metrics = self._policy.result(future)
-        step = number + 1  # people, and checkpoints, count the steps that are done
+        step = number + 1  # the log and the checkpoints count finished steps
         self.losses["train:loss"] = metrics["loss"]
+        # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
-        shown = {name: metrics[name] for name in _SHOWN}
+        shown = {name: metrics[name] for name in _PROGRESS_METRICS}
         if step % self._config.sft.log_interval == 0 or step == self.total_steps:
             self._log.progress(step, self.total_steps, shown)
         else:
             self._log.live(step, self.total_steps, shown)
 
     def _validate(self) -> None:
-        if self._measured is not None and self._measured[0] == self.done:
+        """Validate and record the loss, unless that was already done after the same step."""
+        if self._last_validation is not None and self._last_validation[0] == self.done:
             return
         metrics = self._policy.validate()
-        self._measured = (self.done, metrics["loss"])
+        self._last_validation = (self.done, metrics["loss"])
         self.losses["val:loss"] = metrics["loss"]
         self._log.log(self.done, metrics, "val")
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
 
     def _save(self, *, with_hf: bool) -> None:
+        """Save a checkpoint of the current step, or add to an existing one what is missing from it."""
         if self.saved is not None and self.saved.step == self.done and (not with_hf or hf_dir(self.saved) is not None):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
-        if self._measured is not None and self._measured[0] == self.done:
-            metrics["val:loss"] = self._measured[1]
-        if self.saved is not None and self.saved.step == self.done:  # written again, e.g. with the model beside it
+        if self._last_validation is not None and self._last_validation[0] == self.done:
+            metrics["val:loss"] = self._last_validation[1]
+        if self.saved is not None and self.saved.step == self.done:
+            # The state of this step is saved already. If no metric is new, only the Hugging Face folder is missing.
             if not set(metrics) - set(self.saved.metrics):
                 self._policy.export(self.saved)
                 return
@@ -267,13 +295,16 @@ class Trainer:
 
 
 def hf_dir(saved: Saved | None) -> Path | None:
-    """The Hugging Face folder of a checkpoint, if it has one."""
+    """Return the Hugging Face folder of a checkpoint, None if there is none."""
     folder = saved.path / "hf" if saved is not None else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 class StopRequest:
-    """Set by SIGTERM while the `with` block runs (in the main thread; elsewhere only by `ask`)."""
+    """Request to end the run, set by SIGTERM while the `with` block runs.
+
+    Outside the main thread Python cannot handle signals; there only `ask` sets the request.
+    """
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -281,32 +312,30 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the run should end soon."""
+        """True if the run should end after the steps in flight."""
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """What SIGTERM does."""
+        """Request the end of the run, as SIGTERM does."""
         self._asked.set()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_signal)
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: self.ask())
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.ask()
-
 
 @contextmanager
-def _sigterm_held_back() -> Iterator[None]:
-    """A SIGTERM that comes now is delivered at the end of the block, and processes started within it never get one.
+def _block_sigterm() -> Iterator[None]:
+    """Block SIGTERM in this thread and in all processes started in the `with` block; deliver a pending one at its end.
 
-    Batch systems and shells send it to all processes of a job: Ray's would be gone before the checkpoint is saved. (Ray
-    keeps SIGINT from them in the same way.) They end with the driver, by the kernel's parent-death signal if need be.
+    Batch systems and shells send SIGTERM to all processes of a job, and Ray's processes would end before the checkpoint
+    is saved. They inherit the blocked signal mask and so ignore it; Ray protects its processes from SIGINT in the same
+    way. They still end with the driver, if need be through the kernel's parent-death signal.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -316,17 +345,18 @@ def _sigterm_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def _connected(config: RunConfig) -> Iterator[None]:
-    """An initialised Ray: the caller's, the one that RAY_ADDRESS names, or one of our own that ends with the run."""
+def _connect_to_ray(config: RunConfig) -> Iterator[None]:
+    """Provide an initialised Ray: the caller's, the cluster in RAY_ADDRESS, or a local one that ends with the block."""
     if ray.is_initialized():
         yield
         return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # its default warns at every start
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray prints a warning at every start
     level = logging.WARNING
     if address := os.environ.get("RAY_ADDRESS"):
         _refuse_unreachable(address)
         ray.init(logging_level=level)
     else:
+        # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
         wanted = config.cluster.num_workers * config.cluster.cpus_per_worker
         cpus = max(wanted, os.cpu_count() or 1)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
@@ -337,12 +367,15 @@ def _connected(config: RunConfig) -> Iterator[None]:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port; Ray itself tries for minutes."""
+    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port.
+
+    Checked here because Ray itself retries for minutes.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():  # e.g. "auto"
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHED_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"the Ray cluster at RAY_ADDRESS={address} cannot be reached: {error}. Start it, correct RAY_ADDRESS, or "
@@ -351,14 +384,21 @@ def _refuse_unreachable(address: str) -> None:
 
 
 def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: MetricsLog, parameters: int) -> RunResult:
+    """Return the result of a finished run; draw the loss curve and ask the model for a sample answer."""
     folder = hf_dir(trainer.saved)
     shown = None
-    if folder is not None and parameters <= _SAMPLE_LIMIT:
+    if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
             shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
-        except Exception as error:  # the run is complete and saved; a model that cannot answer must not end it so
-            _log.warning("the model in %s was saved, but gave no sample answer: %r", folder, error)
+        except Exception as error:  # the run is complete and saved, so this must not turn it into a failure
+            _log.warning("the model in %s was saved, but no sample answer could be made: %r", folder, error)
+    curve = None
+    if trainer.losses:
+        try:
+            curve = loss_curve(log.run_dir)
+        except Exception as error:  # as above
+            _log.warning("the loss curve could not be drawn: %r", error)
     return RunResult(
         steps=trainer.done,
         stopped=trainer.done < trainer.total_steps,
@@ -366,14 +406,6 @@ def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: Me
         val_loss=trainer.losses.get("val:loss"),
         checkpoint=trainer.saved.path if trainer.saved else None,
         hf_dir=folder,
-        curve=_curve(log) if trainer.losses else None,
+        curve=curve,
         sample=shown,
     )
-
-
-def _curve(log: MetricsLog) -> Path | None:
-    try:
-        return loss_curve(log.run_dir)
-    except Exception as error:  # the run is complete and saved
-        _log.warning("the loss curve could not be drawn: %r", error)
-        return None

@@ -1,8 +1,8 @@
-"""The worker of a fine-tuning run: one process of the group that holds a shard of the model and reads its own data.
+"""Worker of a fine-tuning run: one process of the group, which holds a shard of the model and reads its own data.
 
-A plain class, built by `WorkerGroup` in an actor, or by anybody in a process that has the rank variables set. Every
-method is collective unless it says otherwise: the driver calls all workers with the same arguments, in one order.
-Called by `policy`.
+A plain class. `WorkerGroup` builds it in an actor; it can also be built in any process that has the rank variables set.
+Every method is collective unless its docstring says otherwise: the driver calls it on all workers with the same
+arguments, in the same order. Called by `policy`.
 """
 
 from __future__ import annotations
@@ -35,36 +35,38 @@ _log = logging.getLogger(__name__)
 
 
 class SftWorker:
-    """Construct, `setup`, then steps. `teardown` before the process ends.
+    """Model, optimizer and data of one rank: construct, `setup`, run steps, and `teardown` before the process ends.
 
-    Numbers of steps count from 0. Randomness of a step (dropout, if the model has any) is seeded by run seed, step and
-    rank, so that nothing random needs to be saved and a resumed run goes on exactly.
+    Step numbers count from 0. The randomness of a step (dropout, if the model has any) is seeded by run seed, step and
+    rank, so no random state needs to be saved and a resumed run continues exactly.
     """
 
     def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
-        """Joins the process group: gloo, and nccl as well for device_type "cuda" (this worker's GPU is its first)."""
+        """Join the process group: gloo, and for device_type "cuda" also nccl on the first visible GPU."""
         self._device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
             torch.cuda.set_device(self._device)
         torch.set_num_threads(num_threads)
+        # gloo in a GPU run too: object broadcasts use CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._losses: dict[str, LossFunction] = {}
-        """Loss functions that the driver sent once, by name."""
-        self._free_since: float | None = None
-        """When the last step ended (monotonic seconds); None: something else has run since."""
-        self._ahead: ReadAhead[BatchDict] | None = None
-        """Rows of the next step, read while the current one computes; None before `setup`."""
+        """Loss functions that the driver sent, by name."""
+        self._idle_since: float | None = None
+        """Time when the last step ended (`time.perf_counter` seconds); None if the worker did other work since."""
+        self._read_ahead: ReadAhead[BatchDict] | None = None
+        """Reader of the next step's rows while the current step computes; None before `setup`."""
 
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
-        """Build model, optimizer and data; check that packing keeps documents apart. Replaces an earlier setup.
+        """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
-        Returns facts for the log: number of parameters, of this worker's own, rows.
+        Returns facts for the log: the number of parameters, of parameters held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
         self._config, self._prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
-        hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, _end_id(prepared))
+        end_id = prepared.end_ids[0] if prepared.end_ids else None
+        hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
         mesh = ParallelDims.of(config).device_mesh(self._device.type)
         self._model: SupervisedModel = build_model(hf_config, policy, mesh, self._device, config.sft.seed)
         self._optimizer = make_optimizer(self._model, policy.optimizer)
@@ -73,33 +75,39 @@ class SftWorker:
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
-        if self._ahead is not None:
-            self._ahead.close()
-        self._ahead = ReadAhead(self.own_rows, total_steps)
+        if self._read_ahead is not None:  # of an earlier setup
+            self._read_ahead.close()
+        self._read_ahead = ReadAhead(self.own_rows, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
+        local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         return {
             "parameters": sum(parameter.numel() for parameter in parameters),
-            "parameters_held": sum(_held(parameter).numel() for parameter in parameters),
+            "parameters_held": sum(part.numel() for part in local_parts),
             "train_rows": self._train.num_rows,
         }
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
     def train_step(self, number: int) -> dict[str, float]:
-        """Step `number` on this worker's own rows of its global batch."""
+        """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
+
+        Metrics: loss, grad_norm (before clipping), lr, supervised_tokens, tokens, tokens_per_s, and times in seconds:
+        step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s (idle since the last step). All
+        except the times are equal on all workers.
+        """
         started = time.perf_counter()
-        assert self._ahead is not None, "setup comes first"
-        batch = self._ahead.take(number)
+        assert self._read_ahead is not None, "setup comes first"
+        batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
 
     def train_batch(
         self, data: BatchDict, number: int, loss: str | None, micro_batch_size: int, eval_mode: bool
     ) -> dict[str, float]:
-        """One step on this worker's part of a batch that the driver sent; with `eval_mode` the loss alone.
+        """Run one step on this worker's part of a batch that the driver sent; with `eval_mode` compute only the loss.
 
-        `data` has input_ids, position_ids and labels, int64 [B, T], and whatever the loss function reads. `loss` names
-        a function given to `add_loss`; None is cross-entropy.
+        `data` has input_ids, position_ids and labels, int64 [B, T], and any other tensors that the loss function reads.
+        `loss` names a function sent with `add_loss`; None means cross-entropy.
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
@@ -108,19 +116,20 @@ class SftWorker:
         counts = step.count(data, self._device)
         total = step.forward_only(self._model, data, micro_batch_size, loss_fn, self._device)
         dist.all_reduce(total)
-        self._other_work_done()
+        self._end_other_work()
         return {"loss": float(total) / max(1, counts.supervised), "supervised_tokens": counts.supervised}
 
     def add_loss(self, name: str, loss_fn: LossFunction) -> None:
-        """Keep a loss function, so that it is sent once and not with every step. Not collective."""
+        """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
     def _step(
         self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int, started: float
     ) -> dict[str, float]:
+        """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
         ready = time.perf_counter()
-        torch.manual_seed(_step_seed(self._config.sft.seed, number, self._rank))
+        torch.manual_seed(step_seed(self._config.sft.seed, number, self._rank))
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
         loss, norm, counts = step.optimize(
@@ -134,8 +143,9 @@ class SftWorker:
             policy.dtensor_cfg.reduce_every_micro_batch,
         )
         done = time.perf_counter()
-        waited = 0.0 if self._free_since is None else started - self._free_since
-        self._free_since = done
+        # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
+        waited = 0.0 if self._idle_since is None else started - self._idle_since
+        self._idle_since = done
         total = waited + done - started
         return {
             "loss": loss,
@@ -151,35 +161,39 @@ class SftWorker:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss over the supervised tokens of the validation set (its first `sft.val_batches`, or all)."""
+        """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
-            raise ValueError("there is no validation set: set data.validation or data.validation_fraction")
+            raise ValueError("cannot validate: no validation set. Set data.validation or data.validation_fraction")
         sft = self._config.sft
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         supervised = 0
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
-            batch = _batch(self._validation, order.rank_slice(rows, self._rank, self._world))
+            batch = _read_batch(self._validation, order.rank_slice(rows, self._rank, self._world))
             supervised += step.count(batch, self._device).supervised
             total += step.forward_only(self._model, batch, sft.val_micro_batch_size, self._loss, self._device)
         dist.all_reduce(total)
-        self._other_work_done()
+        self._end_other_work()
         return {"loss": float(total) / max(1, supervised), "supervised_tokens": supervised}
 
     def gradients(self, data: BatchDict, micro_batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
-        """(loss, whole gradient of every parameter by name, float32 on the CPU) of a batch; no weight changes.
+        """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
-        For tests and for looking into a model; gathers one parameter after the other.
+        For tests and inspection; gathers one parameter after the other, so that no GPU holds the whole model.
         """
         counts = step.count(data, self._device)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
         loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
-        found = {name: _whole(p.grad) for name, p in self._model.causal_lm.named_parameters() if p.grad is not None}
+        found = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found[name] = whole.detach().float().cpu()
         self._optimizer.zero_grad(set_to_none=True)
-        self._other_work_done()
+        self._end_other_work()
         return loss, found
 
     def own_rows(self, number: int) -> BatchDict:
-        """This worker's rows of step `number`, as `train_step` reads them. Not collective."""
+        """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self._config.policy
         rows = order.batch_rows(
             self._train.num_rows,
@@ -188,25 +202,25 @@ class SftWorker:
             number,
             self._config.data.shuffle,
         )
-        return _batch(self._train, order.rank_slice(rows, self._rank, self._world))
+        return _read_batch(self._train, order.rank_slice(rows, self._rank, self._world))
 
     # State ----------------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: str, next_step: int) -> None:
-        """Write this run's state; `next_step` is the step that a resumed run begins with."""
+        """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
         state.save_state(Path(folder), self._model, optimizer, next_step)
-        self._other_work_done()
+        self._end_other_work()
 
     def load_state(self, folder: str) -> int:
-        """Read the state back, on any layout; returns the step to begin with."""
+        """Read the state back, on any layout; return the step to start with."""
         path = Path(folder)
         optimizer = self._optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
-            _log.warning("%s holds no optimizer state: it starts anew, and losses will differ", folder)
+            _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
         sharded(self._model).reshard()
         next_step = state.load_state(path, self._model, optimizer)
-        self._other_work_done()
+        self._end_other_work()
         return next_step
 
     def save_hf(self, folder: str) -> None:
@@ -219,43 +233,35 @@ class SftWorker:
             self._prepared.end_ids,
             None if start is None else Path(start),
         )
-        self._other_work_done()
+        self._end_other_work()
 
     def process_id(self) -> int:
-        """Not collective."""
+        """Return the process ID of this worker. Not collective."""
         return os.getpid()
 
     def teardown(self) -> None:
-        """Leave the process group. All wait for all first: a process that leaves early can abort the others."""
-        if self._ahead is not None:
-            self._ahead.close()
+        """Leave the process group.
+
+        A barrier comes first: a process that leaves early can abort collectives of the others.
+        """
+        if self._read_ahead is not None:
+            self._read_ahead.close()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
 
-    def _other_work_done(self) -> None:
-        # A forward without a backward leaves the last group gathered; it would be stale after the next weight change.
+    def _end_other_work(self) -> None:
+        """Release gathered weights and forget the time of the last step after other work."""
+        # A forward pass without a backward pass leaves the weights of the last FSDP group gathered, and they would be
+        # out of date after the next optimizer step.
         sharded(self._model).reshard()
-        self._free_since = None
+        self._idle_since = None
 
 
-def _batch(source: RowSource, rows: Any) -> BatchDict:
-    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
-
-
-def _step_seed(seed: int, number: int, rank: int) -> int:
-    """Distinct for every (step, rank) of a run; plain arithmetic modulo 2**63, so equal on every machine."""
+def step_seed(seed: int, number: int, rank: int) -> int:
+    """Return a seed that is distinct for every (step, rank) of a run and equal on every machine."""
     return (seed * 1_000_003 + number * 65_537 + rank) % 2**63
 
 
-def _end_id(prepared: PreparedData) -> int | None:
-    return prepared.end_ids[0] if prepared.end_ids else None
-
-
-def _held(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return whole.detach().float().cpu()
+def _read_batch(source: RowSource, rows: Any) -> BatchDict:
+    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})

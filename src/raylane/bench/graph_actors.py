@@ -1,5 +1,4 @@
-"""The actors of `raylane bench graph`. Imports neither torch nor NumPy: most of these actors need neither, and they
-are many and start at once."""
+"""Actors of `raylane bench graph`. Imports neither torch nor NumPy, because many of these actors start at once."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ __all__ = ["Peer", "Stepper"]
 
 
 class Peer:
-    """Does next to nothing, so that what is measured is the way there and back."""
+    """Actor that does almost nothing, so that the measured time is the way to it and back."""
 
     def pid(self) -> int:
         return os.getpid()
@@ -21,11 +20,11 @@ class Peer:
         return value
 
     def touch(self, array: Any) -> float:
-        """Looks at both ends of a 1-d array."""
+        """Return the sum of the first and the last element of a 1-d array."""
         return float(array[0] + array[-1])
 
     def loop(self, method: str, value: Any, seconds: float, gap_s: float) -> list[float]:
-        """Call a method of this actor again and again; microseconds of each call."""
+        """Call a method of this actor repeatedly; return the microseconds of each call."""
         call, clock = getattr(self, method), time.perf_counter
         times = []
         now = clock()
@@ -41,7 +40,7 @@ class Peer:
 
 
 class Stepper(Peer):
-    """Trains a small network on one core: forward, backward and update, several times a step."""
+    """Actor that trains a small network on one core: forward, backward and update, `repeats` times per step."""
 
     BATCH, WIDTH = 32, 256
 
@@ -57,7 +56,7 @@ class Stepper(Peer):
         self.batch = torch.ones(self.BATCH, self.WIDTH)
 
     def calibrate(self, seconds: float) -> int:
-        """How many repeats take about that long here."""
+        """Return the number of repeats that take about `seconds` on this machine."""
         times = []
         end = time.perf_counter() + 20 * seconds
         while time.perf_counter() < end:
@@ -70,7 +69,7 @@ class Stepper(Peer):
         self.repeats = count
 
     def step(self, value: Any) -> Any:
-        # The setting is one of each thread, and contenders run this on threads of their own.
+        # torch keeps this setting per thread, and each contender runs the method in another thread.
         if self.torch.get_num_threads() != 1:
             self.torch.set_num_threads(1)
         for _ in range(self.repeats):
@@ -81,7 +80,7 @@ class Stepper(Peer):
         return value
 
     def steps(self, count: int) -> list[float]:
-        """That many steps, one after the other; when each ended on the clock that all processes of a host share."""
+        """Run `count` steps and return the end time of each, on the clock that all processes of a host share."""
         ends = []
         for _ in range(count):
             self.step(0)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from raylane.cli import bench_transfer
+from raylane.bench import transfer
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
 
 def test_cases() -> None:
-    names = [case.name for case in bench_transfer.cases(large=False, only=None)]
+    names = [case.name for case in transfer.cases(large=False, only=None)]
     assert names[:2] == ["4B", "4B-new"]
     assert names[2:6] == ["80KB", "80KB-new", "96KB", "96KB-new"]
     assert names[6:] == ["150KB", "150KB-new", "1MB", "1MB-new", "100MB", "100MB-new"]
-    assert [case.name for case in bench_transfer.cases(large=True, only="1GB,4B")] == ["1GB", "4B"]
-    with pytest.raises(ValueError, match="unknown cases 2GB; there are 4B"):
-        bench_transfer.cases(large=False, only="2GB")
+    assert [case.name for case in transfer.cases(large=True, only="1GB,4B")] == ["1GB", "4B"]
+    with pytest.raises(ValueError, match="unknown cases 2GB; the cases are 4B"):
+        transfer.cases(large=False, only="2GB")
 
 
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""How a contender's calls are made and timed: one block each time, on plain callables. Knows nothing of Ray or graphs.
+"""Workloads: functions that make and time one block of a contender's calls. They know nothing of Ray or graphs.
 
-Called by `bench_graph_contenders`.
+Called by `graph_contenders`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from raylane.cli.measure import Tally, quantile
+from raylane.bench.measure import Tally, quantile
 
-__all__ = ["STRETCH", "back_to_back", "idle", "in_event_loop", "million", "steps", "stream"]
+__all__ = ["CALLS_PER_SAMPLE", "back_to_back", "idle", "in_event_loop", "million", "steps", "stream"]
 
-STRETCH = 100
-"""Calls that one sample of `stream` stands for: with several in flight, results come in bursts."""
+CALLS_PER_SAMPLE = 100
+"""Number of calls in one sample of `stream`: with several calls in flight, results arrive in bursts."""
 
 
 def back_to_back(call: Callable[[], object], seconds: float, gap_s: float = 0.0) -> Tally:
-    """Call, wait for the answer, pause for `gap_s` (not part of the sample), again; at least once."""
+    """Call, wait for the answer, pause for `gap_s` (not part of the sample), and repeat; at least one call."""
     clock = time.perf_counter
     samples: list[float] = []
     end = clock() + seconds
@@ -36,7 +36,7 @@ def back_to_back(call: Callable[[], object], seconds: float, gap_s: float = 0.0)
 
 
 async def in_event_loop(call: Callable[[], Awaitable[object]], seconds: float) -> Tally:
-    """`back_to_back` for a coroutine function."""
+    """Do the same as `back_to_back`, for a coroutine function."""
     clock = time.perf_counter
     samples: list[float] = []
     end = clock() + seconds
@@ -48,26 +48,29 @@ async def in_event_loop(call: Callable[[], Awaitable[object]], seconds: float) -
 
 
 def stream(submit: Callable[[], Any], finish: Callable[[Any], object], in_flight: int, seconds: float) -> Tally:
-    """Keep so many calls in flight, always waiting for the oldest; each sample is the time per call of a stretch."""
+    """Keep `in_flight` calls in flight and wait for the oldest; a sample is the mean of CALLS_PER_SAMPLE calls."""
     clock = time.perf_counter
     pending = deque(submit() for _ in range(in_flight))
     samples: list[float] = []
     start = clock()
     end = start + seconds
     while not samples or start < end:
-        for _ in range(STRETCH):
+        for _ in range(CALLS_PER_SAMPLE):
             finish(pending.popleft())
             pending.append(submit())
         now = clock()
-        samples.append((now - start) * 1e6 / STRETCH)
+        samples.append((now - start) * 1e6 / CALLS_PER_SAMPLE)
         start = now
     for token in pending:
         finish(token)
-    return Tally(samples, len(samples) * STRETCH)
+    return Tally(samples, len(samples) * CALLS_PER_SAMPLE)
 
 
 def steps(submit: Callable[[], Any], finish: Callable[[Any], object], in_flight: int, count: int) -> Tally:
-    """`count` calls, so many in flight; a sample is the time from one result to the next, the first from the start."""
+    """Make `count` calls with `in_flight` in flight; a sample is the time from one result to the next.
+
+    The first sample starts with the first call.
+    """
     times = [time.perf_counter()]
     pending = deque(submit() for _ in range(min(in_flight, count)))
     to_submit = count - len(pending)
@@ -81,18 +84,20 @@ def steps(submit: Callable[[], Any], finish: Callable[[Any], object], in_flight:
 
 
 def idle(seconds: float) -> Tally:
-    """Call nothing for that long; the sample is the time that has passed."""
+    """Make no calls for `seconds`; the only sample is the elapsed time."""
     start = time.perf_counter()
     time.sleep(seconds)
     return Tally([(time.perf_counter() - start) * 1e6], 1)
 
 
 def million(call: Callable[[], object], count: int, memory: Callable[[], dict[str, int]]) -> Tally:
-    """`count` calls back to back (an even multiple of 10), with what `memory` says at the start, middle and end.
+    """Make `count` calls (an even multiple of 10) back to back, and call `memory` at the start, middle and end.
 
-    The extra fields: each of `memory`'s as a list of three, and the median of the first and last tenth of the calls.
+    Extra fields: each field of `memory` as a list of three values, and the medians of the first and last tenth of the
+    calls.
     """
-    times = np.full(count, np.nan)  # written to, hence in memory before it is first looked at
+    # np.full writes every page now; otherwise page faults during the calls would count as growth of the driver.
+    times = np.full(count, np.nan)
     clock = time.perf_counter
     seen = [memory()]
     for half in (range(count // 2), range(count // 2, count)):

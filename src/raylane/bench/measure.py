@@ -1,9 +1,13 @@
-"""What the benchmarks share: contenders take turns, their samples become records, records become a table.
+"""Measurement shared by the benchmarks: contenders take turns, samples become records, records become a table.
 
 All contenders of a case live in one session and have actors of their own. They are measured in short blocks, in a new
-random order every round, so that a slow minute of the machine hits all of them; the actors of those who wait for their
-turn are stopped (SIGSTOP), because some burn CPU when idle: UCX's progress threads, Ray's compiled graphs. Knows
-nothing of Ray. Called by `bench_transfer` and `bench_graph`.
+random order in each round, so that a slow minute of the machine affects all of them:
+
+    round 1   [ A ][ C ][ B ]          one contender runs, the actors of the others are stopped (SIGSTOP)
+    round 2   [ B ][ A ][ C ]
+
+Waiting actors are stopped because some use CPU time while idle: UCX's progress threads, Ray's compiled graphs. Knows
+nothing of Ray. Called by `transfer` and `graph`.
 """
 
 from __future__ import annotations
@@ -19,67 +23,71 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 QUANTILES = {"p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99}
-CALM_S = 5e-3
-Known = TypeVar("Known")
+QUIET_S = 5e-3
+"""Time in seconds between the last call and SIGSTOP."""
+"""Time in seconds between the last call and SIGSTOP."""
+CaseT = TypeVar("CaseT")
 
 
 class Contender(Protocol):
-    """One way to do what a case asks for."""
+    """One way to do the work of a case."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name in the records."""
 
     @property
     def pids(self) -> Sequence[int]:
-        """Its processes besides the driver's: stopped while others are measured, their CPU time is counted."""
+        """Process IDs besides the driver's: stopped while others are measured, and their CPU time is counted."""
 
 
-Someone = TypeVar("Someone", bound=Contender)
+ContenderT = TypeVar("ContenderT", bound=Contender)
 
 
 @dataclass
 class Tally:
-    """What the blocks of one contender in one case have come to."""
+    """Sum of the measurement blocks of one contender in one case."""
 
     samples_us: list[float] = field(default_factory=list)
+    """Duration of each sample in microseconds."""
     calls: int = 0
-    """As many as there are samples, unless a sample stands for several calls."""
+    """Number of calls; equal to the number of samples unless a sample covers several calls."""
     cpu_s: float = 0.0
-    """Of its processes and the driver, from the start to the end of each block, pauses between calls included."""
+    """CPU seconds of the contender's processes and the driver during the blocks, pauses between calls included."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More fields of the record."""
+    """Further fields of the record."""
 
 
-def choose(known: Mapping[str, Known], only: str | None, more: str = "") -> list[Known]:
-    """The cases named in `only` (comma-separated), or all of them.
+def choose(known: Mapping[str, CaseT], only: str | None, more: str = "") -> list[CaseT]:
+    """Return the cases named in `only` (comma-separated), or all cases if `only` is None.
 
-    ValueError names unknown ones and those known, and says `more`.
+    ValueError names the unknown cases, the known ones, and ends with `more`.
     """
     if only is None:
         return list(known.values())
     wanted = only.split(",")
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise ValueError(f"unknown cases {', '.join(unknown)}; there are {', '.join(known)}{more}")
+        raise ValueError(f"unknown cases {', '.join(unknown)}; the cases are {', '.join(known)}{more}")
     return [known[name] for name in wanted]
 
 
 def take_turns(
-    contenders: Sequence[Someone],
+    contenders: Sequence[ContenderT],
     rounds: int,
-    block: Callable[[Someone], Tally],
+    block: Callable[[ContenderT], Tally],
     *,
     seed: str,
-    warm: Callable[[Someone], object] | None = None,
+    warm: Callable[[ContenderT], object] | None = None,
 ) -> dict[str, Tally]:
-    """Run `block` once a round for every contender; by name what its blocks add up to.
+    """Run `block` once per round for every contender; return the sums of the blocks by contender name.
 
-    `warm` runs before each block, outside all measuring: processes that have just been continued catch up first. All
-    processes run again afterwards.
+    `warm` runs before each block and is not measured, because processes need time after SIGCONT. All processes run
+    again when the function returns.
     """
     tallies = {contender.name: Tally() for contender in contenders}
     order = list(contenders)
-    rng = random.Random(seed)
+    rng = random.Random(seed)  # seeded, so that a run can be repeated in the same order
     stop(contenders)
     try:
         for _ in range(rounds):
@@ -90,12 +98,13 @@ def take_turns(
                     warm(contender)
                 _add(tallies[contender.name], contender, block)
                 stop([contender])
-    finally:
+    finally:  # also after an error: a stopped process could never be ended cleanly
         send(signal.SIGCONT, contenders)
     return tallies
 
 
-def _add(tally: Tally, contender: Someone, block: Callable[[Someone], Tally]) -> None:
+def _add(tally: Tally, contender: ContenderT, block: Callable[[ContenderT], Tally]) -> None:
+    """Run one block and add its samples and CPU time to `tally`."""
     before = cpu_seconds(contender.pids)
     done = block(contender)
     tally.cpu_s += cpu_seconds(contender.pids) - before
@@ -105,9 +114,12 @@ def _add(tally: Tally, contender: Someone, block: Callable[[Someone], Tally]) ->
 
 
 def stop(contenders: Iterable[Contender]) -> None:
-    """Stop their processes, a moment after the last call: not in the middle of what they do to become idle. Who finds
-    that it lost seconds between two instructions would think the machine overloaded, and wait in another way."""
-    time.sleep(CALM_S)
+    """Stop the contenders' processes, a moment after the last call.
+
+    The delay lets processes become idle first. A process stopped in the middle would measure seconds between two
+    instructions, assume an overloaded machine, and change its way of waiting.
+    """
+    time.sleep(QUIET_S)
     send(signal.SIGSTOP, contenders)
 
 
@@ -119,8 +131,11 @@ def send(number: signal.Signals, contenders: Iterable[Contender]) -> None:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time used so far by this process and these others, all threads, in nanosecond resolution."""
-    return time.process_time() + sum(time.clock_gettime(_cpu_clock(pid)) for pid in pids)
+    """Return the CPU time used so far by this process and the given ones, all threads, in seconds.
+
+    Uses the CPU clocks of the processes, which have nanosecond resolution; /proc/PID/stat counts in 10 ms.
+    """
+    return time.process_time() + sum(time.clock_gettime(cpu_clock(pid)) for pid in pids)
 
 
 @functools.cache
@@ -128,8 +143,11 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _cpu_clock(pid: int) -> int:
-    """The clock of another process's CPU time: clock_getcpuclockid(3). ProcessLookupError if there is none."""
+def cpu_clock(pid: int) -> int:
+    """Return the clock ID of another process's CPU time (clock_getcpuclockid(3)).
+
+    OSError (ProcessLookupError if the process does not exist).
+    """
     found = ctypes.c_int()
     error = _libc().clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(found))
     if error:
@@ -138,19 +156,19 @@ def _cpu_clock(pid: int) -> int:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Microseconds that a call takes."""
+    """Return the duration of a call in microseconds."""
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e6
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """The smallest sample that at least a share `q` of the samples do not exceed."""
+    """Return the smallest sample that is not exceeded by at least a fraction `q` of the samples."""
     return ordered[min(len(ordered) - 1, max(0, -(-int(q * len(ordered) * 1000) // 1000) - 1))]
 
 
 def record(case: str, contender: str, tally: Tally, first_us: float) -> dict[str, Any]:
-    """What is written of one contender in one case. Times in microseconds, `cpu_s` in seconds over all `n` calls."""
+    """Return the record of one contender in one case: times in microseconds, `cpu_s` in seconds over all `n` calls."""
     ordered = sorted(tally.samples_us)
     found: dict[str, Any] = {"case": case, "contender": contender, "n": tally.calls}
     found.update({name: round(quantile(ordered, q), 1) for name, q in QUANTILES.items()})
@@ -159,10 +177,10 @@ def record(case: str, contender: str, tally: Tally, first_us: float) -> dict[str
 
 
 def table(records: Sequence[Mapping[str, Any]], baselines: Mapping[str, tuple[str, str]]) -> str:
-    """The records as text.
+    """Return the records as text.
 
-    Each of `baselines` (title to contender and "p50" or "cpu") adds a column: how many times less one record has of
-    that than this contender's record of the same case.
+    Each entry of `baselines` (title -> contender and "p50" or "cpu") adds a column: the baseline's value divided by the
+    record's value of the same case.
     """
     heads = ("p50", "p99", "min", "first", "cpu/call")
     widths = [max(len(str(row[name])) for row in (*records, {name: name})) + 1 for name in ("case", "contender")]
@@ -181,12 +199,12 @@ def table(records: Sequence[Mapping[str, Any]], baselines: Mapping[str, tuple[st
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """Microseconds: of the median call, and of CPU time a call."""
+    """Return the microseconds of the median call, and of CPU time per call."""
     return {"p50": row["p50_us"], "cpu": row["cpu_s"] / row["n"] * 1e6}
 
 
 def time_text(us: float) -> str:
-    """A time in microseconds, in the unit that reads best."""
+    """Return a time in microseconds as text, in a readable unit."""
     if us < 100:
         return f"{us:.1f} us"
     return f"{us:.0f} us" if us < 1000 else f"{us / 1000:.2f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from raylane.cli import measure
-from raylane.cli.measure import Tally
+from raylane.bench import measure
+from raylane.bench.measure import Tally
 
 
 @dataclass
@@ -55,7 +55,7 @@ def test_choose() -> None:
     known = {"a": 1, "b": 2, "c": 3}
     assert measure.choose(known, None) == [1, 2, 3]
     assert measure.choose(known, "c,a") == [3, 1]
-    with pytest.raises(ValueError, match=r"unknown cases d, e; there are a, b, c \(f too\)"):
+    with pytest.raises(ValueError, match=r"unknown cases d, e; the cases are a, b, c \(f too\)"):
         measure.choose(known, "d,a,e", " (f too)")
 
 

@@ -1,5 +1,6 @@
-"""Who takes part in `raylane bench graph`: the same calls made by raylane's graph, by Ray's, as plain calls and by a
-loop inside the worker. Each has actors of its own. Called by `bench_graph`.
+"""Contenders of `raylane bench graph`: raylane's graph, Ray's graph, plain calls, and a loop inside the worker.
+
+All make the same calls, each with actors of its own. Called by `graph`.
 """
 
 from __future__ import annotations
@@ -16,35 +17,36 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.cli import bench_graph_drive as drive
-from raylane.cli.bench_graph_actors import Peer, Stepper
-from raylane.cli.bench_graph_cases import (
+from raylane.bench import graph_workloads
+from raylane.bench.graph_actors import Peer, Stepper
+from raylane.bench.graph_cases import (
     BLOCKING,
     CALLS,
     COMPILED,
     LOOP,
     RAYLANE,
+    Blocks,
     Case,
-    Plan,
-    contenders,
+    contender_names,
     step_times_us,
 )
-from raylane.cli.measure import Tally
+from raylane.bench.measure import Tally
 
 __all__ = ["Contender", "start"]
 
 TIMEOUT_S = 60.0
 STEP_S = 20e-3
+"""Target duration of one training step, in seconds."""
 WAIT_VARIABLE = "RAYLANE_WAIT"
 ARRAY_FLOATS = 2_500_000
-"""10 MB of float32; whole numbers up to here are exact in it."""
+"""Elements of the large array: 10 MB of float32, which holds all whole numbers up to this size exactly."""
 
 
 class Contender:
-    """Some actors and a way to call them. `open` first, `close` at the end; between the two `block` as often as wanted,
-    for any case that has the same graph.
+    """Actors and a way to call them: `open` first, then `block` any number of times, then `close`.
 
-    Subclasses give the way: `submit` starts a call and `finish` waits for its answer.
+    `block` serves any case with the same graph. Subclasses define the way: `submit` starts a call and `finish` waits
+    for its answer.
     """
 
     def __init__(self, name: str, case: Case, actors: Sequence[Any], runner: asyncio.Runner) -> None:
@@ -54,51 +56,55 @@ class Contender:
         self.pids: list[int] = ray.get([actor.pid.remote() for actor in actors], timeout=TIMEOUT_S)
         self.value, self.answer = _value_and_answer(case)
         self.graph: Any = None
-        """What `open` has compiled, if it has."""
+        """Graph compiled by `open`; None for contenders without a graph."""
         self.runner = runner
-        """Runs the event loop of an asyncio case, one for all: Ray's graph works only in that it was compiled in."""
+        """Runner of the event loop shared by asyncio cases: Ray's graph works only in the loop that compiled it."""
 
     def open(self) -> None:
-        """Make ready for the first call; in the running event loop where the case is an asyncio one."""
+        """Prepare the first call; for an asyncio case, call this in the running event loop."""
 
     def submit(self) -> Any:
+        """Start one call and return a token for `finish`."""
         raise NotImplementedError
 
     def finish(self, token: Any) -> Any:
+        """Wait for the answer to a call and return it."""
         raise NotImplementedError
 
     def call(self) -> Any:
+        """Make one call and return its answer."""
         return self.finish(self.submit())
 
     async def call_async(self) -> Any:
+        """Make one call in an event loop and return its answer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of what `open` made; the actors end too."""
+        """Release what `open` made, and end the actors."""
         for actor in self.actors:
             ray.kill(actor)
 
-    def block(self, case: Case, plan: Plan) -> Tally:
-        """One block of calls, timed."""
-        if case.drive == "asyncio":
-            return self.runner.run(drive.in_event_loop(self.call_async, plan.block_s))
-        if case.drive == "stream":
-            return drive.stream(self.submit, self.finish, case.in_flight, plan.block_s)
-        if case.drive == "steps":
-            return drive.steps(self.submit, self.finish, case.in_flight, plan.calls)
-        if case.drive == "idle":
-            return drive.idle(plan.block_s)
-        if case.drive == "million":
-            return drive.million(self.call, plan.calls, self._memory)
-        return drive.back_to_back(self.call, plan.block_s, case.gap_s)
+    def block(self, case: Case, blocks: Blocks) -> Tally:
+        """Run and time one block of calls."""
+        if case.workload == "asyncio":
+            return self.runner.run(graph_workloads.in_event_loop(self.call_async, blocks.block_s))
+        if case.workload == "stream":
+            return graph_workloads.stream(self.submit, self.finish, case.in_flight, blocks.block_s)
+        if case.workload == "steps":
+            return graph_workloads.steps(self.submit, self.finish, case.in_flight, blocks.calls)
+        if case.workload == "idle":
+            return graph_workloads.idle(blocks.block_s)
+        if case.workload == "million":
+            return graph_workloads.million(self.call, blocks.calls, self._memory)
+        return graph_workloads.back_to_back(self.call, blocks.block_s, case.gap_s)
 
     def _memory(self) -> dict[str, int]:
-        """Bytes of the driver and of all actors that are in physical memory now."""
+        """Return the resident memory of the driver and of all actors, in bytes."""
         return {"driver_rss_bytes": _rss("self"), "actor_rss_bytes": sum(_rss(str(pid)) for pid in self.pids)}
 
 
 class Graph(Contender):
-    """What both compiled graphs offer alike; `open` makes `graph`."""
+    """Base class of both compiled graphs; `open` sets `graph`."""
 
     def submit(self) -> Any:
         return self.graph.execute(self.value)
@@ -113,6 +119,8 @@ class Graph(Contender):
 
 
 class Raylane(Graph):
+    """raylane's compiled graph."""
+
     wait = "adaptive"
 
     def open(self) -> None:
@@ -125,6 +133,7 @@ class Raylane(Graph):
                 node = x
                 for actor in self.actors:
                     node = raylane.bind(getattr(actor, self.case.method), node)
+        # The driver reads the variable when it compiles; its actors got theirs from the runtime_env.
         before = os.environ.get(WAIT_VARIABLE)
         os.environ[WAIT_VARIABLE] = self.wait
         try:
@@ -140,11 +149,13 @@ class Raylane(Graph):
 
 
 class RaylaneBlocking(Raylane):
+    """raylane's compiled graph with processes that always sleep while they wait."""
+
     wait = "block"
 
 
 class RayCompiled(Graph):
-    """Ray's own compiled graph with its own defaults."""
+    """Ray's compiled graph with its default settings."""
 
     def open(self) -> None:
         with dag.InputNode() as x:
@@ -154,14 +165,14 @@ class RayCompiled(Graph):
                 node = x
                 for actor in self.actors:
                     node = getattr(actor, self.case.method).bind(node)
-        self.graph = node.experimental_compile(enable_asyncio=self.case.drive == "asyncio")
+        self.graph = node.experimental_compile(enable_asyncio=self.case.workload == "asyncio")
 
     def finish(self, token: Any) -> Any:
         return ray.get(token, timeout=TIMEOUT_S)
 
 
 class RayCalls(Contender):
-    """Plain calls; what one actor returns goes to the next as a ref, and a large value to all as one ref."""
+    """Plain actor calls. Results go to the next actor as ObjectRefs; a large value is stored once for all actors."""
 
     def open(self) -> None:
         self.methods = [getattr(actor, self.case.method) for actor in self.actors]
@@ -182,7 +193,7 @@ class RayCalls(Contender):
 
 
 class Loop(Contender):
-    """The method in a loop inside the actors, which one plain call starts: what the calls cost by themselves."""
+    """Loop inside the actors, started by one plain call: the cost of the method alone."""
 
     def open(self) -> None:
         self.methods = [getattr(actor, self.case.method) for actor in self.actors]
@@ -194,13 +205,13 @@ class Loop(Contender):
         answers = ray.get(token, timeout=TIMEOUT_S)
         return answers if self.case.shape == "fan" else answers[0]
 
-    def block(self, case: Case, plan: Plan) -> Tally:
-        if case.drive == "steps":
+    def block(self, case: Case, blocks: Blocks) -> Tally:
+        if case.workload == "steps":
             start = time.perf_counter()
-            ends = ray.get([actor.steps.remote(plan.calls) for actor in self.actors], timeout=TIMEOUT_S)
-            return Tally(step_times_us(start, ends), plan.calls)
+            ends = ray.get([actor.steps.remote(blocks.calls) for actor in self.actors], timeout=TIMEOUT_S)
+            return Tally(step_times_us(start, ends), blocks.calls)
         (actor,) = self.actors
-        arguments = (case.method, self.value, plan.block_s, case.gap_s)
+        arguments = (case.method, self.value, blocks.block_s, case.gap_s)
         samples = ray.get(actor.loop.remote(*arguments), timeout=TIMEOUT_S)
         return Tally(samples, len(samples))
 
@@ -214,17 +225,17 @@ KINDS: dict[str, Callable[..., Contender]] = {
 }
 
 
-def start(together: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
-    """All contenders of some cases with the same graph, their actors running, none opened."""
-    case = together[0]
+def start(group: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
+    """Start the actors of all contenders of cases with the same graph; return the contenders, not yet opened."""
+    case = group[0]
     kind = Stepper if case.method == "step" else Peer
-    # So little CPU each that the actors of all contenders fit at once: only one set works at a time.
+    # Almost no logical CPU, so that Ray places the actors of all contenders at once; only one set runs at a time.
     remote = ray.remote(num_cpus=0.01)(kind)
     actors = {
-        name: [remote.options(**_options(name)).remote() for _ in range(case.actors)] for name in contenders(together)
+        name: [remote.options(**_options(name)).remote() for _ in range(case.actors)] for name in contender_names(group)
     }
     if case.method == "step":
-        _same_steps([actor for several in actors.values() for actor in several], case.actors)
+        _equalise_steps([actor for several in actors.values() for actor in several], case.actors)
     return [KINDS[name](name, case, several, runner) for name, several in actors.items()]
 
 
@@ -232,14 +243,14 @@ def _options(name: str) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {WAIT_VARIABLE: "block"}}} if name == BLOCKING else {}
 
 
-def _same_steps(actors: Sequence[Any], together: int) -> None:
-    """Have all actors do the same work in a step: what takes STEP_S where as many work at once as will."""
-    counts = ray.get([actor.calibrate.remote(STEP_S) for actor in actors[:together]], timeout=TIMEOUT_S)
-    ray.get([actor.repeat.remote(round(sum(counts) / together)) for actor in actors], timeout=TIMEOUT_S)
+def _equalise_steps(actors: Sequence[Any], at_once: int) -> None:
+    """Give all actors the same amount of work per step: about STEP_S seconds if `at_once` actors work at once."""
+    counts = ray.get([actor.calibrate.remote(STEP_S) for actor in actors[:at_once]], timeout=TIMEOUT_S)
+    ray.get([actor.repeat.remote(round(sum(counts) / at_once)) for actor in actors], timeout=TIMEOUT_S)
 
 
 def _value_and_answer(case: Case) -> tuple[Any, Any]:
-    """What is sent, and what must come back."""
+    """Return the value to send and the answer to expect."""
     if case.method == "touch":
         array = np.arange(ARRAY_FLOATS, dtype=np.float32)
         return array, [float(ARRAY_FLOATS - 1)] * case.actors
@@ -248,5 +259,5 @@ def _value_and_answer(case: Case) -> tuple[Any, Any]:
 
 
 def _rss(pid: str) -> int:
-    """proc_pid_statm(5), second field: resident pages."""
+    """Return the resident memory of a process in bytes: proc_pid_statm(5), second field."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

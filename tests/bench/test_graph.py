@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from raylane.cli import bench_graph, bench_graph_drive, main
-from raylane.cli import bench_graph_cases as graph_cases
-from raylane.cli.bench_graph_actors import Peer, Stepper
-from raylane.cli.bench_graph_cases import CASES, Case, cases, contenders, plan, same_graph, step_times_us
-from raylane.cli.measure import Tally
+from raylane.bench import graph, graph_cases, graph_workloads
+from raylane.bench.graph_actors import Peer, Stepper
+from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
+from raylane.bench.measure import Tally
+from raylane.cli import main
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
@@ -25,7 +25,7 @@ def test_cases_and_who_takes_part() -> None:
         *("step-20ms", "throughput-8", "million", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
     ]
     assert cases(None) == list(CASES.values())
-    with pytest.raises(ValueError, match="unknown cases chain-5; there are echo, echo-1ms"):
+    with pytest.raises(ValueError, match="unknown cases chain-5; the cases are echo, echo-1ms"):
         cases("echo,chain-5")
     for case in CASES.values():
         assert "raylane" in case.contenders
@@ -35,27 +35,33 @@ def test_cases_and_who_takes_part() -> None:
 
 
 def test_cases_with_the_same_graph_share_it() -> None:
-    together = [[case.name for case in several] for several in same_graph(cases(None))]
+    together = [[case.name for case in several] for several in group_by_graph(cases(None))]
     assert ["scatter-8", "idle-8"] in together
     assert ["async"] in together
     assert ["throughput-8"] in together
     assert sorted(itertools.chain(*together)) == sorted(CASES)
-    assert contenders(cases("echo,echo-busy1")) == ["raylane", "ray:compiled", "ray:calls", "loop", "raylane:block"]
-    assert contenders(cases("million")) == ["raylane"]
+    assert contender_names(cases("echo,echo-busy1")) == [
+        "raylane",
+        "ray:compiled",
+        "ray:calls",
+        "loop",
+        "raylane:block",
+    ]
+    assert contender_names(cases("million")) == ["raylane"]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_plans_have_an_end_and_quick_ones_a_near_one(case: Case) -> None:
-    full, quick = plan(case, quick=False), plan(case, quick=True)
+    full, quick = blocks_of(case, quick=False), blocks_of(case, quick=True)
     for each in (full, quick):
-        assert (each.calls > 0) == (case.drive in ("steps", "million"))
+        assert (each.calls > 0) == (case.workload in ("steps", "million"))
         assert each.rounds * max(each.block_s, each.calls * 20e-6) <= 20
     assert quick.rounds * quick.block_s <= 2
     assert 0 < quick.calls <= 20_000 or quick.block_s
 
 
 def test_the_plans_of_idling_steps_and_the_million_are_what_their_names_say() -> None:
-    idle, steps, million = (plan(CASES[name], quick=False) for name in ("idle-8", "step-20ms", "million"))
+    idle, steps, million = (blocks_of(CASES[name], quick=False) for name in ("idle-8", "step-20ms", "million"))
     assert idle.rounds * idle.block_s == 10
     assert steps.rounds * steps.calls == 200
     assert million.rounds * million.calls == 1_000_000
@@ -84,20 +90,20 @@ class Line:
 
 def test_steps_keep_so_many_in_flight_and_time_each() -> None:
     line = Line()
-    tally = bench_graph_drive.steps(line.submit, line.finish, 2, 7)
+    tally = graph_workloads.steps(line.submit, line.finish, 2, 7)
     assert (line.submitted, line.finished, line.most) == (7, 7, 2)
     assert len(tally.samples_us) == tally.calls == 7
     line = Line()
-    assert bench_graph_drive.steps(line.submit, line.finish, 4, 2).calls == 2
+    assert graph_workloads.steps(line.submit, line.finish, 4, 2).calls == 2
     assert line.submitted == 2
 
 
 def test_a_stream_keeps_so_many_in_flight_and_leaves_none() -> None:
     line = Line()
-    tally = bench_graph_drive.stream(line.submit, line.finish, 8, 0.0)
+    tally = graph_workloads.stream(line.submit, line.finish, 8, 0.0)
     assert line.most == 8
     assert line.submitted == line.finished == tally.calls + 8
-    assert tally.calls == len(tally.samples_us) * bench_graph_drive.STRETCH
+    assert tally.calls == len(tally.samples_us) * graph_workloads.CALLS_PER_SAMPLE
 
 
 class Clock:
@@ -115,29 +121,29 @@ class Clock:
 
 def test_one_call_after_the_other_and_pauses_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(bench_graph_drive, "time", clock)
-    tally = bench_graph_drive.back_to_back(lambda: clock.sleep(0.25), 1.0)
+    monkeypatch.setattr(graph_workloads, "time", clock)
+    tally = graph_workloads.back_to_back(lambda: clock.sleep(0.25), 1.0)
     assert (tally.samples_us, tally.calls) == ([250_000.0] * 4, 4)
-    tally = bench_graph_drive.back_to_back(lambda: clock.sleep(0.25), 1.0, gap_s=0.25)
+    tally = graph_workloads.back_to_back(lambda: clock.sleep(0.25), 1.0, gap_s=0.25)
     assert (tally.samples_us, tally.calls) == ([250_000.0] * 2, 2)
-    assert bench_graph_drive.back_to_back(lambda: None, 0.0).calls == 1, "at least one"
+    assert graph_workloads.back_to_back(lambda: None, 0.0).calls == 1, "at least one"
 
     async def call() -> None:
         clock.sleep(0.5)
 
-    tally = asyncio.run(bench_graph_drive.in_event_loop(call, 1.0))
+    tally = asyncio.run(graph_workloads.in_event_loop(call, 1.0))
     assert (tally.samples_us, tally.calls) == ([500_000.0] * 2, 2)
 
 
 def test_idling_calls_nothing() -> None:
-    tally = bench_graph_drive.idle(0.01)
+    tally = graph_workloads.idle(0.01)
     assert tally.calls == 1
     assert tally.samples_us[0] >= 10_000
 
 
 def test_a_million_tells_memory_at_start_middle_and_end() -> None:
     called: list[None] = []
-    tally = bench_graph_drive.million(lambda: called.append(None), 40, lambda: {"seen": len(called)})
+    tally = graph_workloads.million(lambda: called.append(None), 40, lambda: {"seen": len(called)})
     assert tally.extra["seen"] == [0, 20, 40]
     assert len(tally.samples_us) == tally.calls == 40
     assert tally.extra["p50_first_tenth_us"] > 0
@@ -145,16 +151,16 @@ def test_a_million_tells_memory_at_start_middle_and_end() -> None:
 
 
 def test_idling_is_recorded_as_one_stretch_and_steps_with_their_mean() -> None:
-    idle = bench_graph._as_recorded(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
+    idle = graph._to_record(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
     assert (idle.samples_us, idle.calls, idle.cpu_s) == ([5.1e6], 1, 0.1)
-    steps = bench_graph._as_recorded(CASES["step-20ms"], Tally([10.0, 40.0], 2))
+    steps = graph._to_record(CASES["step-20ms"], Tally([10.0, 40.0], 2))
     assert steps.extra == {"mean_us": 25.0}
 
 
 def test_busy_processes_end_with_the_block() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = set(children.read_text().split())
-    with bench_graph.busy(2):
+    with graph.busy(2):
         started = set(children.read_text().split()) - before
         assert len(started) == 2
     assert not started & set(children.read_text().split())
@@ -187,12 +193,12 @@ def test_a_step_works_on_one_core_and_repeats() -> None:
 
 def test_the_actors_need_no_torch() -> None:
     """They are many and start at once: what is imported there is waited for."""
-    code = "import sys, raylane.cli.bench_graph_actors; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, raylane.bench.graph_actors; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_an_unknown_case_is_answered_with_those_there_are() -> None:
-    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; there are echo"):
+    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; the cases are echo"):
         main(["bench", "graph", "--only", "ecko"])
 
 

@@ -1,6 +1,7 @@
-"""What `raylane bench transfer` measures: a producer returns a tensor, a consumer sums it, one call after the other.
+"""Benchmark of tensor transfer: a producer returns a tensor and a consumer sums it, one call after the other.
 
-Each contender has two actors of its own; how they take turns: `measure`.
+Each contender has two actors of its own; `measure` describes how contenders take turns. Called by `raylane bench
+transfer`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import ray
 import torch
 
-from raylane.cli import measure
+from raylane.bench import measure
 from raylane.transport.api import method
 
 SIZES = {"4B": 4, "80KB": 80 << 10, "96KB": 96 << 10, "150KB": 150_000, "1MB": 1_000_000, "100MB": 100_000_000}
@@ -25,14 +26,18 @@ BASELINE = "ray:object_store"
 
 @dataclass(frozen=True)
 class Case:
+    """One tensor size, new in each call or kept by the producer."""
+
     name: str
     nbytes: int
     fresh: bool
-    """Whether the producer makes the tensor anew in every call, or returns one that it holds."""
+    """True if the producer makes a new tensor in every call, False if it returns one that it keeps."""
 
 
 @dataclass(eq=False)
 class Contender:
+    """A producer and a consumer with one tensor transport."""
+
     name: str
     producer: Any
     consumer: Any
@@ -44,7 +49,7 @@ class Contender:
 
 
 def cases(*, large: bool, only: str | None) -> list[Case]:
-    """The cases to run. ValueError names an unknown one and those that there are."""
+    """Return the cases to run. ValueError names unknown cases and the known ones."""
     sizes = SIZES | (LARGE if large else {})
     known = {}
     for name, nbytes in sizes.items():
@@ -54,6 +59,8 @@ def cases(*, large: bool, only: str | None) -> list[Case]:
 
 
 def _producer(decorate: Callable[[Any], Any]) -> Any:
+    """Return a producer class whose methods have the decorator of one transport."""
+
     class Producer:
         def __init__(self) -> None:
             self.kept: dict[int, torch.Tensor] = {}
@@ -76,6 +83,8 @@ def _producer(decorate: Callable[[Any], Any]) -> Any:
 
 
 class Consumer:
+    """Actor that sums a tensor."""
+
     def pid(self) -> int:
         return os.getpid()
 
@@ -84,6 +93,7 @@ class Consumer:
 
 
 def _contenders() -> list[Contender]:
+    """Start the two actors of every contender."""
     decorators: dict[str, Callable[[Any], Any]] = {
         "raylane:auto": method,
         "raylane:host": method(tensor_transport="host"),
@@ -95,7 +105,7 @@ def _contenders() -> list[Contender]:
         decorators["ray:rdt-nixl"] = ray.method(tensor_transport="nixl")
     found = []
     for name, decorate in decorators.items():
-        # Ray's transports need both actors enabled for them; ours and the object store run on ordinary actors.
+        # Ray's transports need actors with enable_tensor_transport; raylane and the object store use ordinary actors.
         options: dict[str, Any] = (
             {"num_cpus": 1, "enable_tensor_transport": True} if ":rdt" in name else {"num_cpus": 1}
         )
@@ -110,29 +120,31 @@ def _contenders() -> list[Contender]:
     return found
 
 
-def _plan(case: Case, *, quick: bool) -> tuple[int, int]:
-    """(rounds, calls a round)."""
+def _blocks_of(case: Case, *, quick: bool) -> tuple[int, int]:
+    """Return (rounds, calls per round)."""
     if case.nbytes >= 10_000_000:
         return (3, 1) if quick else ((8, 1) if case.nbytes >= 1_000_000_000 else (20, 2))
     return (4, 5) if quick else (30, 10)
 
 
-def run(wanted: list[Case], *, quick: bool) -> list[dict[str, Any]]:
-    """Start Ray and the contenders, run every case, shut down. One record a case and contender."""
-    # More logical CPUs than cores: the actors of all contenders exist at once, and only one pair works at a time.
+def run(selected: list[Case], *, quick: bool) -> list[dict[str, Any]]:
+    """Start Ray and the contenders, run every case, and shut Ray down; return one record per case and contender."""
+    # More logical CPUs than cores: the actors of all contenders exist at once, but only one pair runs at a time.
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
         contenders = _contenders()
-        return [record for case in wanted for record in _measure_case(case, contenders, quick=quick)]
+        return [record for case in selected for record in _measure_case(case, contenders, quick=quick)]
     finally:
         ray.shutdown()
 
 
 def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> list[dict[str, Any]]:
-    rounds, calls = _plan(case, quick=quick)
+    """Measure one case with all contenders; return one record for each."""
+    rounds, calls = _blocks_of(case, quick=quick)
+    # hold(0) releases the tensor of the previous case; otherwise every contender would keep up to 1 GB.
     ray.get([contender.producer.hold.remote(0 if case.fresh else case.nbytes) for contender in contenders])
     first = {contender.name: measure.timed(functools.partial(contender.call, case)) for contender in contenders}
-    for contender in contenders:  # warm: links, pools, lazily loaded code
+    for contender in contenders:  # warm up connections, memory pools and lazily loaded code
         for _ in range(2):
             contender.call(case)
 
@@ -145,5 +157,5 @@ def _measure_case(case: Case, contenders: list[Contender], *, quick: bool) -> li
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as text; `x faster` is the baseline's p50 over this one's."""
+    """Return the records as text; column `x faster` is the baseline's p50 divided by the record's."""
     return measure.table(records, {"x faster": (BASELINE, "p50")})

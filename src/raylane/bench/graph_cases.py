@@ -1,0 +1,136 @@
+"""Cases of `raylane bench graph` as values: the workload, the contenders, and the number and length of the blocks.
+
+Pure: nothing is started here; `graph` runs the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from raylane.bench import measure
+
+__all__ = [
+    "BLOCKING",
+    "CALLS",
+    "CASES",
+    "COMPILED",
+    "LOOP",
+    "RAYLANE",
+    "Blocks",
+    "Case",
+    "blocks_of",
+    "cases",
+    "step_times_us",
+]
+
+RAYLANE, COMPILED, CALLS, LOOP = "raylane", "ray:compiled", "ray:calls", "loop"
+BLOCKING = "raylane:block"
+"""raylane's graph with processes that always sleep while they wait (RAYLANE_WAIT=block)."""
+_GRAPHS = (RAYLANE, COMPILED, CALLS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement. Its graph sends a value through `actors` actors in a chain, or to all of them at once (fan)."""
+
+    name: str
+    actors: int = 1
+    shape: Literal["chain", "fan"] = "chain"
+    method: Literal["echo", "touch", "step"] = "echo"
+    workload: Literal["calls", "asyncio", "stream", "steps", "idle", "million"] = "calls"
+    """Way in which calls are made.
+
+    - calls: one after the other, blocking. asyncio: the same in an event loop.
+    - stream: several in flight, timed in groups. steps: several in flight, each timed.
+    - idle: no calls. million: very many calls, with memory use.
+    """
+    in_flight: int = 1
+    """Number of calls in flight, for stream and steps."""
+    gap_s: float = 0.0
+    """Pause in seconds after each call, not part of its time."""
+    busy: int = 0
+    """Number of other processes that use as much CPU as they can get."""
+    contenders: tuple[str, ...] = _GRAPHS
+    """Names of the contenders."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Measurement blocks of a case: every contender has `rounds` blocks of `block_s` seconds or `calls` calls."""
+
+    rounds: int
+    block_s: float
+    calls: int = 0
+    """Number of calls in a block that is counted instead of timed (steps, million)."""
+
+
+_WITH_LOOP = (*_GRAPHS, LOOP)
+_AGAINST_BLOCKING = (RAYLANE, BLOCKING, COMPILED, CALLS)
+_ALL = [
+    Case("echo", contenders=_WITH_LOOP),
+    Case("echo-1ms", gap_s=1e-3, contenders=_WITH_LOOP),
+    Case("echo-10ms", gap_s=10e-3, contenders=_WITH_LOOP),
+    Case("async", workload="asyncio"),
+    Case("chain-4", 4),
+    Case("scatter-4", 4, "fan"),
+    Case("scatter-8", 8, "fan"),
+    Case("array-10MB-4", 4, "fan", "touch"),
+    Case("idle-8", 8, "fan", workload="idle"),
+    Case("step-20ms", 2, "fan", "step", workload="steps", in_flight=2, contenders=_WITH_LOOP),
+    Case("throughput-8", workload="stream", in_flight=8, contenders=_WITH_LOOP),
+    Case("million", workload="million", contenders=(RAYLANE,)),
+    Case("echo-busy1", busy=1, contenders=_AGAINST_BLOCKING),
+    Case("echo-busy2", busy=2, contenders=_AGAINST_BLOCKING),
+    Case("chain-4-busy1", 4, busy=1, contenders=_AGAINST_BLOCKING),
+    Case("chain-4-busy2", 4, busy=2, contenders=_AGAINST_BLOCKING),
+]
+CASES = {case.name: case for case in _ALL}
+
+
+def cases(only: str | None) -> list[Case]:
+    """Return the cases to run. ValueError names unknown cases and the known ones."""
+    return measure.choose(CASES, only)
+
+
+def group_by_graph(wanted: Iterable[Case]) -> list[list[Case]]:
+    """Return the cases grouped by graph: one set of actors and graphs serves all cases of a group."""
+    found: dict[tuple[object, ...], list[Case]] = {}
+    for case in wanted:
+        key = (case.actors, case.shape, case.method, case.in_flight, case.workload == "asyncio")
+        found.setdefault(key, []).append(case)
+    return list(found.values())
+
+
+def contender_names(group: Iterable[Case]) -> list[str]:
+    """Return the names of the contenders in any of these cases."""
+    return list(dict.fromkeys(name for case in group for name in case.contenders))
+
+
+def blocks_of(case: Case, *, quick: bool) -> Blocks:
+    """Return the blocks of a case. `quick` is a test that the case runs; its results are not meaningful."""
+    if case.workload == "idle":
+        return Blocks(2, 1.0) if quick else Blocks(4, 2.5)
+    if case.workload == "steps":
+        return Blocks(2, 0, 10) if quick else Blocks(4, 0, 50)
+    if case.workload == "million":
+        return Blocks(1, 0, 20_000 if quick else 1_000_000)
+    if quick:
+        return Blocks(2, 0.05)
+    # Beside busy processes a time slice is milliseconds long, so the same number of samples needs more time.
+    return Blocks(8, 0.5 if case.gap_s >= 10e-3 or case.busy else 0.25)
+
+
+def step_times_us(start_s: float, ends_s: list[list[float]]) -> list[float]:
+    """Return the time of each step, in microseconds, of several actors that step at the same time.
+
+    `ends_s` has the end times of each actor's steps. A step ends when all actors have ended it and, like the next
+    result for a driver, not before the step that precedes it.
+    """
+    times = []
+    for ends in zip(*ends_s, strict=True):
+        end = max(start_s, *ends)
+        times.append((end - start_s) * 1e6)
+        start_s = end
+    return times

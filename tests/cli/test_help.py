@@ -1,0 +1,81 @@
+"""The help of every command: a one-line description, and examples that the parser accepts."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import raylane
+from raylane.cli import COMMANDS, build_parser, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def subparsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from subparsers_of(child)
+
+
+def all_parsers() -> dict[str, argparse.ArgumentParser]:
+    return {parser.prog: parser for name in COMMANDS for parser in subparsers_of(build_parser([name]))}
+
+
+def examples_of(parser: argparse.ArgumentParser) -> list[str]:
+    section = (parser.epilog or "").rpartition("examples:\n")[2]
+    return [line.strip().partition("  # ")[0] for line in section.splitlines()]
+
+
+EXAMPLES = sorted({example for parser in all_parsers().values() for example in examples_of(parser)})
+
+
+@pytest.mark.parametrize("prog", sorted(all_parsers()))
+def test_help_has_description_and_examples(prog: str) -> None:
+    parser = all_parsers()[prog]
+    description = parser.description or ""
+    assert description.endswith(".")
+    assert "\n" not in description
+    examples = examples_of(parser)
+    assert examples
+    assert all(prog in example for example in examples if prog != "raylane")
+    assert "examples:\n  " in parser.format_help()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_help_example_is_accepted(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(example)
+    while "=" in words[0]:  # environment variables
+        words.pop(0)
+    assert words.pop(0) == "raylane"
+    if words[-1] == "--help":
+        with pytest.raises(SystemExit) as end:
+            build_parser(words).parse_args(words)
+        assert end.value.code == 0
+        return
+    args = build_parser(words).parse_args(words)
+    assert args.command == words[0]
+    if hasattr(args, "config"):
+        from raylane.sft.config import load_config
+
+        load_config(ROOT / args.config, args.overrides)
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"raylane {raylane.__version__}\n"
+
+
+def test_version_loads_no_torch() -> None:
+    code = "import sys; from raylane.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
