@@ -116,7 +116,7 @@ class Inbound:
         try:
             if sock.family != socket.AF_UNIX:
                 keep_alive(sock)
-            sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
+            sock.sendall(wire.pack_frame(wire.Streaming(list(self._expected.items()), time.perf_counter())))
             reader = FrameReader(sock)
             while True:
                 head = frames.unpack(reader.exactly(frames.HEAD_BYTES))
