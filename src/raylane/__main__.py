@@ -1,4 +1,4 @@
-"""`python -m raylane`: the same as the `raylane` command."""
+"""Entry point of `python -m raylane`, which is the same as the `raylane` command."""
 
 from __future__ import annotations
 
