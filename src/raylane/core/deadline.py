@@ -12,6 +12,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 def default_timeout_s() -> float | None:
     """Return the seconds in `RAYLANE_TIMEOUT_S`: 60 when unset, None for `none` or `inf`. ValueError for other text."""
+    # Read at every call, so that a test or a program can change the variable while it runs.
     text = os.environ.get("RAYLANE_TIMEOUT_S", "").strip().lower()
     if not text:
         return DEFAULT_TIMEOUT_S

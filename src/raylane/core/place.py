@@ -57,6 +57,7 @@ def start_ticks(pid: int) -> int | None:
             fields = stat.read().rpartition(b")")[2].split()  # the command name may contain spaces and brackets
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # A zombie has released its memory and its sockets, so it counts as ended although its entry exists.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
@@ -81,6 +82,7 @@ def here() -> Place:
 
 @functools.lru_cache(maxsize=1)
 def _here(pid: int) -> Place:
+    # A host name would not do: containers of one host have different names, and hosts can share a name.
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     ticks = start_ticks(pid)

@@ -52,6 +52,7 @@ class _Region:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         huge = capacity >= HUGE_FROM_BYTES
+        # Huge pages need aligned memory, and mmap aligns to 4 KiB only: map one huge page more and skip the start.
         self.mapping = mmap.mmap(-1, capacity + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.base = 0
         if huge:
@@ -90,7 +91,7 @@ class BufferPool:
                 self.idle_bytes -= capacity
             self.used_bytes += capacity
         if region is None:
-            # Map outside the lock: a large mapping takes milliseconds.
+            # Map outside the lock, so that other threads can take and return buffers meanwhile.
             try:
                 region = _Region(capacity)
             except BaseException:
@@ -98,6 +99,7 @@ class BufferPool:
                     self.used_bytes -= capacity
                 raise
         array = (ctypes.c_char * nbytes).from_buffer(region.mapping, region.base)
+        # The finalizer holds the region. Not at exit: the system frees all memory then, and the pool may be gone.
         weakref.finalize(array, self._give_back, region).atexit = False
         return array
 
@@ -122,7 +124,7 @@ class BufferPool:
             region = self._returned.popleft()
             self.used_bytes -= region.capacity
             self._idle.setdefault(region.capacity, []).append(region)
-            self._idle.move_to_end(region.capacity)
+            self._idle.move_to_end(region.capacity)  # keep the order of last use for the loop below
             self.idle_bytes += region.capacity
         while self.idle_bytes > self.max_idle_bytes:
             capacity, regions = next(iter(self._idle.items()))  # the size class that was used longest ago
@@ -173,11 +175,13 @@ class HeaderSlots:
             first = len(self._pages) * self._PER_PAGE
             self._pages.append((page, ctypes.addressof(anchor)))
             _header_pages.append(page)
+            # Descending, so that `pop` hands out the slots in ascending order.
             self._free.extend(range(first + self._PER_PAGE - 1, first - 1, -1))
         slot = self._free.pop()
         nonce = secrets.randbits(63) | 1  # never 0, which means "no value"
         page, base = self._pages[slot // self._PER_PAGE]
         offset = slot % self._PER_PAGE * self.SIZE
+        # Late readers of an earlier value in this slot look for their own nonce, so the write need not be atomic.
         struct.pack_into("<QII", page, offset, nonce, 0, 0)
         return slot, base + offset, nonce
 
@@ -196,6 +200,7 @@ class HeaderSlots:
     def mark(self, slot: int, *, creator: bool) -> None:
         """Record a read of the value, by its creator or by another process."""
         page, _ = self._pages[slot // self._PER_PAGE]
+        # Write this one word only: the other word belongs to readers in other processes, which write it unlocked.
         struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
 
 

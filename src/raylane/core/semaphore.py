@@ -109,6 +109,7 @@ def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
     memory = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors over this memory may still be used by other exit handlers, and the system unmaps it anyway.
     weakref.finalize(memory, _munmap, address, nbytes).atexit = False
     return memory
 

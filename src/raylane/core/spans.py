@@ -27,6 +27,7 @@ def strided_span(address: int, shape: Sequence[int], strides_bytes: Sequence[int
     for size, stride in zip(shape, strides_bytes, strict=True):
         if size == 0:
             return Span(address, address)
+        # A negative stride leads to addresses below the first element.
         reach = (size - 1) * stride
         low, high = (low + reach, high) if reach < 0 else (low, high + reach)
     return Span(low, high + itemsize)
@@ -39,6 +40,7 @@ def merge(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     (-1 for an empty span). Adjacent spans stay separate, because they share no memory.
     """
     order = sorted((i for i, span in enumerate(spans) if span.nbytes), key=lambda i: spans[i])
+    # In ascending order of their starts, so a span can overlap only the last one of the joined spans.
     merged: list[Span] = []
     home = [-1] * len(spans)
     for i in order:

@@ -1,4 +1,4 @@
-"""One-sided reads of another process's memory, by process_vm_readv(2). Linux only; knows nothing of tensors.
+"""One-sided reads of another process's memory, by process_vm_readv(2). Linux only; independent of tensors.
 
 The kernel checks PTRACE_MODE_ATTACH_REALCREDS: both processes need the same user, and where Yama's ptrace_scope is 1
 the target must have called prctl(PR_SET_PTRACER) (man 2 process_vm_readv, man 2 prctl,
@@ -27,6 +27,7 @@ class _IoVec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# Declared once: without argument types ctypes passes 32-bit integers and truncates addresses.
 for _name in ("process_vm_readv", "process_vm_writev"):
     _call = getattr(_libc, _name, None)
     if _call is not None:
@@ -55,6 +56,7 @@ def allow_readers() -> None:
         return
     if wanted != "any":
         raise ValueError(f"RAYLANE_PTRACER must be any or none, got {wanted!r}")
+    # The result is ignored: without Yama in the kernel the call fails with EINVAL and is not needed.
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
@@ -102,6 +104,7 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     part may have been copied). TimeoutError if the deadline has passed, checked every MAX_BYTES_PER_CALL bytes.
     """
     for call in _calls(ranges):
+        # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
         if deadline is not None and deadline.left_s() == 0:
             raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)
@@ -122,6 +125,7 @@ def gather(pid: int, ranges: bytes) -> bytes:
     sizes = struct.unpack(f"<{2 * len(theirs)}Q", ranges)[1::2]
     found = ctypes.create_string_buffer(sum(sizes))
     at = 0
+    # The kernel accepts at most IOV_MAX ranges of the other process in a call, but one local buffer for all of them.
     for first in range(0, len(theirs), IOV_MAX):
         count = min(IOV_MAX, len(theirs) - first)
         nbytes = sum(sizes[first : first + count])

@@ -62,6 +62,7 @@ class Patience:
 
     def waited(self, length_s: float) -> None:
         """Record the length of a wait that has ended by yielding or by sleeping."""
+        # Limit the length, so that a single long wait does not prevent yielding in the next dozens of waits.
         self.mean_s += (min(length_s, 2 * GATE_S) - self.mean_s) / _MEAN_OF
 
     def yielded(self) -> None:
@@ -73,6 +74,7 @@ class Patience:
 
     def slow_yield(self, now: float, lost_s: float) -> None:
         """Record a yield that ended at `now` and took `lost_s`, more than SLOW_YIELD_S."""
+        # Time without a slow yield counts only after the penalty, because nothing yields during a penalty.
         quiet_s = now - self.slow_until
         if self.level and quiet_s > 0:
             self.level = max(0, self.level - int(quiet_s / FORGIVE_S))
@@ -96,6 +98,7 @@ class Waiter:
     def wait(self, address: int, timeout_s: float) -> bool:
         """Take one from the semaphore. Returns False after `timeout_s` (at most a second) or on a signal."""
         try_wait = semaphore.try_wait
+        # The message is often there already; this path needs no clock.
         if not try_wait(address):
             self.patience.waited(0.0)
             return True

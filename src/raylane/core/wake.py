@@ -26,6 +26,7 @@ def fetch(pid: int, fd: int) -> int:
 
     OSError (PermissionError) if the kernel does not allow it.
     """
+    # The kernel checks the right to ptrace the process, as for process_vm_readv (see `vm.allow_readers`).
     pidfd = os.pidfd_open(pid)
     try:
         got = _libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)

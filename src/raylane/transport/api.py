@@ -64,6 +64,7 @@ def method(
         )
 
     def decorate(function: Any) -> Any:
+        # Wrap the function inside, so that Python still binds the static or class method.
         if isinstance(function, staticmethod | classmethod):
             return type(function)(decorate(function.__func__))
         if not callable(function) or isinstance(function, type):

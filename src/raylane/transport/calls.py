@@ -44,7 +44,7 @@ class PublishingCall:
 
     def publish(self, value: Any) -> Any:
         """Return the object to give to Ray in place of the method's result."""
-        if _ray.is_canceled():
+        if _ray.is_canceled():  # Ray discards the result, so no reader would come
             return value
         if isinstance(value, GeneratorType):
             # A plain function has returned a generator. Ray takes its items one by one, so publish each item.
@@ -78,6 +78,7 @@ async def receive_async(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
     futures = [a.future for a in (*args, *kwargs.values()) if type(a) is Pending]
     waiting = [asyncio.wrap_future(future) for future in futures if future is not None]
     if waiting:
+        # `wait` raises no errors of the fetches; `receive` then raises the first one in the order of the arguments.
         await asyncio.wait(waiting)
     return receive(args, kwargs)
 
@@ -121,6 +122,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
         wrapper = _wrap_generator(function)
     else:
         wrapper = _wrap_function(function)
+    # Before the attributes below: this copies the attributes of `function`, such as the options of ray.method.
     functools.update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]
     wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

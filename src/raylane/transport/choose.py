@@ -51,6 +51,7 @@ def choose(
         if backend is None:
             refused[name] = "it is installed in the source's environment but not here; install its package here"
             continue
+        # A failure in practice comes first: it says more than the theory in `refusal`.
         why = blocked.get((name, source.place)) or backend.refusal(source, here)
         if why is None and backend.capability.calls_ray and not may_call_ray:
             why = "it uses Ray, which cannot be called while Ray unpickles a value; use raylane.get"

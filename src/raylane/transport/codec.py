@@ -61,6 +61,7 @@ class _DecodingState(threading.local):
     own: bool = False
 
 
+# Thread-local, because several threads fetch and decode values at the same time.
 _decoding = _DecodingState()
 
 
@@ -80,6 +81,7 @@ def _leaf_with_state(index: int, state: dict[str, Any]) -> Any:
 
 def is_leaf(value: Any) -> bool:
     """Return True if a value is transferred as raw memory instead of being pickled."""
+    # Exact types only: an instance of a subclass may have state that is not in its memory, so it is pickled.
     kind = type(value)
     if kind is torch.Tensor or kind is Parameter:
         if value.is_nested:  # a nested tensor may report a strided layout, but has neither one shape nor one span
@@ -138,7 +140,7 @@ def decode_value(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> An
 def _transferable(leaf: Any) -> Any:
     """Return a leaf as raw host memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed."""
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()
+        leaf = leaf.detach()  # so that autograd does not record the copies below
         _require_memory(leaf)
         # torch evaluates these two lazily: the memory holds the values before conjugation or negation.
         if leaf.is_conj():
@@ -152,7 +154,7 @@ def _transferable(leaf: Any) -> Any:
         ):
             return leaf.contiguous()
     elif not leaf.flags.c_contiguous and leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes:
-        return np.ascontiguousarray(leaf).reshape(leaf.shape)
+        return np.ascontiguousarray(leaf).reshape(leaf.shape)  # ascontiguousarray turns zero dimensions into one
     return leaf
 
 
@@ -205,6 +207,7 @@ def plan_layout(leaves: Sequence[Any]) -> Layout:
     Copies only leaves that cannot be read in place: CUDA tensors, lazily conjugated or negated ones, sparse views.
     """
     plain = [_transferable(leaf) for leaf in leaves]
+    # Overlapping leaves become one block, so that they share memory again after the transfer.
     blocks, home = merge([_aligned(leaf_span(leaf), leaf) for leaf in plain])
     specs = []
     for leaf, original, block in zip(plain, leaves, home, strict=True):

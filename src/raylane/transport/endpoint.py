@@ -233,6 +233,7 @@ def endpoint() -> Endpoint:
     TransportUnavailableError if this process is not connected to Ray.
     """
     global _current
+    # Without the lock first: every publication and every read calls this function.
     token = _ray.worker_token()
     current = _current
     if current is not None and current.token == token:
@@ -270,6 +271,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 def close() -> None:
     """Close this process's endpoint if it has one; the next use creates a new one."""
     global _current
+    # Close outside the lock: closing waits for threads, which may call `endpoint()` meanwhile.
     with _creating:
         current, _current = _current, None
     if current is not None:

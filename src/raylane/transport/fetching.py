@@ -37,6 +37,7 @@ class FetchPool:
         """
         future: Future[Any] = Future()
         with self._lock:
+            # Reserve an idle thread under the lock, so that two calls do not count on the same one.
             start = self._waiting <= 0 and (self._max_threads is None or self._threads < self._max_threads)
             self._threads += start
             self._waiting -= not start
@@ -87,6 +88,7 @@ class FetchPool:
 
         Calls that are submitted later still run: a caller may have obtained this pool just before its endpoint closed.
         """
+        # One end mark for each thread. A thread takes its mark only after the calls that were queued before it.
         with self._lock:
             threads = self._threads
         for _ in range(threads):

@@ -159,6 +159,7 @@ def footprint(leaf: Any) -> tuple[int, ...]:
 @functools.cache
 def torch_layout() -> _TorchLayout | None:
     """Return the offsets of a tensor's pointers and size, or None if the experiment is ambiguous."""
+    # On a tensor made here, whose every change is known; the layout is the same for all tensors of this torch build.
     tensor = torch.zeros(2, device="cpu")
     storage = tensor.untyped_storage()
     pointers = datas = sizes = None
@@ -173,6 +174,7 @@ def torch_layout() -> _TorchLayout | None:
         pointers = seen[0] if pointers is None else pointers & seen[0]
         datas = seen[1] if datas is None else datas & seen[1]
         sizes = seen[2] if sizes is None else sizes & seen[2]
+    # The size follows the data pointer in StorageImpl; several data pointers may be found (the context repeats it).
     if not (pointers and datas and sizes) or len(pointers) > 1 or len(sizes) > 1 or min(datas) >= min(sizes):
         return None
     return _TorchLayout(pointers.pop(), min(datas), sizes.pop())
@@ -199,8 +201,9 @@ def _array_header(array: np.ndarray[Any, Any]) -> int | None:
 def guard_ranges(leaves: Iterable[Any]) -> list[GuardRange] | None:
     """Return the ranges that change when the memory of any of these leaves is freed, resized or re-pointed.
 
-    Returns None where the ranges are unknown. They are readable as long as the leaves and their storages live.
+    Returns None where the ranges are unknown. The ranges are readable as long as the leaves and their storages live.
     """
+    # A dict instead of a set: it removes duplicates and keeps the order, on which the digest depends.
     found: dict[GuardRange, None] = {}
     for leaf in leaves:
         for owner in owners_of(leaf):
@@ -226,6 +229,7 @@ def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
     if not array_layout_known():
         return None
     header = id(array) + _ARRAY_HEADER
+    # Only an array that owns its memory can shrink by a resize, and one without dimensions has none to compare.
     if not array.flags.owndata or not array.ndim:
         return [(header, 8)]
     dims = _array_header(array)

@@ -45,6 +45,7 @@ def release(task_id: bytes) -> None:
 
 def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
     """Return True if Ray runs this wrapper under the function name it reports (`module.Class.method`)."""
+    # Cached: the look-up walks Ray's function name and the class of the actor, on every call.
     found = _targets.get((wrapper, name))
     if found is None:
         last = name.rpartition(".")[2]

@@ -40,6 +40,7 @@ _READER_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def _connect(address: Address, deadline: Deadline) -> socket.socket:
+    # Limit a single attempt, so that `LinkPool._open` can check between attempts whether the source is dead.
     left = deadline.left_s()
     timeout = CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
     if timeout <= 0:
@@ -88,6 +89,7 @@ class Link:
         challenge = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if not isinstance(challenge, wire.Challenge):
             if isinstance(challenge, wire.Refusal):
+                # The peer has proved nothing yet, so its text is untrusted.
                 raise ProtocolError(f"{self.peer} refused the link: {_quoted(challenge.reason)}")
             raise ProtocolError(
                 f"could not connect to {self.peer}: the peer opened with {type(challenge).__name__} instead of "
@@ -100,6 +102,7 @@ class Link:
             )
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         proof = wire.make_proof(secret, "client", challenge.nonce, nonce, address)
+        # Cut the label: the frame has to stay within the limit of the handshake.
         self.send(wire.Hello(wire.VERSION, nonce, proof, who[:200]))
         answer = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if isinstance(answer, wire.Refusal):
@@ -217,7 +220,7 @@ class LinkPool:
     def borrow(self, address: Address, source: Source, deadline: Deadline) -> Iterator[Link]:
         """Lend a link to `source` for a `with` block; keep the link afterwards, or close it if the block raised."""
         link = self._take(address) or self._open(address, source, deadline)
-        link.deadline = deadline
+        link.deadline = deadline  # an idle link still has the deadline of its last borrower
         try:
             yield link
         except BaseException:
@@ -237,6 +240,7 @@ class LinkPool:
                 if place.known_dead(source.place, self._here):
                     raise SourceLostError(f"{source} died", source=source.label, dead=True) from error
                 left = deadline.left_s()
+                # A peer that fails the handshake would fail it again, unlike one that cannot be reached.
                 if isinstance(error, ProtocolError) or left == 0:
                     raise
                 obstacle = error

@@ -119,6 +119,7 @@ class Listener:
         self._accept_after = 0.0
         """Time (monotonic clock) from which to accept again after running out of descriptors; 0 while accepting."""
         self.name = name
+        # If a step fails (no descriptors, no threads), the stack undoes the earlier ones and nothing stays open.
         with contextlib.ExitStack() as undo:
             undo.callback(self._selector.close)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -127,10 +128,11 @@ class Listener:
             self._unix.bind("\0" + name)
             self._tcp = undo.enter_context(socket.create_server((host, 0), backlog=512))
             self._unix.listen(512)
+            # The proofs cover this address, and readers connect to it: use the real port instead of 0.
             self.host, self.port = self._tcp.getsockname()[:2]
             for sock in (self._unix, self._tcp):
                 sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+            self._register_servers()
             self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
             self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
             self._thread.start()
@@ -148,7 +150,7 @@ class Listener:
             self._putter.join(timeout=5)
 
     def wake(self) -> None:
-        """Wake the listener's thread. May be called from any thread, also after the end of the listener."""
+        """Wake the listener's thread; may be called from any thread."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
@@ -176,7 +178,9 @@ class Listener:
                 now = time.monotonic()
                 while self._unauthenticated and (oldest := next(iter(self._unauthenticated.values()))).deadline <= now:
                     self._drop(oldest, "no proof in time")
-                self._resume_accepting(now)
+                if self._accept_after and now >= self._accept_after:
+                    self._accept_after = 0.0
+                    self._register_servers()
         finally:
             # Closed by this thread, not by `close`: closing a socket that a selector waits on is a race.
             for peer in list(self._peers.values()):
@@ -246,11 +250,9 @@ class Listener:
             self._selector.unregister(sock)
         self._accept_after = time.monotonic() + ACCEPT_PAUSE_S
 
-    def _resume_accepting(self, now: float) -> None:
-        if self._accept_after and now >= self._accept_after:
-            self._accept_after = 0.0
-            for sock in (self._unix, self._tcp):
-                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+    def _register_servers(self) -> None:
+        for sock in (self._unix, self._tcp):
+            self._selector.register(sock, selectors.EVENT_READ, self._accept)
 
     def _drop(self, peer: _Peer, why: str | None) -> None:
         if self._peers.pop(peer.number, None) is None:
@@ -318,6 +320,7 @@ class Listener:
 
     def _flush(self, peer: _Peer) -> None:
         """Send as much of a peer's answer as the socket accepts, at most 16 batches of _SEND_BYTES."""
+        # sendmsg accepts at most IOV_MAX (1024) parts; fewer keep the lists short.
         most = _MAX_PARTS
         for _ in range(16):  # limited, so that a fast peer does not delay the others
             parts = _next_parts(peer.out, most)
@@ -395,7 +398,7 @@ class Listener:
         # Forget the peer before the hand-over: from then on the socket belongs to the component.
         self._watch(peer, 0)
         del self._peers[peer.number]
-        peer.socket.setblocking(True)
+        peer.socket.setblocking(True)  # the component uses threads that block
         take(peer.socket, message.member, message.level)
 
     def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
@@ -430,7 +433,7 @@ class Listener:
         if found is None:
             return
         entry, by_creator = found
-        peer.busy = True
+        peer.busy = True  # until `finish`, no other request of this peer is served
 
         def work() -> None:
             """Put the value, on the second thread; the result goes back to the listener's thread as a callback."""
@@ -517,6 +520,7 @@ _listening: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
+    # A copy, because a weak set can shrink during the iteration.
     for found in list(_listening):
         found.close_in_child()
 

@@ -25,7 +25,6 @@ import torch
 from raylane import _ray
 from raylane.core import vm
 from raylane.core.segment import bytes_at, write_segment
-from raylane.core.spans import Span
 from raylane.errors import TransportError
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
@@ -116,6 +115,7 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     here = endpoint()
     options = publication.options
     if size <= INLINE_BYTES and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
+        # A copy, so that later writes of the producer do not reach the ticket before Ray sends it.
         inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
         payload = encode_ticket(ticket)
@@ -127,7 +127,10 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
         here.counts["carried"] += 1
         publication.held.append(layout)
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks)
-        buffers = [_pickle_buffer(block) for block in layout.blocks]
+        # As NumPy arrays, because Ray 2.60 crashes when it unpacks a buffer with the format that ctypes gives. Ray
+        # copies each buffer once, straight into its object store.
+        arrays: list[Any] = [np.frombuffer(bytes_at(b.start, b.nbytes), dtype=np.uint8) for b in layout.blocks]
+        buffers = [pickle.PickleBuffer(array) for array in arrays]
         return materialize, (encode_ticket(ticket), _buffer(skeleton), None, buffers)
     if publication.anchored and publication.anchor is None:
         # Take the anchor first: on failure nothing is published.
@@ -150,8 +153,13 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
-        # The checks below apply to the producer's memory. A published copy cannot change, so its leaf needs none.
-        entry.copies = frozenset(i for i, leaf in enumerate(leaves) if not _shares_memory(leaf, layout.held[i]))
+        # A leaf whose layout has other memory was copied (CUDA, sparse views). A copy cannot change, so the checks
+        # below cover only the other leaves.
+        entry.copies = frozenset(
+            i
+            for i, (leaf, held) in enumerate(zip(leaves, layout.held, strict=True))
+            if leaf is not held and not (isinstance(leaf, torch.Tensor) and leaf.data_ptr() == held.data_ptr())
+        )
         shared = [leaf for i, leaf in enumerate(leaves) if i not in entry.copies]
         # Inference tensors have no write counter, and reading it raises.
         entry.versions = [(t, t._version) for t in shared if isinstance(t, torch.Tensor) and not t.is_inference()]
@@ -191,18 +199,6 @@ def _write_snapshot(layout: codec.Layout, blocks: list[memoryview]) -> int:
             f"could not publish a snapshot of {sum(block.nbytes for block in layout.blocks)} bytes: {error.strerror}. "
             "Free memory or descriptors (ulimit -n) in the publishing process, or publish without snapshot=True"
         ) from error
-
-
-def _shares_memory(leaf: Any, held: Any) -> bool:
-    """Return True if the producer's own memory is published for this leaf, False if a copy of it is."""
-    return leaf is held or bool(isinstance(leaf, torch.Tensor) and leaf.data_ptr() == held.data_ptr())
-
-
-def _pickle_buffer(block: Span) -> pickle.PickleBuffer:
-    """Return a block's bytes as a buffer that Ray copies once, straight into its object store."""
-    # A NumPy array, because Ray 2.60 crashes when it unpacks a buffer with the format that ctypes gives.
-    array: Any = np.frombuffer(bytes_at(block.start, block.nbytes), dtype=np.uint8)
-    return pickle.PickleBuffer(array)
 
 
 def _buffer(data: bytes) -> bytes | pickle.PickleBuffer:

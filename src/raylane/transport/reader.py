@@ -104,9 +104,11 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
     except ValueError as error:
         return ProtocolError(str(error))
     if ticket.inline is not None:
+        # bytearray, because the tensors must be writable and bytes are not.
         blocks = [bytearray(block) for block in ticket.inline]
         return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, blocks))
     if carried is not None:
+        # The caller may write to its tensors, and the memory of Ray's store is shared and read-only.
         copies = copy_to_pool(ticket, endpoint(), carried)
         return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, copies))
     gets = _enclosing_gets()
@@ -121,7 +123,7 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
     try:
         return redeem(ticket, skeleton, None, deadline, may_call_ray=False)
     except TransportError as error:
-        return error
+        return error  # Ray raises the returned object itself; a raise here would become an untyped RaySystemError
 
 
 def _enclosing_gets() -> int:
@@ -150,10 +152,12 @@ def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadli
         entry = here.store.get(ticket.key)
         if entry is None or entry.nonce != ticket.nonce:
             raise freed_error(ticket)
+        # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
         if entry.segment < 0:
             here.counts["local"] += 1
             return _redeem_own(here, entry, ticket, skeleton)
     result = _fetch(here, ticket, choice.names, deadline, last_resort=wish != AUTO)
+    # Before the value is unpickled, so that no code of the user sees other content than was published.
     _check_content(ticket, result.blocks)
     if result.mutated and ticket.on_mutation == "warn":
         warnings.warn(_mutated_text(ticket), UserWarning, stacklevel=2)
@@ -171,6 +175,7 @@ def _redeem_own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -
             raise moved_error(ticket)
         _check_content(ticket, blocks)
         return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, blocks))
+    # The creator gets its own leaves even where other readers get a copy, so those must be intact as well.
     if not entry.is_intact(include_copied=True):
         raise moved_error(ticket)
     if ticket.checksum is not None:
@@ -214,6 +219,7 @@ def _fetch(
         try:
             result = backends()[name].fetch(ticket, here, deadline)
         except TransportUnavailableError as error:
+            # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
             here.blocked[name, source.place] = error.message
             if last_resort or name == names[-1]:
                 raise
@@ -260,6 +266,7 @@ def collect(refs: list[Any], timeout_s: float | None) -> list[Any]:
     """Return the values of refs as `ray.get` does, unredeemed tickets as Pending. Raises the errors of `ray.get`."""
     import ray
 
+    # Ray may unpickle a user's object inside this ray.get, and that object may call raylane.get again.
     outer = _collecting.depth
     _collecting.depth = _enclosing_gets() + 1
     try:

@@ -82,6 +82,7 @@ class Entry:
         """
         from raylane.transport.codec import leaf_span
 
+        # Computed once: the memory of an intact entry does not move, and others are excluded below.
         if self._spans is None:
             self._spans = [leaf_span(leaf) for leaf in self.leaves]
         touched = any(ours.start < theirs.stop and theirs.start < ours.stop for ours in self._spans for theirs in spans)
@@ -184,6 +185,7 @@ class Store:
         Returns the earlier state: (read by its creator before, read by another process before).
         """
         with self._lock:
+            # The slot of a freed entry may belong to another value already.
             if self._entries.get(entry.key) is not entry:
                 return False, False
             _, by_creator, by_remote = self._headers.read(entry.slot)

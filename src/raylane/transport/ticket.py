@@ -72,6 +72,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 HEADER_BYTES = HeaderSlots.SIZE
+# array_like structs have no field names on the wire, so a ticket stays small. A change of fields needs a new VERSION.
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
 

@@ -33,6 +33,7 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_FRAME_BYTES = 1 << 12
 """Limit of a frame's size before the peer is authenticated, in either direction."""
 NONCE_BYTES = 16
+# msgspec checks these limits while decoding, so a peer cannot make a listener keep long keys.
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -173,6 +174,7 @@ Message: TypeAlias = (
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
+# The tags are part of the protocol: keep the number of a message when it is renamed.
 
 
 class WireError(ValueError):
@@ -236,6 +238,7 @@ def make_proof(secret: bytes, role: str, listeners_nonce: bytes, clients_nonce: 
     The result is valid for one role in one handshake with one listener.
     """
     where = f"unix:{address}" if isinstance(address, str) else f"tcp:{address[0]}:{address[1]}"
+    # The role is included so that a listener's proof cannot be sent back to it as a client's proof.
     text = f"raylane/{VERSION}/{role}/".encode() + listeners_nonce + clients_nonce + where.encode()
     return hmac.digest(secret, text, hashlib.sha256)
 

@@ -112,6 +112,7 @@ class BatchDict(dict[str, Any]):
         )
         if steps == 1:  # contiguous rows: views instead of copies
             return [self.slice(i * rows, (i + 1) * rows) for i in range(shards)]
+        # Rows of a shard are not contiguous now: shard i takes its part out of each global batch.
         starts = [[step * batch_size + i * rows for step in range(steps)] for i in range(shards)]
         return [self.select([at + row for at in own for row in range(rows)]) for own in starts]
 
@@ -200,6 +201,7 @@ def plan_token_budget(
         else:
             groups.append([row])
             longest = tokens
+    # Halving the largest group keeps every group within the budget. `at_least` <= rows, so the loop ends.
     while len(groups) < at_least:
         widest = max(range(len(groups)), key=lambda i: len(groups[i]))
         half = len(groups[widest]) // 2

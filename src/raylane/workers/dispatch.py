@@ -80,6 +80,7 @@ def plan_sharded(
     calls = []
     for rank in sharding.ranks:
         coords = sharding.get_worker_coords(rank)
+        # A worker gets data if it has coordinate 0 on every free axis; a dummy call gets None for every argument.
         gets_data = all(coords[axis] == 0 for axis in free)
         if gets_data or make_dummy_calls_to_free_axes:
             path = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
@@ -97,6 +98,7 @@ def plan_some(
     """
     run_rank_0_only_axes = _axes(run_rank_0_only_axes)
     sharding.check_axes(run_rank_0_only_axes, "run_rank_0_only_axes")
+    # With `one_each` the arguments have one level, indexed by the position among the called ranks.
     ranks = [rank for rank in sharding.ranks if sharding.is_axis_zero(rank, run_rank_0_only_axes)]
     calls = tuple(WorkerCall(rank, (i,) if one_each else (), returns=True) for i, rank in enumerate(ranks))
     return DispatchPlan(calls, (("called workers", len(ranks)),) if one_each else ())
@@ -133,6 +135,7 @@ def take(value: Any, path: tuple[int, ...] | None) -> Any:
 
 
 def _axes(axes: Sequence[str] | None) -> tuple[str, ...]:
+    # A string is a sequence of strings too, and would pass for a list of one-letter axes.
     if isinstance(axes, str):
         raise TypeError(f"axes must be a list of names. For one axis write [{axes!r}]")
     return tuple(axes or ())

@@ -55,6 +55,7 @@ class GroupFuture:
 
     def done(self) -> bool:
         """Return True if every called worker has answered or failed. Does not wait."""
+        # fetch_local=False: the question must not transfer results to this node.
         ready, _ = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0, fetch_local=False)
         return len(ready) == len(self.refs)
 
@@ -69,6 +70,7 @@ class GroupFuture:
         values: dict[int, Any] = {}
         pending = list(self.refs)
         while pending:
+            # Wait for any single result: a failure is then seen at once, whatever the other workers do.
             done, pending = ray.wait(pending, num_returns=1, timeout=_left(deadline))
             if not done:
                 late = [ranks[ref] for ref in pending]
@@ -94,6 +96,7 @@ class GroupFuture:
         deadline: float | None,
     ) -> WorkerGroupError:
         """Return the error to raise: the death of a worker if one follows soon, else the first failure itself."""
+        # Also read the results of the others meanwhile, because each of them may carry the death of a worker.
         first = translated(error, ranks[ref], self.label)
         grace = min(time.monotonic() + _CAUSE_GRACE_S, deadline or float("inf"))
         while pending and not isinstance(first, WorkerLostError):
@@ -116,7 +119,7 @@ def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
     if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
         if isinstance(cause, WorkerLostError):
-            return cause
+            return cause  # raised by WorkerHost in a restarted process, which has lost its worker
         kind = f"{type(cause).__name__}: {cause}" if cause is not None else "an exception"
         text = str(getattr(error, "traceback_str", error)).strip()
         return WorkerCallError(f"{label} raised on rank {rank}: {kind}\n{text}", rank=rank, call=label)

@@ -86,6 +86,7 @@ class WorkerGroup:
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
+            # No reference to the group reaches the caller, so nobody else could shut down what was started.
             self.shutdown(timeout_s=10)
             raise
 
@@ -203,7 +204,7 @@ class WorkerGroup:
         bundles, strategy = self._options.bundles(self.size)
         self._placement = placement_group(bundles, strategy=strategy)
         self._dropped = weakref.finalize(self, _release, self._placement)
-        self._dropped.atexit = False
+        self._dropped.atexit = False  # Ray ends the placement group with the driver
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
             limit = self._options.start_timeout_s
             raise WorkerGroupError(
@@ -211,6 +212,7 @@ class WorkerGroup:
                 f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources())}, "
                 f"total: {_amounts(ray.cluster_resources())}. Add nodes, or ask for fewer resources"
             )
+        # Create all actors before waiting for any of them, so that their processes start in parallel.
         remote_host = ray.remote(WorkerHost)
         for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
             seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)

@@ -58,6 +58,7 @@ class WorkerOptions:
     """Limit in seconds for placing, starting and constructing all workers."""
 
     def __post_init__(self) -> None:
+        # `frozen` protects the fields only; copy the mappings and make them read-only as well.
         for name in ("resources", "env_vars", "runtime_env"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         _check_amounts(self)
@@ -82,11 +83,13 @@ class WorkerOptions:
             return [self.bundle() for _ in range(size)], self.placement_strategy
         if size % each:
             raise ValueError(f"workers_per_node={each} does not divide the {size} workers of this group")
+        # STRICT_SPREAD puts each bundle on a node of its own, and a bundle has room for all workers of its node.
         node = {name: amount * each for name, amount in self.bundle().items()}
         return [dict(node) for _ in range(size // each)], "STRICT_SPREAD"
 
     def remote_options(self, rank: int) -> dict[str, Any]:
         """Return the keyword arguments for Ray's `options(...)` of one worker, in new containers."""
+        # Ray accepts environment variables only as a part of the runtime environment.
         environment = dict(self.runtime_env)
         variables = {**environment.pop("env_vars", {}), **self.env_vars}
         if variables:

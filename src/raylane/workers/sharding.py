@@ -42,6 +42,7 @@ class NamedSharding:
         if len(set(ranks)) != len(ranks):
             repeated = sorted({rank for rank in ranks if ranks.count(rank) > 1})
             raise ValueError(f"each rank must occur once in a layout; repeated ranks: {repeated}")
+        # `layout` returns this array itself, and hashing needs it constant.
         array.flags.writeable = False
         self._layout = array
         self._names = tuple(names)

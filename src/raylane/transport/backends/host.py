@@ -79,6 +79,7 @@ class HostBackend(Backend):
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
         pid, counted, guarded = source.place.pid, b"", b""
+        # Before the `try`: a lack of memory in this process must not be translated into an error of the source.
         blocks = [] if ticket.segment >= 0 else allocate(ticket, endpoint)
         try:
             if ticket.segment >= 0:
@@ -100,7 +101,7 @@ class HostBackend(Backend):
             raise freed_error(ticket) if place.alive(source.place) else _lost(source)
         if ticket.guards and digest(guarded) != ticket.guarded:
             raise moved_error(ticket)
-        if not remote_read:
+        if not remote_read:  # one mark is enough for all readers
             _mark_read(ticket)
         return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
@@ -110,6 +111,7 @@ def _map(ticket: Ticket, source: Source) -> list[Any]:
     # O_NONBLOCK: after a free the descriptor's number may belong to a pipe, whose open would wait for a writer.
     fd = os.open(f"/proc/{source.place.pid}/fd/{ticket.segment}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        # A reused descriptor number is noticed by its size here, and by the nonce that is read after this function.
         if os.fstat(fd).st_size != segment_offsets(sizes)[1]:
             raise OSError(errno.EFAULT, "the descriptor belongs to another file by now")
         return map_segment(fd, sizes)
@@ -157,6 +159,7 @@ def _translate(error: OSError, ticket: Ticket) -> Exception:
             source=source.label,
         )
     # A page or a descriptor is gone. If the header is unreadable too, the whole process is gone.
+    # If the header is readable, its nonce tells a freed value from moved memory.
     header = ctypes.create_string_buffer(HEADER_BYTES)
     try:
         vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])

@@ -36,5 +36,6 @@ class LocalBackend(Backend):
         entry = endpoint.store.get(ticket.key)
         if entry is None or entry.segment < 0:
             raise freed_error(ticket)
+        # A private mapping: the reader may write to its tensors without changing the snapshot.
         blocks = map_segment(entry.segment, [block.nbytes for block in ticket.blocks])
         return FetchResult(blocks=blocks, mutated=False, creator_read=False)

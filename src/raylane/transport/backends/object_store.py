@@ -43,6 +43,7 @@ class ObjectStoreBackend(Backend):
             link.send(wire.Put(ticket.key))
             answer = link.receive()
             if isinstance(answer, wire.PutReply):
+                # Adopting registers this process as a borrower, so that Ray keeps the object until the copy is done.
                 ref = _ray.adopt_ref(answer.object_id, answer.owner)
                 try:
                     arrays = ray.get(ref, timeout=deadline.left_s())

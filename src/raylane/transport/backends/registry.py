@@ -35,6 +35,7 @@ def backends() -> Mapping[str, Backend]:
         backend.name: backend for backend in (LocalBackend(), HostBackend(), TcpBackend(), ObjectStoreBackend())
     }
     for point in entry_points(group="raylane.backends"):
+        # A broken entry point is an error: skipping it would silently change the choice of `auto`.
         try:
             backend = point.load()()
         except Exception as error:
@@ -56,6 +57,7 @@ def check_name(name: object) -> str:
     lower = name.lower()
     if lower in known:
         return lower
+    # Ray users may know these names, and deserve a better answer than "unknown".
     if lower in NOT_YET:
         raise TransportUnavailableError(
             f"tensor_transport={name!r} is not available: {NOT_YET[lower]}. Use one of {', '.join(known)}"

@@ -49,6 +49,7 @@ class TcpBackend(Backend):
                     raise ProtocolError(
                         f"could not read a value of {source}: the source ended it with {type(trailer).__name__}"
                     )
+                # Only the trailer tells whether the received bytes are valid (see `wire.Trailer`).
                 if trailer.intact:
                     return FetchResult(blocks=blocks, mutated=trailer.mutated, creator_read=trailer.creator_read)
                 answer = wire.Gone(ticket.key, moved=True)
