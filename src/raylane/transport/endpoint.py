@@ -203,11 +203,13 @@ class Endpoint:
 
     def close(self) -> None:
         """End threads and links, free all published values, and drop all kept actors. Waits seconds at most."""
-        # The keeper first: its thread uses the links.
-        parts = (self.keeper.made, self.anchors.made, self.listener.made, self.links.made, self.fetchers, self.getters)
-        for part in parts:
-            if part is not None:
-                part.close()
+        # The keeper first: its thread uses the links, and may create them while the keeper closes. So `made` is read
+        # only when it is a part's turn.
+        for part in (self.keeper, self.anchors, self.listener, self.links):
+            if part.made is not None:
+                part.made.close()
+        self.fetchers.close()
+        self.getters.close()
         actor = _ray.current_actor_id()
         if self.source.made is not None and actor is not None and not self.session_ended():
             _ray.kv_delete(_actor_key(actor, self.place))
