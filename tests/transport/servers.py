@@ -50,7 +50,7 @@ class Server:
         self.source = Source(place.here(), "Actor(Test)", self.name, "127.0.0.1", self.listener.port)
 
     def link(self, address: Address | None = None, secret: bytes = SECRET, timeout_s: float = 10) -> Link:
-        return Link(address or self.addresses[1], secret, Deadline(timeout_s), who="test", peer=str(self.source))
+        return Link(address or self.addresses[1], secret, Deadline(timeout_s), client="test", peer=str(self.source))
 
     def serves(self) -> bool:
         """Return True if the listener still answers a new link."""

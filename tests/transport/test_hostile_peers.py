@@ -208,7 +208,7 @@ def test_relay_without_the_secret_cannot_pass_a_handshake_on(server: Server) -> 
     relaying = threading.Thread(target=relay)
     relaying.start()
     with pytest.raises(ProtocolError, match="another listener"):
-        Link(front.getsockname()[:2], SECRET, Deadline(10), who="test", peer="Actor(Test)")
+        Link(front.getsockname()[:2], SECRET, Deadline(10), client="test", peer="Actor(Test)")
     relaying.join()
     front.close()
     assert server.serves()
@@ -282,7 +282,7 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
     refusing = threading.Thread(target=refuse)
     refusing.start()
     with pytest.raises(ProtocolError) as caught:
-        Link(front.getsockname()[:2], SECRET, Deadline(10), who="test", peer="Actor(Test)")
+        Link(front.getsockname()[:2], SECRET, Deadline(10), client="test", peer="Actor(Test)")
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 400
     refusing.join()

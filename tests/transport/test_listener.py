@@ -191,7 +191,7 @@ def test_a_listener_that_never_answers_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source(place.here(), "Actor(Silent)", "", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(TransferTimeoutError, match=r"Actor\(Silent\).*0\.2 s"):
-            Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), who="test", peer=str(source))
+            Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), client="test", peer=str(source))
 
 
 def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server: Server) -> None:

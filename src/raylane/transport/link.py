@@ -72,19 +72,19 @@ class Link:
     Methods raise SourceLostError, TransferTimeoutError, ProtocolError or TransportError; each message names the peer.
     """
 
-    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, who: str, peer: str) -> None:
-        """Connect and authenticate before the deadline. `who` labels this process, `peer` the listener's process."""
+    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, client: str, peer: str) -> None:
+        """Connect and authenticate before the deadline. `client` labels this process, `peer` the listener's process."""
         self.peer = peer
         self.deadline = deadline
         with self._translated("connect to"):
             self.socket = _connect(address, deadline)
         try:
-            self._shake_hands(secret, who, address)
+            self._shake_hands(secret, client, address)
         except BaseException:
             self.close()
             raise
 
-    def _shake_hands(self, secret: bytes, who: str, address: Address) -> None:
+    def _shake_hands(self, secret: bytes, client: str, address: Address) -> None:
         """Exchange proofs in the order that `wire` describes. ProtocolError if the peer fails to prove itself."""
         challenge = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if not isinstance(challenge, wire.Challenge):
@@ -103,7 +103,7 @@ class Link:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         proof = wire.make_proof(secret, "client", challenge.nonce, nonce, address)
         # Cut the label: the frame has to stay within the limit of the handshake.
-        self.send(wire.Hello(wire.VERSION, nonce, proof, who[:200]))
+        self.send(wire.Hello(wire.VERSION, nonce, proof, client[:200]))
         answer = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if isinstance(answer, wire.Refusal):
             raise ProtocolError(f"{self.peer} refused the link: {_quoted(answer.reason)}")
@@ -202,9 +202,9 @@ class LinkPool:
     A thread, started with the first idle link, closes idle links whose peer has closed them.
     """
 
-    def __init__(self, secret: bytes, who: str, here: Place) -> None:
+    def __init__(self, secret: bytes, client: str, here: Place) -> None:
         self._secret = secret
-        self._who = who
+        self._client = client
         self._here = here
         self._lock = threading.Lock()  # guards everything below
         self._idle: dict[Address, collections.deque[Link]] = {}
@@ -233,7 +233,7 @@ class LinkPool:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return Link(address, self._secret, deadline, who=self._who, peer=str(source))
+                return Link(address, self._secret, deadline, client=self._client, peer=str(source))
             except (SourceLostError, TransferTimeoutError, ProtocolError) as error:
                 if is_gone(error):
                     raise

@@ -155,7 +155,7 @@ class Hop:
     def _connect(self, deadline: Deadline) -> None:
         target = self.target
         try:
-            link = Link(target.address, target.secret, deadline, who=target.own_who, peer=target.who)
+            link = Link(target.address, target.secret, deadline, client=target.own_who, peer=target.who)
         except TransportError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 raise Refused(f"nobody listens at {target.address} any more") from error
