@@ -12,6 +12,7 @@ from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
 from raylane.core.place import alive, here
+from raylane.core.watcher import Watch, watcher
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -24,7 +25,6 @@ from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER, Plan
 from raylane.graph.plan.routing import CONTROL_LEVEL, Routes
-from raylane.graph.watch import Watch, watcher
 from raylane.graph.worker.program import ActorInfo
 
 EXIT_S = 1.0

@@ -191,8 +191,8 @@ def _with_tensors(value: Any) -> Message:
     from raylane.transport import codec
 
     try:
-        skeleton, leaves = codec.encode(value)
-        layout = codec.plan(leaves)
+        skeleton, leaves = codec.encode_value(value)
+        layout = codec.plan_layout(leaves)
     except ray.exceptions.RayError:
         raise
     except Exception as error:
@@ -278,7 +278,7 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
     specs = msgspec.msgpack.decode(packed, type=list[codec.LeafSpec])
     if shared and any(spec.kind != codec.ARRAY for spec in specs):
         buffers = [bytearray(buffer) for buffer in buffers]
-    return codec.decode(skeleton, codec.build(specs, buffers))
+    return codec.decode_value(skeleton, codec.build_leaves(specs, buffers))
 
 
 def duplicate(message: Message) -> Any:

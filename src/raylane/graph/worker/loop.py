@@ -11,17 +11,14 @@ posts the process's one doorbell.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from raylane.core.place import Place, alive, here
 from raylane.core.semaphore import post
 from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import POLL_INTERVAL_S
@@ -225,33 +222,6 @@ class GraphLoop:
         self.doorbell.consumed -= session.messages_read
         del self._thread_states[session]
         session.close()
-
-
-class OwnerWatch:
-    """Check whether a driver on this host still runs. Uses a pidfd, which a later process cannot take over."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._poll: select.poll | None = None
-        self._fd: int | None = None
-        mine = here()
-        if place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
-            with contextlib.suppress(OSError):
-                self._fd = os.pidfd_open(place.pid)
-                self._poll = select.poll()
-                self._poll.register(self._fd, select.POLLIN)
-
-    def ended(self) -> bool:
-        """Return True if the process has ended; False for one that cannot be watched (its link notices the end)."""
-        if self._poll is None:
-            return False
-        return bool(self._poll.poll(0)) or not alive(self._place)
-
-    def close(self) -> None:
-        """Close the pidfd. A second call does nothing."""
-        fd, self._fd, self._poll = self._fd, None, None
-        if fd is not None:
-            os.close(fd)
 
 
 _loop: GraphLoop | None = None
