@@ -38,7 +38,7 @@ class _Conversion:
         """(id of the actor handle, number of calls bound on the handle before, call)."""
 
     def number_calls(self) -> None:
-        """Number the calls in an order in which they may have been bound.
+        """Assign numbers to the calls in an order in which they may have been bound.
 
         Ray counts calls for each handle only: so a call comes after the calls whose results it uses, and after the
         calls bound before on the same handle.
