@@ -24,6 +24,7 @@ def convert(node: Any) -> Any:
     conversion = _Conversion()
     found = conversion.convert(node)
     conversion.convert_leaves()
+    # After all calls are known: numbers must be consistent over all of them.
     conversion.number_calls()
     return found
 

@@ -113,6 +113,7 @@ class PeerNetwork:
             ]
             channel = InboundChannel(RingWriter(segment, ring_spec, doorbells, self._pools[relay.source]))
             self._inbound[relay.channel] = channel
+            # Links are not open yet: the relay gets its onward writer in `connect`.
             if relay.onward.links:
                 self._relays.append((channel, relay.channel, relay.onward.links, relay.slots))
         endpoints.endpoint().streams[spec.key] = self._accept  # last: from now on peers may connect

@@ -54,6 +54,7 @@ class Connections:
         self.pool: LeasePool | None = None
         """Memory for inputs."""
         self.leases = LeaseReader()
+        # Looked up now: an error message must not need a handle whose actor is dead.
         ids = [_ray.actor_id_of(actor) for actor in self.actors]
         self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle)
         self._watches: list[Watch] = []
@@ -102,6 +103,7 @@ class Connections:
         """
         self.control.on_failure = on_failure
 
+        # Called on the watcher's thread or on that of a link.
         def ended(member: int) -> None:
             self.control.dead.add(member)
             on_end(self.control.died(member))

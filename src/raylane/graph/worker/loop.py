@@ -130,6 +130,7 @@ class GraphLoop:
         self.doorbell.consumed -= 1  # `add` has posted the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = own = equal or _SharedThreadState(state)
+        # A new tuple each time: other threads may iterate over the old one.
         self.sessions = (*self.sessions, session)
         if self._applied is None:
             self._apply(own)
@@ -151,6 +152,7 @@ class GraphLoop:
     def _run(self) -> None:
         doorbell = self.doorbell
         while True:
+            # `_arriving` is read without the lock: `add` posts the doorbell afterwards, so no entry is missed for long.
             if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
             busy = False
@@ -192,6 +194,7 @@ class GraphLoop:
             if self.sessions:
                 return True
             self._applied = None  # the next thread has default settings
+            # Under the lock: `add` either finds this thread still serving, or starts a new one.
             self._thread = None
             return False
 
@@ -219,6 +222,7 @@ class GraphLoop:
         if session.lifecycle.state is State.ORPHANED:
             log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
         self.sessions = tuple(other for other in self.sessions if other is not session)
+        # The sum over sessions shrinks by the same number: the balance of posts stays as it was.
         self.doorbell.consumed -= session.messages_read
         del self._thread_states[session]
         session.close()

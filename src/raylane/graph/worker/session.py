@@ -59,6 +59,7 @@ class Session:
         self.lifecycle = Lifecycle() if network is None else network.lifecycle
         self._exclusive_instance = instance if program.exclusive else None
         if network is not None:
+            # Links first: writers below need them.
             network.connect(program.links, Deadline(program.timeout_s))
         # The driver admits an execution only when the one `max_inflight` before it was read by every reader.
         read_within = program.max_inflight * len(program.outbound)
@@ -117,6 +118,7 @@ class Session:
     def _fetch_wake_fd(self, program: Program, pid: int, fd: int) -> str | None:
         """Fetch the driver's eventfd and give it to all writers to the driver. Return the reason if that fails."""
         try:
+            # A copy of the driver's descriptor. Fetched now, at compile, while the number certainly means the eventfd.
             self._wake_fd = wake.fetch(pid, fd)
         except OSError as error:
             return str(error)
