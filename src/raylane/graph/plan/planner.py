@@ -1,4 +1,4 @@
-"""Planner: makes a `Plan` from nodes. It decides which calls belong to a graph and which values go to whom. Pure.
+"""Planner: makes a `Plan` from nodes. It decides which calls belong to a graph and which member gets which value. Pure.
 
 Calls are found from the output backwards, and from the input forwards (calls that no output needs are *leaves*). The
 member that computes a value applies selections, so that `x["a"]` or one part of a scatter is sent alone. Results that

@@ -313,4 +313,4 @@ def encode_error(error: BaseException) -> Message:
         except Exception:
             continue
         return Message(ERROR, file.getvalue())
-    raise AssertionError("an error of ours cannot be pickled")
+    raise AssertionError("an error of raylane cannot be pickled")
