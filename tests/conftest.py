@@ -1,4 +1,4 @@
-"""What every test shares: one Ray for the session, started on first use, and a check that nothing is left behind."""
+"""Fixtures for all tests: one Ray cluster per session, started on first use, and a check for leaks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the default warns at every start
+os.environ.setdefault(
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+)  # Ray's default setting prints a warning at every start
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Ray starts workers at niceness 15: beside three processes that compute, an actor took 100 s to start instead of 3.
+# Ray starts workers at niceness 15: beside three computing processes, an actor took 100 s to start instead of 3.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A local Ray with 8 logical CPUs (more than the machine has: actors here wait more than they compute)."""
+    """Start a local Ray with 8 logical CPUs: more than the machine has, because actors in tests mostly wait."""
     import ray
 
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
@@ -25,7 +27,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture
 def cluster(ray_session: None) -> Iterator[None]:
-    """The session's Ray, for a test that must leave no actor, thread, descriptor, segment or published value."""
+    """Provide the session's Ray; fail if the test leaves an actor, thread, descriptor, segment or published value."""
     from raylane.testing.leaks import leaks, snapshot
 
     before = snapshot()
@@ -36,7 +38,7 @@ def cluster(ray_session: None) -> Iterator[None]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Wait for a condition with a deadline, by asking again; fails with the last answer."""
+    """Return a function that polls a condition until a deadline, and fails with the last answer."""
     import time
 
     def wait(condition: Callable[[], object], within_s: float = 10.0) -> None:

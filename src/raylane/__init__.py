@@ -1,7 +1,7 @@
 """raylane: direct tensor transport, compiled graphs, worker groups and supervised fine-tuning for stock Ray.
 
-The names below are all of the public ones; each is loaded when it is first asked for, so that `import raylane` costs
-next to nothing and needs no optional package.
+`__all__` lists all public names. Each name is loaded on first use, so that `import raylane` is fast and needs no
+optional package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raylane.workers.group import WorkerGroup, WorkerOptions
     from raylane.workers.sharding import NamedSharding
 
-_HOME = {
+_HOME = {  # module of each public name
     "errors": "raylane.errors",
     "get": "raylane.transport.api",
     "get_async": "raylane.transport.api",
@@ -61,12 +61,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Load a public name on its first use (PEP 562)."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'raylane' has no attribute {name!r}; it has {', '.join(__all__)}")
     module = importlib.import_module(home)
     value = module if home == f"raylane.{name}" else getattr(module, name)
-    globals()[name] = value
+    globals()[name] = value  # later uses find the name without calling this function
     return value
 
 

@@ -1,30 +1,30 @@
-"""The only door to what Ray does not call public. Every other module of raylane uses `ray`'s documented names alone.
+"""The only module that uses private names of Ray; all other modules use only the documented names of `ray`.
 
-What is used, and why (checked on Ray 2.57.0 and 2.60.0; tests/rules names what is gone when a new Ray drops it):
+Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each name that a new version of Ray drops:
 
 | name | used for |
 | --- | --- |
-| worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | which process and call this is |
-| worker.Worker.get_objects: its code object | to know that a value is unpickled within `ray.get` |
-| CoreWorker.get_current_task_id / get_current_task_function_name | to know that Ray, not Python, made this call |
-| CoreWorker.current_actor_is_asyncio / get_event_loop | coroutine methods in a graph run on their actor's loop |
-| ActorMethod._actor, _method_name, _num_returns, _signature | which method `bind` was given |
-| ActorHandle._actor_id, _ray_actor_creation_function_descriptor | which actor a handle is, and its class's name |
-| function_actor_manager._function_execution_info | `exclusive=True` puts a lock around ordinary calls |
+| worker.global_worker: mode, worker_id, gcs_client, actor_id, actors, core_worker | identify this process and call |
+| worker.Worker.get_objects: its code object | find out that a value is unpickled within `ray.get` |
+| CoreWorker.get_current_task_id / get_current_task_function_name | find out that Ray, not Python, made this call |
+| CoreWorker.current_actor_is_asyncio / get_event_loop | run coroutine methods of a graph on their actor's loop |
+| ActorMethod._actor, _method_name, _num_returns, _signature | identify the method passed to `bind` |
+| ActorHandle._actor_id, _ray_actor_creation_function_descriptor | identify a handle's actor and its class |
+| function_actor_manager._function_execution_info | put a lock around ordinary calls (`exclusive=True`) |
 | ActorHandle.`__ray_call__`, `__ray_terminate__` | set a graph up in an actor; end an actor as exit_actor does |
-| ray.dag's nodes: _bound_args and the like | graphs written for experimental_compile |
-| CoreWorker.is_canceled | a cancelled call publishes nothing |
-| CoreWorker.add_object_out_of_scope_callback | lifetimes: Ray's own reference count tells when a value is free |
-| CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | hand a ref over a link (object_store) |
-| `__ray_invocation_decorator__` on a method | runs in the caller, sees the refs that the call returned |
-| `__ray_num_returns__` and its siblings on a method | what `ray.method` writes and Ray reads back |
-| ObjectRef.task_id().actor_id() | which actor produced a ref |
-| _private.state.actors | leak checks ask which actors are alive |
-| ray.cloudpickle.CloudPickler | pickles what Ray can pickle, refs and handles included |
-| serialization._object_ref_deserializer, by name | graphs refuse refs in what cloudpickle has pickled |
-| ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | the cluster's secret and where producers listen |
+| ray.dag's nodes: _bound_args and similar | accept graphs written for experimental_compile |
+| CoreWorker.is_canceled | publish nothing for a cancelled call |
+| CoreWorker.add_object_out_of_scope_callback | free a value when Ray's reference count reaches zero |
+| CoreWorker.serialize_object_ref / deserialize_and_register_object_ref | pass a ref over a link (object_store) |
+| `__ray_invocation_decorator__` on a method | run code in the caller, on the refs that a call returned |
+| `__ray_num_returns__` and similar on a method | options that `ray.method` writes and Ray reads back |
+| ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
+| _private.state.actors | list the living actors, for leak checks |
+| ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
+| serialization._object_ref_deserializer, by name | find refs in a pickle, which graphs refuse |
+| ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | share the cluster's secret and producers' addresses |
 
-Nothing here keeps state beyond what Ray keeps.
+This module keeps no state of its own.
 """
 
 from __future__ import annotations
@@ -45,22 +45,34 @@ from ray.cloudpickle import CloudPickler
 from ray.experimental import internal_kv
 
 __all__ = [
+    "CHECKED_ON",
+    "EXIT_WITHIN_S",
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
     "REF_MAKER",
     "CloudPickler",
+    "actor_id_of",
+    "actor_loop",
     "actor_of",
     "actor_target",
     "adopt_ref",
+    "bound_method",
     "call_identity",
+    "class_name_of",
     "connected",
     "current_actor_id",
+    "dag_node",
+    "dag_users",
     "describe_self",
+    "dumps",
     "empty_task_refs",
+    "exit_this_actor",
     "get_objects_code",
+    "guard_actor_calls",
     "hand_over_ref",
     "is_actor_call",
     "is_canceled",
+    "is_handle",
     "is_task_worker",
     "kv_delete",
     "kv_get",
@@ -70,6 +82,9 @@ __all__ = [
     "living_actors",
     "node_ip",
     "on_out_of_scope",
+    "raised_form",
+    "task_error",
+    "untraced_method",
     "worker_token",
 ]
 
@@ -83,31 +98,32 @@ METHOD_OPTIONS = (
     "generator_backpressure_num_objects",
     "enable_task_events",
 )
-"""What `ray.method` may leave on a function, as `__ray_<name>__`."""
+"""Options that `ray.method` may write on a function, as `__ray_<name>__`."""
 REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
-"""Module and name of the function that makes a ref again where cloudpickle has pickled one."""
+"""Module and name of the function that restores a ref which cloudpickle has pickled."""
 _KV_NAMESPACE = b"raylane"
 
 
 def connected() -> bool:
+    """Return True if this process is connected to a Ray cluster."""
     return bool(ray.is_initialized())
 
 
 def worker_token() -> bytes | None:
-    """Identifies this process's membership in one cluster session; None when not connected. A driver's worker id alone
-    does not: it comes from the job's number, which is 1 in every fresh cluster."""
+    """Return bytes that identify this process's membership in one cluster session; None when not connected."""
+    # A driver's worker id alone is ambiguous: it derives from the job's number, which is 1 in every fresh cluster.
     worker = _worker.global_worker
     return worker.worker_id + worker.gcs_client.cluster_id.binary() if worker.connected else None
 
 
 def current_actor_id() -> str | None:
-    """Hexadecimal id of the actor that this process is, or None (driver, task worker)."""
+    """Return the hexadecimal id of this process's actor, or None in a driver or task worker."""
     actor_id = _worker.global_worker.actor_id
     return None if actor_id is None or actor_id.is_nil() else actor_id.hex()
 
 
 def call_identity() -> tuple[str, bytes] | None:
-    """(function name, task id) of the call Ray runs in this thread or coroutine; None outside any call."""
+    """Return (function name, task id) of the call that Ray runs in this thread or coroutine; None outside calls."""
     worker = _worker.global_worker
     if worker.mode != _worker.WORKER_MODE:
         return None
@@ -120,20 +136,23 @@ def call_identity() -> tuple[str, bytes] | None:
 
 @functools.cache
 def get_objects_code() -> types.CodeType:
-    """Return the code of `Worker.get_objects`, by which its frames are known: every `ray.get` runs it."""
+    """Return the code object of `Worker.get_objects`, to recognise its stack frames: every `ray.get` runs it."""
+    # Ray decorates the method, and frames show the innermost function.
     code: types.CodeType = inspect.unwrap(_worker.Worker.get_objects).__code__
     return code
 
 
 def is_task_worker() -> bool:
-    """Whether this process runs plain tasks: it has no lasting identity, any task may find itself in it."""
+    """Return True if this process runs plain tasks, which Ray assigns to worker processes arbitrarily."""
     worker = _worker.global_worker
     return bool(worker.mode == _worker.WORKER_MODE and worker.actor_id.is_nil())
 
 
 def actor_target(name: str) -> Any:
-    """What the class of this process's actor holds under a method name, without Ray's tracing wrapper; None if this
-    is no actor or it has no such name."""
+    """Return the attribute of the actor's class under a method name, without Ray's tracing wrapper.
+
+    None if this process is not an actor, or its class has no such attribute.
+    """
     worker = _worker.global_worker
     actor_id = worker.actor_id
     instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
@@ -146,14 +165,15 @@ def actor_target(name: str) -> Any:
 
 
 def _untraced(function: Any) -> Any:
-    """Ray wraps every method once for tracing; functools.wraps makes the copy look original, its code name does not."""
+    """Return a function without the tracing wrapper that Ray puts around every method."""
+    # functools.wraps copies the function's name to the wrapper, but not the name of its code object.
     while getattr(getattr(function, "__code__", None), "co_name", "") == "_resume_span":
         function = function.__wrapped__
     return function
 
 
 def untraced_method(instance: Any, name: str) -> Any:
-    """`instance.name` without Ray's tracing wrapper, which costs a microsecond; None if there is no such name."""
+    """Return `instance.name` without Ray's tracing wrapper, which costs a microsecond per call; None if missing."""
     found: Any = getattr(instance, name, None)
     function = getattr(found, "__func__", None)
     plain = _untraced(function)
@@ -161,7 +181,7 @@ def untraced_method(instance: Any, name: str) -> Any:
 
 
 def describe_self() -> str:
-    """This process as an error message should name it: its actor and class, or what else it is."""
+    """Return the name of this process for error messages: its actor and class, `the driver` or `a task worker`."""
     worker = _worker.global_worker
     actor_id = worker.actor_id
     instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
@@ -171,40 +191,44 @@ def describe_self() -> str:
 
 
 def node_ip() -> str:
+    """Return the IP address of this node, as Ray's other nodes reach it."""
     ip: str = ray.util.get_node_ip_address()
     return ip
 
 
 def is_canceled() -> bool:
+    """Return True if the task that runs in this thread was cancelled."""
     return bool(_worker.global_worker.core_worker.is_canceled())
 
 
 def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
-    """Call `callback(object id)` once, on a thread of Ray's, when nobody in the cluster can reach `ref` any more.
+    """Call `callback(object id)` once, on a thread of Ray, when no process of the cluster can reach `ref` any more.
 
-    ValueError if this process does not own the ref. The callback may use Ray; an exception in it is logged and lost.
+    ValueError if this process does not own the ref. The callback may use Ray; Ray logs an exception in the callback and
+    ignores it.
     """
     _worker.global_worker.core_worker.add_object_out_of_scope_callback(ref, callback)
 
 
 def actor_of(ref: Any) -> bytes:
-    """Binary id of the actor whose method returned `ref`."""
+    """Return the binary id of the actor whose method returned `ref`."""
     binary: bytes = ref.task_id().actor_id().binary()
     return binary
 
 
-def _nothing(count: int) -> list[None]:
-    """Runs in some worker of this node. In this module, because that imports Ray and nothing else."""
+def _return_nothing(count: int) -> list[None]:
+    """Return `count` times None: the body of an empty task, which runs in some worker of this node."""
+    # Defined in this module, because importing it loads Ray and nothing else into that worker.
     return [None] * count
 
 
 @functools.cache
 def _empty_task() -> Any:
-    return ray.remote(num_cpus=0, max_retries=0)(_nothing)
+    return ray.remote(num_cpus=0, max_retries=0)(_return_nothing)
 
 
 def empty_task_refs(count: int) -> list[Any]:
-    """`count` (at least 2) fresh refs to None, owned by this process: the returns of one task. Does not wait for it."""
+    """Return `count` (at least 2) fresh refs owned by this process: the returns of one task, which may run later."""
     node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
@@ -216,44 +240,49 @@ def empty_task_refs(count: int) -> list[Any]:
 
 
 def is_actor_call(ref: Any) -> bool:
-    """Whether an actor's method returned `ref` (and not a plain task)."""
+    """Return True if an actor's method returned `ref`, False if a plain task did."""
     return not ref.task_id().actor_id().is_nil()
 
 
 def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:
-    """(object id, owner address): what another process needs to `adopt_ref`. The giver keeps `ref` until then."""
+    """Return (object id, owner address) for `adopt_ref` in another process; keep `ref` until that call is done."""
     _, owner, _ = _worker.global_worker.core_worker.serialize_object_ref(ref)
     return ref.binary(), owner
 
 
 def living_actors() -> dict[str, str]:
-    """Hexadecimal id to class name of every actor of the cluster that is not dead. For leak checks."""
+    """Return the class name of every actor of the cluster that is not dead, by hexadecimal id. For leak checks."""
     from ray._private import state
 
     return {actor_id: info["ActorClassName"] for actor_id, info in state.actors().items() if info["State"] != "DEAD"}
 
 
 def adopt_ref(binary: bytes, owner: bytes) -> Any:
+    """Return a ref to the object that another process passed with `hand_over_ref`, counted by Ray from now on."""
     ref = ray.ObjectRef(binary)
     _worker.global_worker.core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, b"")
     return ref
 
 
 def kv_get(key: str) -> bytes | None:
+    """Return the value of a key in Ray's internal key-value store, or None."""
     value: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_KV_NAMESPACE)
     return value
 
 
 def kv_set(key: str, value: bytes) -> None:
+    """Store a value under a key, in place of an earlier one."""
     internal_kv._internal_kv_put(key.encode(), value, overwrite=True, namespace=_KV_NAMESPACE)
 
 
 def kv_delete(key: str) -> None:
+    """Delete a key; unknown keys are ignored."""
     internal_kv._internal_kv_del(key.encode(), namespace=_KV_NAMESPACE)
 
 
 def kv_sample(prefix: str, most: int) -> dict[str, bytes]:
-    """Return the entries whose keys begin with `prefix`; if there are more than `most`, so many of them, at random."""
+    """Return the entries whose keys begin with `prefix`; a random selection of `most` entries if there are more."""
+    # A random selection, so that many processes that delete stale entries cover all of them in the end.
     keys: list[bytes] = internal_kv._internal_kv_list(prefix.encode(), namespace=_KV_NAMESPACE)
     chosen = random.sample(keys, most) if len(keys) > most else keys
     found = _worker.global_worker.gcs_client.internal_kv_multi_get(chosen, _KV_NAMESPACE) if chosen else {}
@@ -261,13 +290,14 @@ def kv_sample(prefix: str, most: int) -> dict[str, bytes]:
 
 
 def kv_put_if_absent(key: str, value: bytes) -> bytes:
-    """Store unless there is something already; returns what is stored now."""
+    """Store a value unless the key has one already. Returns the value that is stored afterwards."""
+    # Several processes may do this at the same time; reading the value back gives all of them the same one.
     internal_kv._internal_kv_put(key.encode(), value, overwrite=False, namespace=_KV_NAMESPACE)
     return kv_get(key) or value
 
 
 def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] | None:
-    """(actor handle or object, method's name, num_returns, signature without self) of a method; None if it is none."""
+    """Return (actor handle or object, method's name, num_returns, signature without self), or None for a non-method."""
     if isinstance(method, ray.actor.ActorMethod):
         shown = method._signature
         if shown is not None:
@@ -280,11 +310,12 @@ def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] 
 
 
 def is_handle(actor: Any) -> bool:
+    """Return True for the handle of an actor."""
     return isinstance(actor, ray.actor.ActorHandle)
 
 
 def class_name_of(actor: Any) -> str:
-    """Class name of an actor by its handle, or of a plain object."""
+    """Return the class name of an actor (given its handle) or of a plain object."""
     if not is_handle(actor):
         return type(actor).__name__
     name: str = actor._ray_actor_creation_function_descriptor.class_name
@@ -292,15 +323,18 @@ def class_name_of(actor: Any) -> str:
 
 
 def actor_id_of(actor: Any) -> str:
-    """Hexadecimal id of an actor by its handle."""
+    """Return the hexadecimal id of an actor, given its handle."""
     return str(actor._actor_id.hex())
 
 
 def dumps(value: Any) -> bytes:
-    """By cloudpickle: classes and functions of a script, refs and handles included. TypeError for nodes of `ray.dag`,
-    which would arrive as values that no execution computes."""
+    """Pickle a value with cloudpickle, which accepts classes and functions of a script, refs and handles.
+
+    TypeError for a node of `ray.dag` in the value, which no execution would replace by a value.
+    """
     import sys
 
+    # Without an import of ray.dag no node can exist, and the plain function is enough.
     dag: Any = sys.modules.get("ray.dag")
     if dag is None:
         data: bytes = ray.cloudpickle.dumps(value)
@@ -310,8 +344,8 @@ def dumps(value: Any) -> bytes:
         def reducer_override(self, found: Any) -> Any:
             if isinstance(found, dag.DAGNode):
                 raise TypeError(
-                    f"{type(found).__name__} of ray.dag has no value yet: nodes may stand by themselves or in lists, "
-                    "tuples and values of dicts, not inside other objects"
+                    f"could not pickle a value: {type(found).__name__} of ray.dag has no value yet. Pass nodes "
+                    "directly or in lists, tuples and values of dicts, not inside other objects"
                 )
             return super().reducer_override(found)
 
@@ -321,12 +355,15 @@ def dumps(value: Any) -> bytes:
 
 
 def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseException:
-    """What `ray.get` raises for a call that raised `cause`: an instance of its class too, with the remote text. Where
-    that was is said here: left out, it would be filled in by whoever unpickles the error."""
+    """Return the error that `ray.get` raises for a call that raised `cause`, with the remote traceback's text.
+
+    The error is also an instance of the class of `cause`.
+    """
+    # Pass process and node explicitly: RayTaskError would fill in those of the process that unpickles the error.
     here = {"proctitle": where, "pid": os.getpid(), "ip": node_ip()}
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(cause))
-    except BaseException as obstacle:  # its own __reduce__ may raise anything; Ray expects two classes
+    except BaseException as obstacle:  # a user's __reduce__ may raise anything, and Ray expects two classes only
         kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
         text = f"a {kind}, which cannot be pickled and unpickled ({obstacle!r}), was raised:\n{traceback_text}"
         cause = ray.exceptions.RayError(text)
@@ -336,7 +373,7 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
 
 
 def raised_form(error: BaseException) -> BaseException:
-    """A RayTaskError as it is raised in its caller; any other error as it is."""
+    """Return a RayTaskError in the form that its caller gets (also an instance of its cause's class); else `error`."""
     if isinstance(error, ray.exceptions.RayTaskError):
         dual: BaseException = error.as_instanceof_cause()
         return dual
@@ -344,13 +381,14 @@ def raised_form(error: BaseException) -> BaseException:
 
 
 EXIT_WITHIN_S = 5.0
+"""Seconds that Ray has to end an actor before the process ends itself."""
 
 
 def exit_this_actor() -> None:
-    """End this actor as `ray.actor.exit_actor` does, from any thread. Does not wait.
+    """End this actor as `ray.actor.exit_actor` does, but from any thread. Does not wait.
 
-    Ray is asked, which takes it about 2.4 s from within the actor, and sometimes does nothing: then the process ends
-    itself, which Ray takes for a crash.
+    Ray takes about 2.4 s to end an actor on its own request, and sometimes ignores the request. In that case the
+    process ends itself after EXIT_WITHIN_S, which Ray reports as a crash.
     """
     ray.get_runtime_context().current_actor.__ray_terminate__.remote()
     last_resort = threading.Timer(EXIT_WITHIN_S, os._exit, (0,))
@@ -359,10 +397,10 @@ def exit_this_actor() -> None:
 
 
 def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
-    """Make every ordinary call of this process's actor hold `lock` while it runs. Returns how to undo it.
+    """Make every ordinary call of this process's actor hold `lock` while it runs. Returns a function that undoes this.
 
-    Ray keeps one executor a method, a closure over the function: the function is replaced in there, because Ray has
-    its own copies of everything around it.
+    Ray keeps one executor for each method, a closure over the function. The function is replaced inside the closure,
+    because Ray keeps its own copies of the executors.
     """
     found = []
     for info in list(_worker.global_worker.function_actor_manager._function_execution_info.values()):
@@ -384,7 +422,8 @@ def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
 
 
 def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
-    if isinstance(method, types.MethodType):  # a class method: Ray sees that it is bound, and passes no instance
+    """Return a method of the same kind that holds `lock` while it runs."""
+    if isinstance(method, types.MethodType):  # a class method, which Ray calls without an instance
         return types.MethodType(_holding(method.__func__, lock), method.__self__)
     if inspect.isgeneratorfunction(method):
 
@@ -404,12 +443,14 @@ def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
 
 
 def dag_node(node: Any) -> tuple[Any, ...] | None:
-    """What a node of `ray.dag` says: ("input",), ("attribute", base, how, key), ("call", actor, method, args, kwargs,
-    num_returns, how many calls were bound on this handle before), ("output", call, index), ("multiple", nodes), or
-    ("other",). None for anything else."""
+    """Return the content of a node of `ray.dag` as a tuple, or None for any other object.
+
+    The tuple is one of ("input",), ("attribute", base, how, key), ("call", actor, method, args, kwargs, num_returns,
+    number of calls bound before on this handle), ("output", call, index), ("multiple", nodes) and ("other",).
+    """
     import sys
 
-    if "ray.dag" not in sys.modules:  # nobody has made one
+    if "ray.dag" not in sys.modules:  # without the import no node can exist
         return None
     from ray import dag
 
@@ -422,7 +463,7 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
         return "attribute", node._dag_input_node, how, node._key
     if isinstance(node, dag.MultiOutputNode):
         return "multiple", list(node.get_args())
-    if type(node) is dag.ClassMethodNode:  # a collective is one of a class derived from it
+    if type(node) is dag.ClassMethodNode:  # collectives have a derived class, which this must not match
         if node.is_class_method_output:
             return "output", node.class_method_call, node.output_idx
         actor = node._get_actor_handle()
@@ -433,12 +474,12 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
 
 
 def dag_users(node: Any) -> list[Any]:
-    """The nodes of `ray.dag` that were made from this one."""
+    """Return the nodes of `ray.dag` that use this node."""
     return list(getattr(node, "_downstream_nodes", ()))
 
 
 def actor_loop() -> Any:
-    """The event loop on which this process's asyncio actor runs its methods; None if it is no such actor."""
+    """Return the event loop on which this process's asyncio actor runs its methods; None in any other process."""
     core = _worker.global_worker.core_worker
     if not core.current_actor_is_asyncio():
         return None

@@ -1,34 +1,34 @@
-"""Every error that raylane raises on its own account.
+"""All error classes of raylane.
 
 RaylaneError
-├── TransportError (also ray.exceptions.RayError: see below)
+├── TransportError (also ray.exceptions.RayError, for the reason below)
 │   ├── SourceLostError            the process that held the tensors is gone
-│   ├── TransferTimeoutError       it took longer than the deadline (also a TimeoutError)
-│   ├── TransportUnavailableError  no way, or not the way asked for, between these two places
-│   ├── TensorFreedError           the source has already let go of the value
+│   ├── TransferTimeoutError       a transfer or a wait passed its deadline (also a TimeoutError)
+│   ├── TransportUnavailableError  no transport, or not the requested one, connects these two processes
+│   ├── TensorFreedError           the source has already freed the value
 │   ├── TensorMutatedError         a published tensor was written to before it was read
-│   └── ProtocolError              the other end broke the protocol, or is not one of ours
+│   └── ProtocolError              the peer broke the protocol, or does not belong to this cluster
 ├── GraphError (also ray.exceptions.RayError)
-│   ├── GraphPlanError             these nodes make no graph (also a ValueError)
+│   ├── GraphPlanError             these nodes form no valid graph (also a ValueError)
 │   ├── GraphDeadlockError         the graph could block itself; the cycle is named (also a ValueError)
 │   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
-│   ├── GraphTimeoutError          it took longer than the deadline (also a TimeoutError)
-│   ├── GraphFullError             `execute_nowait` while `max_inflight` executions are under way
+│   ├── GraphTimeoutError          a wait passed its deadline (also a TimeoutError)
+│   ├── GraphFullError             `execute_nowait` was called while `max_inflight` executions were running
 │   ├── GraphClosedError           the graph was torn down, or broke; compile it again
-│   └── GraphActorDiedError        an actor of the graph died, and the graph with it
+│   └── GraphActorDiedError        an actor of the graph died, which closed the graph
 ├── WorkerGroupError
 │   ├── WorkerLostError            a worker of a group died
 │   └── WorkerCallError            a worker's method raised, or did not answer in time
 ├── ConfigError (also a ValueError)   the configuration cannot be used as written
 ├── DataError (also a ValueError)     the training data cannot be used as it is
 └── CheckpointError                   a checkpoint cannot be written, read or trusted
-    └── CheckpointDamagedError         its files are incomplete or altered; an earlier one may be whole
+    └── CheckpointDamagedError         files of a checkpoint are incomplete or altered; an earlier one may be intact
 
-The caller's mistakes in plain arguments are ValueError and TypeError; an AssertionError is our own bug.
+Wrong arguments raise ValueError or TypeError; an AssertionError is a bug in raylane.
 
 Transport errors derive from RayError for one reason: the function that unpickles a ticket *returns* such an error
-instead of raising it, and Ray then raises that very object from ray.get, from await and inside the consumer, with no
-traceback of its own (raising there would give an untyped RaySystemError). Who uses this module: everybody.
+instead of raising it. Ray then raises that object from ray.get, from await and inside the consumer, without a traceback
+of its own. Raising the error in that function would give an untyped RaySystemError. Every package uses this module.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class RaylaneError(Exception):
-    """Root of the tree. `fields` holds what the message names (actor, rank, step, key ...), and survives pickling."""
+    """Base class of all errors. `fields` has the values named in the message (actor, rank, ...), pickled with it."""
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -76,6 +76,7 @@ class RaylaneError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own __reduce__ passes positional arguments only, and would lose `fields`.
         return _rebuild, (type(self), self.message, self.fields)
 
 
@@ -84,11 +85,11 @@ def _rebuild(cls: type[RaylaneError], message: str, fields: dict[str, Any]) -> R
 
 
 class TransportError(RaylaneError, RayError):  # type: ignore[misc]  # Ray gives mypy no types
-    """A value could not be moved."""
+    """A value could not be transferred."""
 
 
 class SourceLostError(TransportError):
-    """The process that held the tensors died, was killed, or broke the connection half way."""
+    """The process that held the tensors died, was killed, or broke the connection during a transfer."""
 
 
 class TransferTimeoutError(TransportError, TimeoutError):
@@ -96,11 +97,11 @@ class TransferTimeoutError(TransportError, TimeoutError):
 
 
 class TransportUnavailableError(TransportError):
-    """The transport asked for, or any at all, cannot connect these two places; the reason is in the message."""
+    """The requested transport, or every transport, cannot connect these two processes; the message has the reason."""
 
 
 class TensorFreedError(TransportError):
-    """The source has released the value: every ref was gone, or the process that owned the ref died."""
+    """The source has freed the value, because every ref was gone or the process that owned the ref died."""
 
 
 class TensorMutatedError(TransportError):
@@ -108,20 +109,23 @@ class TensorMutatedError(TransportError):
 
 
 class ProtocolError(TransportError):
-    """The other end sent something that is not our protocol, or could not prove that it belongs to this cluster."""
+    """The peer sent bytes that violate the protocol, or could not prove that it belongs to this cluster."""
 
 
 class GraphError(RaylaneError, RayError):  # type: ignore[misc]  # Ray gives mypy no types
-    """A compiled graph could not be made or run. What a method raises is not one of these: it arrives as Ray's own
-    RayTaskError, which is also an instance of the class that the method raised."""
+    """A compiled graph could not be built or run.
+
+    An exception of a method is not a GraphError: it arrives as Ray's own RayTaskError, which is also an instance of the
+    class that the method raised.
+    """
 
 
 class GraphPlanError(GraphError, ValueError):
-    """These nodes, or these options, make no graph that can run; the message names the node."""
+    """The nodes or options do not form a graph that can run; the message names the node."""
 
 
 class GraphDeadlockError(GraphPlanError):
-    """In this order of calls the graph would wait for itself; the message names the cycle."""
+    """The order of calls would make the graph wait for itself; the message names the cycle."""
 
 
 class GraphValueError(GraphError, ValueError):
@@ -129,28 +133,31 @@ class GraphValueError(GraphError, ValueError):
 
 
 class GraphTimeoutError(GraphError, TimeoutError):
-    """An answer, a free place or a buffer did not come before the deadline. Nothing is lost: ask again."""
+    """A result, a free slot or a buffer was not available before the deadline. Nothing is lost; try again."""
 
 
 class GraphFullError(GraphError):
-    """`execute_nowait` while `max_inflight` executions are under way, no memory is left for the input, or another
-    thread is handing one over. Get a result, drop arrays that are kept, or call `execute`, which waits."""
+    """`execute_nowait` would have to wait.
+
+    The reason is that `max_inflight` executions are running, that no memory is left for the input, or that another
+    thread is submitting an input. Get a result, drop arrays that are kept, or call `execute`, which waits.
+    """
 
 
 class GraphClosedError(GraphError):
-    """The graph was torn down, or could not go on after an interruption. Compile it again."""
+    """The graph was torn down, or could not continue after an interruption. Compile it again."""
 
 
 class GraphActorDiedError(GraphError):
-    """An actor of the graph died or exited; the graph is closed and its other actors live on."""
+    """An actor of the graph died or exited; the graph is closed, and its other actors stay alive."""
 
 
 class WorkerGroupError(RaylaneError):
-    """A group of workers could not do what was asked of it as a whole."""
+    """A group of workers could not complete an operation."""
 
 
 class WorkerLostError(WorkerGroupError):
-    """A worker of the group died; the others are still there."""
+    """A worker of the group died; the other workers are still alive."""
 
 
 class WorkerCallError(WorkerGroupError):
@@ -158,16 +165,16 @@ class WorkerCallError(WorkerGroupError):
 
 
 class ConfigError(RaylaneError, ValueError):
-    """The configuration cannot be used as written; the message names the key, the value and what would do."""
+    """The configuration cannot be used as written; the message names the key, the value and accepted values."""
 
 
 class DataError(RaylaneError, ValueError):
-    """The training data cannot be used as it is; the message names the file, the line and what would do."""
+    """The training data cannot be used as it is; the message names the file, the line and the remedy."""
 
 
 class CheckpointError(RaylaneError):
-    """A checkpoint could not be written, was not complete, or does not fit this run."""
+    """A checkpoint could not be written, was incomplete, or does not match this run."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Files of a checkpoint are missing, shorter than when they were written, or hold no checkpoint."""
+    """Files of a checkpoint are missing, are shorter than when they were written, or contain no checkpoint."""

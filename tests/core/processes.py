@@ -1,10 +1,12 @@
-"""Real processes for tests that need no Ray: forked from a server that has imported what they use, so that one starts
-in milliseconds, and without the threads of this process.
+"""Child processes for tests that need no Ray.
 
-child = start(work, 3)        `work` is a function of a module, not of a test
-child.result()                what it returned; a failure there is one here
+Children are forked from a server process that has imported their modules already, so a child starts in milliseconds and
+has none of the threads of this process.
 
-`start_code(text, x=3)` runs a text instead: its module has imported nothing, torch for one, and `answer` is its result.
+child = start(work, 3)        `work` must be a module-level function
+child.result()                return value of `work`; an exception in the child fails the test
+
+`start_code(text, x=3)` runs source text instead, in a module without imports (such as torch); its result is `answer`.
 """
 
 from __future__ import annotations
@@ -22,8 +24,7 @@ _context.set_forkserver_preload(["raylane.graph.channels.ring", "numpy"])
 
 
 class Child:
-    """A process that runs one function. `send` and `receive` talk with it over the pipe that the function gets as its
-    first argument."""
+    """A process that runs one function, whose first argument is the child's end of the pipe."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -34,23 +35,26 @@ class Child:
         self.pid = self.process.pid
 
     def send(self, value: Any) -> None:
+        """Send a value to the child."""
         self._pipe.send(value)
 
     def receive(self, timeout_s: float = 30) -> Any:
-        """What the function sent."""
+        """Return the next value that the child sent."""
         kind, value = self._next(timeout_s)
         assert kind == "sent", value
         return value
 
     def result(self, timeout_s: float = 30) -> Any:
+        """Wait for the child and return the function's result; fail the test if the function raised."""
         kind, value = self._next(timeout_s)
         self._close(timeout_s)
         if kind == "raised":
-            pytest.fail(f"in the child:\n{value}")
-        assert kind == "returned", f"the child has sent {value!r}, which nobody received"
+            pytest.fail(f"exception in the child:\n{value}")
+        assert kind == "returned", f"the child sent {value!r}, which the test did not receive"
         return value
 
     def kill(self) -> None:
+        """Kill the child with SIGKILL and wait for its end."""
         self.process.kill()
         self._close(30)
 
@@ -60,17 +64,17 @@ class Child:
         self.process.close()
 
     def _next(self, timeout_s: float) -> tuple[str, Any]:
-        assert self._pipe.poll(timeout_s), f"process {self.pid} says nothing for {timeout_s} s"
+        assert self._pipe.poll(timeout_s), f"process {self.pid} sent nothing for {timeout_s} s"
         try:
             found: tuple[str, Any] = self._pipe.recv()
         except EOFError:
             self.process.join(timeout_s)
-            pytest.fail(f"process {self.pid} has ended with {self.process.exitcode}")
+            pytest.fail(f"process {self.pid} ended with exit code {self.process.exitcode}")
         return found
 
 
 class Pipe:
-    """The child's end."""
+    """The child's end of the pipe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -91,12 +95,12 @@ def _run(connection: Connection, function: Callable[..., Any], args: tuple[Any, 
 
 
 def start(function: Callable[..., Any], *args: Any) -> Child:
-    """Run `function(pipe, *args)` in a process of its own."""
+    """Run `function(pipe, *args)` in a child process."""
     return Child(function, args)
 
 
 def start_code(text: str, **names: Any) -> Child:
-    """Run a text with these names in a process of its own."""
+    """Run source text with these names defined, in a child process."""
     return Child(_execute, (text, names))
 
 

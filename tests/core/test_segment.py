@@ -37,7 +37,7 @@ def test_buffers_come_back_after_the_last_view_of_them() -> None:
     view = tensor[10:20]
     del array, tensor
     gc.collect()
-    pool.settle()
+    pool.reclaim()
     assert pool.idle_bytes == 0
     assert pool.used_bytes == size_class(1_000_000)
     del view
@@ -50,11 +50,11 @@ def test_buffers_come_back_after_the_last_view_of_them() -> None:
 def test_numpy_keeps_a_buffer_too() -> None:
     pool = BufferPool(1 << 30)
     array = np.frombuffer(pool.take(100_000), dtype=np.uint8)
-    pool.settle()
+    pool.reclaim()
     assert pool.used_bytes > 0
     del array
     gc.collect()
-    pool.settle()
+    pool.reclaim()
     assert pool.used_bytes == 0
 
 
@@ -64,7 +64,7 @@ def test_idle_memory_is_bounded() -> None:
     assert pool.used_bytes == 8 << 20
     held.clear()
     gc.collect()
-    pool.settle()
+    pool.reclaim()
     assert pool.used_bytes == 0
     assert pool.idle_bytes == 3 << 20
 
@@ -90,7 +90,7 @@ def test_many_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    pool.settle()
+    pool.reclaim()
     assert pool.used_bytes == 0
 
 

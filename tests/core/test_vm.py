@@ -64,10 +64,10 @@ def test_gather_joins_thousands_of_ranges_or_raises() -> None:
     data = (ctypes.c_char * 30_000)(*(bytes([i % 251]) for i in range(30_000)))
     ranges = [(address_of(data) + 7 * i, 1 + i % 5) for i in range(3000)]
     expected = b"".join(data.raw[7 * i : 7 * i + 1 + i % 5] for i in range(3000))
-    assert vm.gather(os.getpid(), vm.packed(ranges)) == expected
+    assert vm.gather(os.getpid(), vm.pack_ranges(ranges)) == expected
     assert vm.gather(os.getpid(), b"") == b""
     with pytest.raises(OSError) as bad:
-        vm.gather(os.getpid(), vm.packed([*ranges, (8, 8)]))
+        vm.gather(os.getpid(), vm.pack_ranges([*ranges, (8, 8)]))
     assert bad.value.errno == errno.EFAULT
 
 

@@ -237,7 +237,7 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, text: str | No
 @pytest.mark.parametrize("text", ["", "spin", "Block"])
 def test_a_wrong_word_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("RAYLANE_WAIT", text)
-    with pytest.raises(ValueError, match=f"RAYLANE_WAIT='{text}': it is adaptive .* or block"):
+    with pytest.raises(ValueError, match=f"RAYLANE_WAIT must be adaptive .* or block, got '{text}'"):
         Waiter()
 
 

@@ -1,4 +1,4 @@
-"""A driver in a process of its own, for tests that end it: a graph over two named actors, with one execution begun."""
+"""Driver in a process of its own, for tests that kill it: a graph over two named actors and one execution."""
 
 from __future__ import annotations
 

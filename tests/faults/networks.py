@@ -1,5 +1,7 @@
-"""Ray nodes in network, pid and mount namespaces of their own on this machine, joined by a bridge: to raylane they are
-three machines that share no memory, no pids and no abstract sockets. Needs root and iproute2."""
+"""Ray nodes in network, pid and mount namespaces of their own on this machine, joined by a bridge.
+
+For raylane they are machines that share no memory, no pids and no abstract sockets. Needs root and iproute2.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ RAY = Path(sys.executable).parent / "ray"
 
 
 def refused() -> str | None:
-    """Why this machine cannot make such namespaces; None if it can."""
+    """Return the reason why this machine cannot create such namespaces; None if it can."""
     name = f"rlt{secrets.token_hex(3)}"
     try:
         subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True, text=True)
@@ -41,7 +43,7 @@ UNSHARE = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-chil
 
 
 class Network:
-    """A bridge and namespaces on it. `addresses` are theirs, in order."""
+    """Bridge and the namespaces on it. `addresses` are those of the namespaces, in order."""
 
     def __init__(self, count: int) -> None:
         self.tag = f"rl{secrets.token_hex(3)}"
@@ -70,7 +72,7 @@ class Network:
         subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
     def plug(self, index: int, *, connected: bool) -> None:
-        """Pull a namespace's cable, or put it back."""
+        """Disconnect a namespace's cable, or connect it again."""
         self._ip("link", "set", f"{self.names[index]}v", "up" if connected else "down")
 
     def start(self, index: int, script: str) -> subprocess.Popen[str]:
@@ -112,7 +114,7 @@ def network(count: int) -> Iterator[Network]:
 
 
 def ray_node(address: str, head: str | None, resource: str) -> str:
-    """Shell words that start a Ray node of one CPU in the background, as the head if `head` is None."""
+    """Return shell words that start a Ray node of one CPU in the background, as the head if `head` is None."""
     role = "--head --port=6399 --include-dashboard=false" if head is None else f"--address={head}:6399"
     return (
         f"{RAY} start {role} --node-ip-address={address} --num-cpus=2 --object-store-memory=80000000 "

@@ -20,6 +20,7 @@ from tests.faults.drivers import start_driver
 from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
 
 import raylane
+from raylane.core.watcher import watcher
 from raylane.errors import (
     GraphActorDiedError,
     GraphClosedError,
@@ -28,7 +29,6 @@ from raylane.errors import (
     GraphTimeoutError,
     GraphValueError,
 )
-from raylane.graph.watch import watcher
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 Eventually = Callable[..., None]

@@ -72,7 +72,7 @@ def test_who_does_not_answer_until_the_deadline_is_named(workers: list[Any], eve
     assert g.execute(1).get() == 1
     os.kill(pid, signal.SIGSTOP)
     try:
-        ray.get(a.__ray_call__.remote(hosts.cut_hops))
+        ray.get(a.__ray_call__.remote(hosts.cut_links))
         with pytest.raises(
             GraphTimeoutError, match=r"the connection from Worker#1 .* to Worker#2 .* broke and could not"
         ):

@@ -284,7 +284,7 @@ def test_a_host_read_races_with_a_free_and_is_whole_or_refused() -> None:
         store = Store()
         for line in sys.stdin:
             tensor = torch.full((64_000,), int(line) % 1000 + 1, dtype=torch.int32)
-            layout = codec.plan([tensor])
+            layout = codec.plan_layout([tensor])
             entry = Entry(key=line.encode(), leaves=[tensor], layout=layout, for_callers=True)
             store.publish(entry)
             print(layout.blocks[0].start, entry.header_address, entry.nonce, flush=True)

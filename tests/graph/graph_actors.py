@@ -1,4 +1,4 @@
-"""The actor of the graph tests: knows nothing of graphs."""
+"""Actors of the graph tests. They know nothing of graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raylane.testing.leaks import descriptors
 
 
 class TwoArguments(Exception):
-    """Pickles, and cannot be unpickled: as many exceptions of libraries."""
+    """Exception that can be pickled but not unpickled, like many exceptions of libraries."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first)
@@ -26,14 +26,14 @@ class NoPickle(Exception):
 
 
 class Explosive:
-    """Raises what is no Exception, wherever it is pickled."""
+    """Object that raises a BaseException when it is pickled."""
 
     def __reduce__(self) -> Any:
         raise SystemExit("no pickle")
 
 
 class Speechless(Exception):
-    """Cannot be shown."""
+    """Exception whose text and repr raise."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -46,7 +46,7 @@ def _speechless() -> None:
 
 
 class Unreadable:
-    """Pickles well; unpickling raises what cannot be shown."""
+    """Object whose unpickling raises an exception that cannot be shown."""
 
     def __reduce__(self) -> Any:
         return _speechless, ()
@@ -100,7 +100,7 @@ class Worker:
         return np.ones(count)
 
     def shared_ones(self, count: int) -> Any:
-        """An array that the actor keeps as well."""
+        """Return an array that the actor keeps as well."""
         import numpy as np
 
         self.shared = np.ones(count)
@@ -152,7 +152,7 @@ class Worker:
         torch.set_grad_enabled(enabled)
 
     def set_inference(self, enabled: bool) -> None:
-        """For the calling thread, for good."""
+        """Enter inference mode on the calling thread permanently."""
         import torch
 
         self.inference = torch.inference_mode(enabled)
@@ -170,7 +170,7 @@ class Worker:
         return os.getpid()
 
     def wait(self, x: Any = None) -> Any:
-        """Until `release`, which is an ordinary call."""
+        """Wait until `release`, which is an ordinary call."""
         assert self.gate.wait(60)
         return x
 
@@ -179,7 +179,7 @@ class Worker:
         return x if x == 1 else self.wait(x)
 
     def fail_unless(self, x: Any) -> Any:
-        """Fail with what is negative."""
+        """Fail for a negative value."""
         return self.fail(x) if x < 0 else x
 
     def empty_unless(self, x: Any) -> Any:
@@ -192,7 +192,7 @@ class Worker:
         self.gate.clear()
 
     def work(self, seconds: float) -> float:
-        """Notices when two calls of it run at the same time."""
+        """Record if two calls of this method run at the same time."""
         self.busy += 1
         self.overlaps += self.busy > 1
         until = time.monotonic() + seconds
@@ -208,13 +208,13 @@ class Worker:
         ray.actor.exit_actor()
 
     def left(self) -> list[str]:
-        """What graphs have left in this process, besides its doorbell (a descriptor, and a mapping with another)."""
+        """Return what graphs have left in this process, besides its doorbell (a descriptor and a mapping)."""
         threads = [t.name for t in threading.enumerate() if t.name.startswith("raylane")]
         return descriptors()[3:] + threads
 
 
 class AsyncWorker:
-    """An asyncio actor."""
+    """Asyncio actor."""
 
     async def echo(self, x: Any) -> Any:
         import asyncio

@@ -1,4 +1,4 @@
-"""What the pure tests of graphs share: plans made from a few lists, and plans made at random."""
+"""Plans for the pure tests of graphs: from a few lists, or at random."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make_plan(
     names: Sequence[str] = (),
     labels: Sequence[str] = (),
 ) -> Plan:
-    """A plan: `uses[t]` are the tasks (or INPUT) whose results task t uses, or (task, steps) for a selected part.
+    """Return a plan. `uses[t]` are the tasks (or INPUT) whose results task t uses, or (task, steps) for a part.
 
-    `order` is what the user wants of some members; with `exact_order` it stands for all. Outputs: those given, else
-    every task that nobody uses.
+    `order` is the user's order of some members; with `exact_order` it is that of all members. The outputs are those
+    given, else all tasks whose result no task uses.
     """
     numbers: dict[Source, int] = {}
 
@@ -77,8 +77,10 @@ def edges_of(values: Sequence[Value], tasks: Sequence[Task], collects: Sequence[
 def random_plan(
     rng: random.Random, *, tasks: int = 7, members: int = 4, bad_orders: float = 0.5, back_edges: float = 0.0
 ) -> Plan:
-    """A plan of 1 to `tasks` tasks on 1 to `members` members: a random DAG, with random orders at this probability
-    for each member, and at a smaller one with a result used by an earlier task."""
+    """Return a plan of 1 to `tasks` tasks on 1 to `members` members: a random DAG.
+
+    Each member gets a random order with the given probability; with a smaller one an earlier task uses a later result.
+    """
     number = rng.randint(1, tasks)
     owners = _numbered([rng.randint(1, rng.randint(1, members)) for _ in range(number)])
     uses: list[list[int | Source]] = []
@@ -100,6 +102,6 @@ def random_plan(
 
 
 def _numbered(owners: Sequence[int]) -> list[int]:
-    """The same members numbered 1, 2, ... without gaps."""
+    """Return the members numbered 1, 2, ... without gaps."""
     numbers = {owner: index for index, owner in enumerate(dict.fromkeys(owners), 1)}
     return [numbers[owner] for owner in owners]

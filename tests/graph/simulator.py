@@ -1,6 +1,6 @@
 """Execution by brute force: a driver and members that do one step at a time, in any order that can happen.
 
-Knows nothing of marked graphs; it is what the check of `schedule` is held against.
+It does not use the theory of marked graphs; tests compare the check of `schedule` with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 @dataclass
 class World:
-    """A plan being run: who is where in which execution, and what lies in the edges. `step` does one thing."""
+    """State of a plan that is run. `step` makes one step."""
 
     plan: Plan
     max_inflight: int
@@ -39,7 +39,7 @@ class World:
         self.collected = self.collected or {edge.index: 0 for edge in self.plan.edges_to(DRIVER)}
 
     def key(self) -> object:
-        """The state as a value; `held` and `boxes` follow from the rest."""
+        """Return the state as a value; `held` and `boxes` follow from the rest."""
         return tuple(self.ran), self.sent, self.submitted, tuple(self.collected.values())
 
     def copy(self) -> World:
@@ -67,7 +67,7 @@ class World:
         )
 
     def moves(self) -> list[Callable[[], None]]:
-        """Everything that may happen next."""
+        """Return all steps that are possible next."""
         found: list[Callable[[], None]] = []
         if self._may_send():
             found.append(self._send)
@@ -137,7 +137,7 @@ class World:
             self.held[member] = set()
 
     def _edge_with(self, value: int, member: int) -> Edge | None:
-        """The edge that brings a value; None if the member makes it itself (and, when asked, has not yet)."""
+        """Return the edge that brings a value; None if the member computes it itself (and, if asked, has not yet)."""
         return next((edge for edge in self.plan.edges_to(member) if edge.value == value), None)
 
     def _written_by(self, task: int) -> list[Edge]:
@@ -151,7 +151,7 @@ class World:
 
 
 def run_at_random(plan: Plan, max_inflight: int, slots: int, executions: int, rng: random.Random) -> bool:
-    """Whether all executions finish when what happens next is drawn by lot."""
+    """Return True if all executions finish when the next step is chosen at random."""
     world = World(plan, max_inflight, slots, executions)
     while moves := world.moves():
         rng.choice(moves)()
@@ -159,7 +159,7 @@ def run_at_random(plan: Plan, max_inflight: int, slots: int, executions: int, rn
 
 
 def endings(plan: Plan, max_inflight: int, slots: int, executions: int) -> set[bool]:
-    """Whether all executions finish, over every state that can be reached."""
+    """Return True if all executions finish in every state that can be reached."""
     waiting = [World(plan, max_inflight, slots, executions)]
     seen = {waiting[0].key()}
     found = set()

@@ -159,6 +159,16 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+def test_the_door_lists_all_of_its_public_names() -> None:
+    from raylane import _ray
+
+    defined = {node.name for node in ast.parse((SRC / "_ray.py").read_text()).body if isinstance(node, ast.FunctionDef)}
+    functions = {name for name in defined if not name.startswith("_")}
+    constants = {name for name in vars(_ray) if name.isupper() and not name.startswith("_")}
+    assert list(_ray.__all__) == sorted(_ray.__all__, key=lambda name: (not name.isupper(), name))
+    assert set(_ray.__all__) == functions | constants | {"CloudPickler"}
+
+
 def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
     """A clear message when a new Ray has dropped something: the name, and that `_ray.py` is where to mend it."""
     import ray

@@ -1,4 +1,4 @@
-"""A listener of the test's own process, for tests without Ray."""
+"""Fixtures for tests of the listener without Ray."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.transport.servers import Server
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    """Run a listener in this process; check that its thread ends with the test."""
     server = Server()
     yield server
     server.listener.close()

@@ -65,8 +65,8 @@ def test_subclasses_keep_and_override() -> None:
     [
         ({"tensor_transport": "hots"}, ValueError, "did you mean 'host'"),
         ({"tensor_transport": "nccl"}, TransportUnavailableError, "no NCCL transport"),
-        ({"tensor_transport": None, "num_return": 2}, TypeError, r"num_return;.*num_returns"),
-        ({"snapshot": "yes"}, TypeError, "snapshot='yes'"),
+        ({"tensor_transport": None, "num_return": 2}, TypeError, r"num_return\. .*num_returns"),
+        ({"snapshot": "yes"}, TypeError, "snapshot must be True or False, got 'yes'"),
         ({"on_mutation": "ignore"}, ValueError, "warn, error, allow"),
     ],
 )
@@ -78,7 +78,7 @@ def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], 
 def test_what_cannot_be_decorated() -> None:
     with pytest.raises(TypeError, match=r"below @ray\.remote"):
         raylane.method(Model)
-    with pytest.raises(TypeError, match="once is enough"):
+    with pytest.raises(TypeError, match=r"decorated with raylane\.method already\. Decorate it once"):
         raylane.method(Model.forward)
     with pytest.raises(TransportUnavailableError, match="a generator"):
 
@@ -102,7 +102,7 @@ def test_put_and_get_name_what_is_wrong(cluster: None) -> None:
         raylane.get(ref, tensor_transport="tcp", _tensor_transport="host")
     with pytest.raises(ValueError, match="unknown"):
         raylane.get(ref, tensor_transport="pigeon")
-    with pytest.raises(ValueError, match="timeout=-1"):
+    with pytest.raises(ValueError, match=r"timeout must be .* got -1"):
         raylane.get(ref, timeout=-1)
     with pytest.raises(TypeError, match=r"not an ray\.ObjectRef"):
         raylane.get("text")

@@ -19,14 +19,14 @@ from raylane.transport import codec
 
 def travel(value: Any) -> Any:
     """Encode, copy the blocks as a transport would, decode."""
-    skeleton, leaves = codec.encode(value)
-    layout = codec.plan(leaves)
+    skeleton, leaves = codec.encode_value(value)
+    layout = codec.plan_layout(leaves)
     blocks = [bytearray(ctypes.string_at(block.start, block.nbytes)) for block in layout.blocks]
-    return codec.decode(skeleton, codec.build(layout.specs, blocks))
+    return codec.decode_value(skeleton, codec.build_leaves(layout.specs, blocks))
 
 
 def moved_bytes(value: Any) -> int:
-    return sum(block.nbytes for block in codec.plan(codec.encode(value)[1]).blocks)
+    return sum(block.nbytes for block in codec.plan_layout(codec.encode_value(value)[1]).blocks)
 
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -99,7 +99,7 @@ def test_array_without_a_dtype_description_is_pickled() -> None:
     overlapping = np.dtype({"names": ["a", "b"], "formats": ["i4", "i4"], "offsets": [0, 2], "itemsize": 8})
     array = np.zeros(3, overlapping)
     array["a"] = 7
-    _, leaves = codec.encode(array)
+    _, leaves = codec.encode_value(array)
     assert leaves == []
     found = travel(array)
     assert found.dtype == overlapping
@@ -204,7 +204,7 @@ def test_tensordict() -> None:
     assert type(back) is TensorDict
     assert back.batch_size == torch.Size([2])
     assert torch.equal(back["b", "c"], torch.ones(2, 1))
-    assert len(codec.encode(value)[1]) == 2
+    assert len(codec.encode_value(value)[1]) == 2
 
 
 def test_what_is_no_leaf_is_pickled_and_its_parts_are_leaves() -> None:
@@ -218,7 +218,7 @@ def test_what_is_no_leaf_is_pickled_and_its_parts_are_leaves() -> None:
 def test_values_without_tensors() -> None:
     for value in (None, 5, "text", {"a": [1, 2.5]}, b"bytes" * 1000):
         assert travel(value) == value
-        assert codec.encode(value)[1] == []
+        assert codec.encode_value(value)[1] == []
 
 
 def test_two_thousand_small_tensors() -> None:
@@ -238,18 +238,18 @@ def test_a_closure_and_a_local_class_travel() -> None:
 
 
 def test_nothing_unpickles_a_skeleton_but_decode() -> None:
-    skeleton, _ = codec.encode([torch.ones(2)])
+    skeleton, _ = codec.encode_value([torch.ones(2)])
     with pytest.raises(pickle.UnpicklingError, match="by raylane only"):
         pickle.loads(skeleton)
 
 
 def test_values_arrive_where_they_were_whatever_the_default_device_is() -> None:
     value = [torch.arange(3.0), torch.empty(0, 2), Parameter(torch.ones(2))]
-    skeleton, leaves = codec.encode(value)
-    layout = codec.plan(leaves)
+    skeleton, leaves = codec.encode_value(value)
+    layout = codec.plan_layout(leaves)
     blocks = [ctypes.create_string_buffer(ctypes.string_at(span.start, span.nbytes)) for span in layout.blocks]
     with torch.device("meta"):
-        back = codec.decode(skeleton, codec.build(layout.specs, blocks))
+        back = codec.decode_value(skeleton, codec.build_leaves(layout.specs, blocks))
     assert [tensor.device.type for tensor in back] == ["cpu"] * 3
     assert [tensor.tolist() for tensor in back] == [[0, 1, 2], [], [1, 1]]
 
@@ -262,8 +262,8 @@ def test_tensor_without_its_memory_is_not_published(left: int, numel: int) -> No
     tensor.untyped_storage().resize_(left)
     for value in values:
         with pytest.raises(TensorFreedError, match=f"storage holds {left} bytes"):
-            codec.plan([value])
-    codec.plan([tensor[:0]])
+            codec.plan_layout([value])
+    codec.plan_layout([tensor[:0]])
 
 
 def test_tensor_within_a_shrunk_storage_is_published() -> None:

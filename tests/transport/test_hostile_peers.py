@@ -94,7 +94,7 @@ def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
 
     def ask() -> None:
         with pool.borrow(source.unix, source, Deadline(60)) as link:
-            link.send(wire.Holding())
+            link.send(wire.HeldQuery())
             answers.append(link.receive())
 
     asking = threading.Thread(target=ask)
@@ -104,7 +104,7 @@ def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
     for sock in flood:
         sock.close()
     asking.join(timeout=60)
-    assert answers == [wire.Held(0)]
+    assert answers == [wire.HeldCount(0)]
     pool.close()
 
 
@@ -118,10 +118,10 @@ def test_link_tries_again_when_its_handshake_is_dropped(server: Server) -> None:
             front.accept()[0].close()
         peer, _ = front.accept()
         nonce = b"n" * wire.NONCE_BYTES
-        peer.sendall(wire.pack(wire.Challenge(wire.VERSION, nonce)))
+        peer.sendall(wire.pack_frame(wire.Challenge(wire.VERSION, nonce)))
         hello = wire.FrameBuffer().feed(peer.recv(1000))[0]
         assert isinstance(hello, wire.Hello)
-        peer.sendall(wire.pack(wire.Welcome(wire.proof(SECRET, "listener", nonce, hello.nonce, address))))
+        peer.sendall(wire.pack_frame(wire.Welcome(wire.make_proof(SECRET, "listener", nonce, hello.nonce, address))))
         with contextlib.suppress(ConnectionResetError):
             peer.recv(1)
         peer.close()
@@ -159,7 +159,7 @@ def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually
     for _ in range(3):
         source, process = elsewhere()
         with pool.borrow((source.host, source.port), source, Deadline(30)) as link:
-            link.send(wire.Holding())
+            link.send(wire.HeldQuery())
             link.receive()
         process.kill()
     eventually(lambda: len(pool) == 0)
@@ -208,7 +208,7 @@ def test_relay_without_the_secret_cannot_pass_a_handshake_on(server: Server) -> 
     relaying = threading.Thread(target=relay)
     relaying.start()
     with pytest.raises(ProtocolError, match="another listener"):
-        Link(front.getsockname()[:2], SECRET, Deadline(10), who="test", peer="Actor(Test)")
+        Link(front.getsockname()[:2], SECRET, Deadline(10), client="test", peer="Actor(Test)")
     relaying.join()
     front.close()
     assert server.serves()
@@ -221,7 +221,7 @@ def test_peer_that_never_reads_has_one_request_served(server: Server) -> None:
     get = server.store.get
     server.store.get = lambda key: (asked.append(key), get(key))[1]  # type: ignore[method-assign]
     deaf = server.link()
-    deaf.socket.sendall(wire.pack(wire.Read(kept.key)) * 1500)
+    deaf.socket.sendall(wire.pack_frame(wire.Read(kept.key)) * 1500)
     assert server.serves()
     assert server.serves()
     assert 1 <= len(asked) <= 8  # what the socket's buffers took of the answers, not 1,500
@@ -234,7 +234,7 @@ def test_puts_run_on_one_thread(server: Server) -> None:
     links = [server.link() for _ in range(20)]
     before = threading.active_count()
     for link in links:
-        link.socket.sendall(wire.pack(wire.Put(kept.key)) * 50)
+        link.socket.sendall(wire.pack_frame(wire.Put(kept.key)) * 50)
     for link in links:
         for _ in range(50):
             assert isinstance(link.receive(), wire.PutReply)
@@ -255,7 +255,7 @@ HOSTILE = {
     "bad_utf8": (lambda body: struct.pack("<I", len(body)) + body)(
         b"\x95\x01\x02\xc4\x10" + b"n" * 16 + b"\xc4\x01p\xa2\xff\xfe"
     ),
-    "long_before_proof": struct.pack("<I", wire.MAX_STRANGER_FRAME_BYTES + 1),
+    "long_before_proof": struct.pack("<I", wire.MAX_HANDSHAKE_FRAME_BYTES + 1),
 }
 
 
@@ -276,13 +276,13 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
 
     def refuse() -> None:
         peer, _ = front.accept()
-        peer.sendall(wire.pack(wire.Refusal("\x1b[2J" + "x" * 3000)))
+        peer.sendall(wire.pack_frame(wire.Refusal("\x1b[2J" + "x" * 3000)))
         peer.close()
 
     refusing = threading.Thread(target=refuse)
     refusing.start()
     with pytest.raises(ProtocolError) as caught:
-        Link(front.getsockname()[:2], SECRET, Deadline(10), who="test", peer="Actor(Test)")
+        Link(front.getsockname()[:2], SECRET, Deadline(10), client="test", peer="Actor(Test)")
     assert "\x1b" not in str(caught.value)
     assert len(str(caught.value)) < 400
     refusing.join()

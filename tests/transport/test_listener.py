@@ -22,7 +22,7 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport import listener, wire
-from raylane.transport.lifetime import Anchors, Keeper
+from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Link, LinkPool
 from raylane.transport.source import Source
 
@@ -91,9 +91,9 @@ def test_put_and_done(server: Server) -> None:
     link = server.link()
     link.send(wire.Put(kept.key))
     assert link.receive() == wire.PutReply(b"id", b"owner", False, False)
-    link.send(wire.Done(kept.key))
-    link.send(wire.Holding())
-    assert link.receive() == wire.Held(1)
+    link.send(wire.Release(kept.key))
+    link.send(wire.HeldQuery())
+    assert link.receive() == wire.HeldCount(1)
     link.close()
 
 
@@ -111,9 +111,9 @@ def test_a_listener_that_cannot_prove_itself_is_not_trusted(server: Server) -> N
 
         def run(self) -> None:
             peer, _ = self.socket.accept()
-            peer.sendall(wire.pack(wire.Challenge(wire.VERSION, b"n" * 16)))
+            peer.sendall(wire.pack_frame(wire.Challenge(wire.VERSION, b"n" * 16)))
             peer.recv(1000)
-            peer.sendall(wire.pack(wire.Welcome(b"p" * 32)))
+            peer.sendall(wire.pack_frame(wire.Welcome(b"p" * 32)))
             peer.close()
             self.socket.close()
 
@@ -130,9 +130,9 @@ GARBAGE = [
     struct.pack("<I", wire.MAX_FRAME_BYTES + 1) + b"x" * 100,
     struct.pack("<I", 0),
     struct.pack("<I", 5) + b"\x93abcd",
-    wire.pack(wire.Read(b"key")),  # before any proof
-    wire.pack(wire.Hello(99, b"n" * 16, b"p" * 32, "from the future")),
-    wire.pack(wire.Challenge(1, b"n")),
+    wire.pack_frame(wire.Read(b"key")),  # before any proof
+    wire.pack_frame(wire.Hello(99, b"n" * 16, b"p" * 32, "from the future")),
+    wire.pack_frame(wire.Challenge(1, b"n")),
 ]
 
 
@@ -145,7 +145,7 @@ def test_garbage_before_the_proof_ends_the_connection(server: Server, garbage: b
     assert server.serves()
 
 
-@pytest.mark.parametrize("garbage", [*GARBAGE[:5], wire.pack(wire.Held(3))], ids=range(6))
+@pytest.mark.parametrize("garbage", [*GARBAGE[:5], wire.pack_frame(wire.HeldCount(3))], ids=range(6))
 def test_garbage_after_the_proof_ends_the_link(server: Server, garbage: bytes) -> None:
     link = server.link()
     link.socket.sendall(garbage)
@@ -157,11 +157,11 @@ def test_garbage_after_the_proof_ends_the_link(server: Server, garbage: bytes) -
 
 def test_a_truncated_frame_waits_for_its_rest_and_does_no_harm(server: Server) -> None:
     link = server.link()
-    frame = wire.pack(wire.Holding())
+    frame = wire.pack_frame(wire.HeldQuery())
     link.socket.sendall(frame[:3])
     assert server.serves()
     link.socket.sendall(frame[3:])
-    assert link.receive() == wire.Held(0)
+    assert link.receive() == wire.HeldCount(0)
     link.socket.sendall(frame[:5])
     link.close()
     assert server.serves()
@@ -173,7 +173,7 @@ def test_a_thousand_idle_connections(server: Server) -> None:
         with contextlib.suppress(OSError):
             idle.append(socket.create_connection(("127.0.0.1", server.listener.port), timeout=10))
     assert server.serves()
-    assert server.listener.strangers() <= listener.MAX_STRANGERS
+    assert server.listener.unauthenticated() <= listener.MAX_UNAUTHENTICATED
     for sock in idle:
         sock.close()
     assert server.serves()
@@ -191,7 +191,7 @@ def test_a_listener_that_never_answers_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = Source(place.here(), "Actor(Silent)", "", "127.0.0.1", silent.getsockname()[1])
         with pytest.raises(TransferTimeoutError, match=r"Actor\(Silent\).*0\.2 s"):
-            Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), who="test", peer=str(source))
+            Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), client="test", peer=str(source))
 
 
 def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server: Server) -> None:
@@ -202,20 +202,20 @@ def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server:
         link.send(wire.Stream(b"key", 3, 1))
         sock, *who = taken.get(timeout=10)
         assert who == [3, 1]
-        sock.sendall(wire.pack(wire.Streaming([(0, 7)], 1.5)))  # from now on it is the taker's alone
+        sock.sendall(wire.pack_frame(wire.Streaming([(0, 7)], 1.5)))  # from now on it is the taker's alone
         assert link.receive() == wire.Streaming([(0, 7)], 1.5)
-        link.send(wire.Holding())
-        assert sock.recv(100) == wire.pack(wire.Holding())
+        link.send(wire.HeldQuery())
+        assert sock.recv(100) == wire.pack_frame(wire.HeldQuery())
         sock.close()
         link.close()
         refused = server.link(address)
         refused.send(wire.Stream(b"other", 3, 1))
         answer = refused.receive()
         assert isinstance(answer, wire.Refusal)
-        assert "nobody here expects this stream" in answer.reason
+        assert "this process has no such stream" in answer.reason
         refused.close()
     with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
-        sock.sendall(wire.pack(wire.Stream(b"key", 3, 1)))  # without proof
+        sock.sendall(wire.pack_frame(wire.Stream(b"key", 3, 1)))  # without proof
         while sock.recv(1 << 16):
             pass
     assert taken.empty()
@@ -235,8 +235,8 @@ def test_a_pool_reuses_good_links_and_closes_bad_ones(server: Server) -> None:
 
     def ask() -> Any:
         with pool.borrow(address, server.source, Deadline(10)) as link:
-            link.send(wire.Holding())
-            assert link.receive() == wire.Held(0)
+            link.send(wire.HeldQuery())
+            assert link.receive() == wire.HeldCount(0)
             return link
 
     first = ask()
@@ -303,8 +303,8 @@ def test_pool_without_threads_lends_links_and_leaves_nothing(server: Server, no_
     before = sorted(os.listdir("/proc/self/fd"))
     pool = LinkPool(SECRET, "test", server.source.place)
     with pool.borrow(server.addresses[0], server.source, Deadline(10)) as link:
-        link.send(wire.Holding())
-        assert link.receive() == wire.Held(0)
+        link.send(wire.HeldQuery())
+        assert link.receive() == wire.HeldCount(0)
     assert len(pool) == 0
     pool.close()
     no_threads.undo()
@@ -328,12 +328,12 @@ def test_put_without_threads_is_tried_again(server: Server, no_threads: pytest.M
 
 
 def test_lifetimes_without_threads_are_tried_again(no_threads: pytest.MonkeyPatch) -> None:
-    anchors = Anchors()
+    anchors = AnchorPool()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
             anchors.take()
     anchors.close()
-    keeper = Keeper(lambda actor, deadline: False, lambda: False)
+    keeper = ActorKeeper(lambda actor, deadline: False, lambda: False)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="new thread"):
             keeper._out_of_scope(b"actor", object(), b"")
@@ -363,14 +363,14 @@ def test_listener_without_descriptors_accepts_again_later(server: Server, eventu
     clients = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)]
     addresses = ["\0" + server.name, ("127.0.0.1", server.listener.port)]
     held = threading.Event()
-    server.listener._done.append(lambda: held.wait(10))  # both sockets are announced at once
-    server.listener.nudge()
+    server.listener._callbacks.append(lambda: held.wait(10))  # both sockets are announced at once
+    server.listener.wake()
     with few_descriptors(0):
         for client, address in zip(clients, addresses, strict=True):
             client.connect(address)
         held.set()
-        eventually(lambda: server.listener._deaf_until)
-    eventually(lambda: server.listener.strangers() == 2)
+        eventually(lambda: server.listener._accept_after)
+    eventually(lambda: server.listener.unauthenticated() == 2)
     assert server.serves()
     for client in clients:
         client.close()

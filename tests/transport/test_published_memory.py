@@ -261,7 +261,7 @@ def test_array_root_is_named_by_its_guards() -> None:
 
     made = [np.zeros(100), np.zeros((4, 25))[1:], torch.zeros(100).numpy()[3:], strided(), through_a_buffer()]
     for array in made:
-        ranges = vm.packed(guard_ranges([array]) or [])
+        ranges = vm.pack_ranges(guard_ranges([array]) or [])
         assert ranges
         then, before = footprint(array), vm.gather(os.getpid(), ranges)
         assert footprint(array) == then

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.unpickling import FetchedWhileUnpickled
 
 import raylane
 from raylane.core.deadline import Deadline
@@ -145,7 +146,9 @@ class TestOnOneSession:
         assert raylane.get(ref).step == 2
 
     def test_unpickling_that_gets_a_ref_itself_gets_its_value(self) -> None:
-        ref = raylane.put({"lazy": Lazy(raylane.put(torch.ones(50_000))), "tensor": torch.ones(50_000)})
+        ref = raylane.put(
+            {"lazy": FetchedWhileUnpickled(raylane.put(torch.ones(50_000))), "tensor": torch.ones(50_000)}
+        )
         assert float(raylane.get(ref)["lazy"].value.sum()) == 50_000
 
     def test_an_actor_that_keeps_a_put_of_its_own_may_end(self, eventually: Any) -> None:
@@ -198,14 +201,3 @@ class TestOnOneSession:
         poor = ray.remote(num_cpus=0)(Poor).remote()
         said = ray.get(poor.read.remote([raylane.put(torch.ones(100_000), snapshot=True)]))
         assert said.startswith("TransportError: this process cannot take in"), said
-
-
-class Lazy:
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"ref": self.ref}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.value = ray.get(state["ref"])

@@ -15,7 +15,7 @@ def entry(key: bytes, tensor: torch.Tensor) -> Entry:
     return Entry(
         key=key,
         leaves=[tensor],
-        layout=codec.plan([tensor]),
+        layout=codec.plan_layout([tensor]),
         footprints=[footprint(tensor)],
         for_callers=True,
     )
@@ -49,7 +49,7 @@ def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
     base = torch.zeros(100)
     store.publish(entry(b"1", base[:50]))
     store.publish(entry(b"2", base[40:]))
-    spans = [codec.span(base[45:46])]
+    spans = [codec.leaf_span(base[45:46])]
     assert not store.wait_freed(spans, Deadline(0))
     woken = []
     thread = threading.Thread(target=lambda: woken.append(store.wait_freed(spans, Deadline(30))))
@@ -65,7 +65,7 @@ def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
 def test_wait_freed_ignores_memory_that_its_owner_gave_up() -> None:
     store = Store()
     tensor = torch.zeros(100)
-    span = codec.span(tensor)
+    span = codec.leaf_span(tensor)
     store.publish(entry(b"1", tensor))
     assert not store.wait_freed([span], Deadline(0))
     tensor.untyped_storage().resize_(0)  # whatever lies at its old address now is not what was published
@@ -76,16 +76,16 @@ def test_a_write_after_publication_is_known() -> None:
     tensor = torch.ones(4)
     one = entry(b"1", tensor)
     one.versions = [(tensor, tensor._version)]
-    assert not one.mutated()
+    assert not one.is_mutated()
     tensor.mul_(2)
-    assert one.mutated()
+    assert one.is_mutated()
 
 
 def test_tensor_set_to_another_storage_at_one_address_is_moved() -> None:
     memory = bytearray(4_000)  # stands for memory that was freed and allocated again
     tensor, other = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
     one = entry(b"1", tensor)
-    assert one.in_place()
+    assert one.is_intact()
     tensor.set_(other)
     assert tensor.data_ptr() == other.data_ptr()
-    assert not one.in_place()
+    assert not one.is_intact()

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.unpickling import FetchedWhileUnpickled
 
 import raylane
 from raylane import _ray
 from raylane.errors import TransferTimeoutError, TransportError
 from raylane.transport.endpoint import close, endpoint
-from raylane.transport.lifetime import Keeper
+from raylane.transport.lifetime import ActorKeeper
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -86,19 +87,6 @@ class Maker:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             del kept
         return said, len(os.listdir("/proc/self/fd")) - open_now
-
-
-class Lazy:
-    """Fetches a ref while it is being unpickled."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"ref": self.ref}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.value = raylane.get(state["ref"], tensor_transport="tcp")
 
 
 class Consumer:
@@ -179,7 +167,7 @@ def test_get_within_unpickling_keeps_both_transports() -> None:
     maker = actor(Maker)
     inner, outer = maker.make.remote(), maker.make.remote()
     before = endpoint().counts["tcp"]
-    lazy, value = raylane.get([ray.put(Lazy(inner)), outer], tensor_transport="tcp")
+    lazy, value = raylane.get([ray.put(FetchedWhileUnpickled(inner, transport="tcp")), outer], tensor_transport="tcp")
     assert float(lazy.value.sum() + value.sum()) == 100_000
     assert endpoint().counts["tcp"] == before + 2
 
@@ -211,7 +199,7 @@ def test_keeper_holds_one_handle_for_each_actor() -> None:
     class Handle:
         pass
 
-    keeper = Keeper(lambda actor, deadline: True, lambda: False)
+    keeper = ActorKeeper(lambda actor, deadline: True, lambda: False)
     handles = [Handle() for _ in range(100)]
     alive = [weakref.ref(handle) for handle in handles]
     for handle in handles:

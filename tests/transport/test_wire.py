@@ -11,20 +11,20 @@ MESSAGES: list[wire.Message] = [
     wire.Refusal("no"),
     wire.Read(b"k"),
     wire.Data(123),
-    wire.Sent(True, True, False),
+    wire.Trailer(True, True, False),
     wire.Gone(b"k"),
     wire.Put(b"k"),
     wire.PutReply(b"i", b"o", False, True),
-    wire.Done(b"k"),
-    wire.Holding(),
-    wire.Held(4),
+    wire.Release(b"k"),
+    wire.HeldQuery(),
+    wire.HeldCount(4),
     wire.Stream(b"k", 3, 1),
     wire.Streaming([(0, 5), (7, 2)], 1.5),
 ]
 
 
 def test_every_message_survives_any_cut_of_the_stream() -> None:
-    stream = b"".join(map(wire.pack, MESSAGES))
+    stream = b"".join(map(wire.pack_frame, MESSAGES))
     rng = random.Random(1)
     for _ in range(50):
         frames, got, at = wire.FrameBuffer(), [], 0
@@ -49,8 +49,8 @@ def test_random_bytes_are_refused_never_crash() -> None:
 
 def test_proof_fits_one_role_one_handshake_and_one_listener() -> None:
     right = (b"secret", "client", b"theirs", b"mine", "name")
-    good = wire.proof(*right)
-    assert wire.proves(good, wire.proof(*right))
+    good = wire.make_proof(*right)
+    assert wire.proofs_equal(good, wire.make_proof(*right))
     for i, other in enumerate((b"other", "listener", b"other", b"other", ("name", 1))):
         wrong = (*right[:i], other, *right[i + 1 :])
-        assert not wire.proves(good, wire.proof(*wrong)), wrong
+        assert not wire.proofs_equal(good, wire.make_proof(*wrong)), wrong

@@ -80,10 +80,10 @@ def test_from_batches_pads_each_key_with_its_own_value():
     ("batches", "message"),
     [
         ([], "at least one batch"),
-        ([{"a": [1]}, {"b": [1]}], r"batch 1 has the keys \['b'\], batch 0 has \['a'\]"),
+        ([{"a": [1]}, {"b": [1]}], r"same keys: batch 1 has \['b'\], batch 0 has \['a'\]"),
         ([{"a": [1]}, {"a": torch.ones(1)}], "'a' is a tensor in some batches and a list in others"),
         ([{"a": torch.ones(1)}, {"a": torch.ones(1, dtype=torch.long)}], "'a' differs between batches"),
-        ([{"a": [1], "b": [1, 2]}], r"these differ: \{'a': 1, 'b': 2\}"),
+        ([{"a": [1], "b": [1, 2]}], r"same number of rows, got \{'a': 1, 'b': 2\}"),
     ],
 )
 def test_batches_that_do_not_fit_are_refused_by_key(batches, message):

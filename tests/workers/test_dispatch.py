@@ -78,7 +78,7 @@ def test_unknown_repeated_and_bare_axes_are_refused_in_all_three_lists(argument)
 
 
 def test_an_axis_cannot_be_both_cut_and_copied():
-    with pytest.raises(ValueError, match=r"axes \['dp'\] stand in in_sharded_axes and in replicate_on_axes"):
+    with pytest.raises(ValueError, match=r"axes \['dp'\] are in both in_sharded_axes and replicate_on_axes"):
         plan_sharded(MESH, ["dp"], ["dp"])
 
 

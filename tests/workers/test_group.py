@@ -208,7 +208,7 @@ def test_nothing_is_sent_when_arguments_are_wrong(group):
         group.run_all_workers_sharded_data("total", in_sharded_axes=["dp"], data=[1])
     with pytest.raises(ValueError, match="output_is_replicated: no axis 'cp'"):
         group.run_all_workers_sharded_data("total", output_is_replicated=["cp"], data=1)
-    with pytest.raises(TypeError, match="takes what a run_"):
+    with pytest.raises(TypeError, match="takes the GroupFuture of a run_"):
         group.get_all_worker_results([])
 
 
@@ -321,7 +321,7 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session):
     for rank in range(2):
         with pytest.raises(ValueError, match="ending"):
             ray.get_actor(f"ending-{rank}")
-    with pytest.raises(WorkerGroupError, match="start a new group"):
+    with pytest.raises(WorkerGroupError, match=r"cannot be called after shutdown\. Start a new group"):
         group.run_all_workers_single_data("echo")
 
 

@@ -36,19 +36,22 @@ def test_names_and_resources_reach_rays_options():
     ("fields", "message"),
     [
         ({"num_cpus": -1}, "negative"),
-        ({"num_cpus": 0}, "some resource"),
+        ({"num_cpus": 0}, "at least one resource"),
         ({"max_concurrency": 0}, "at least 1"),
         ({"max_restarts": -2}, "-1 for no limit"),
-        ({"start_timeout_s": 0}, "above 0 seconds"),
-        ({"placement_strategy": "PAKC"}, "not one of PACK"),
+        ({"start_timeout_s": 0}, "more than 0 seconds"),
+        ({"placement_strategy": "PAKC"}, "placement_strategy must be one of PACK"),
         ({"env_vars": {"RANK": "3"}}, r"\['RANK'\] are set by the group"),
-        ({"env_vars": {"A": "1"}, "runtime_env": {"env_vars": {"A": "2"}}}, "one value in env_vars and another"),
+        (
+            {"env_vars": {"A": "1"}, "runtime_env": {"env_vars": {"A": "2"}}},
+            r"different values in env_vars and runtime_env\['env_vars'\]",
+        ),
     ],
 )
 def test_bad_values_are_refused_at_once(fields, message):
     with pytest.raises(ValueError, match=message):
         WorkerOptions(**fields)
-    with pytest.raises(TypeError, match="environment variables are text"):
+    with pytest.raises(TypeError, match="environment variables must be strings"):
         WorkerOptions(env_vars={"A": 1})
 
 

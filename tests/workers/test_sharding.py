@@ -54,12 +54,12 @@ def test_ranks_may_stand_in_any_order_and_survive_pickling():
 @pytest.mark.parametrize(
     ("layout", "names", "message"),
     [
-        ([[0, 1], [1, 2]], ["a", "b"], r"repeated here: \[1\]"),
+        ([[0, 1], [1, 2]], ["a", "b"], r"repeated ranks: \[1\]"),
         ([0, -1], ["a"], "negative"),
         ([], ["a"], "integer ranks"),
         ([0.5], ["a"], "integer ranks"),
         ([0, 1], ["a", "b"], "1 axes of sizes"),
-        ([[0, 1]], ["a", "a"], "its own name"),
+        ([[0, 1]], ["a", "a"], "axis names must differ"),
         ([[0, 1]], "ab", "the names are 'ab'"),
         (0, [], "at least one axis"),
     ],

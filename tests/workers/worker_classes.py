@@ -1,4 +1,4 @@
-"""Plain worker classes that the tests of groups start; importable by the workers' processes."""
+"""Plain worker classes for the tests of groups; the workers' processes import this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Recorder:
-    """Says who it is, keeps what it is told, and fails on request."""
+    """A worker that reports its rank, returns its arguments, and fails on request."""
 
     def __init__(self, fail_on_rank: int | None = None) -> None:
         self.rank = int(os.environ["RANK"])
@@ -32,7 +32,7 @@ class Recorder:
         return Undeliverable(self.rank)
 
     def calls(self) -> int:
-        """Return how many calls of `echo` there were."""
+        """Return the number of calls of `echo`."""
         return self.echoes
 
     def lazy_rows(self) -> Any:
@@ -76,7 +76,7 @@ class Recorder:
 
 
 class Undeliverable:
-    """A result that can be sent from rank 0 only: sending any other would be the defect that a test looks for."""
+    """A result that can be pickled on rank 0 only, to detect that another rank sends its result."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -88,14 +88,14 @@ class Undeliverable:
 
 
 class NeverReady:
-    """Waits in its constructor until its process is killed."""
+    """A worker whose constructor waits until its process is killed."""
 
     def __init__(self) -> None:
         threading.Event().wait()
 
 
 class Unsendable(Exception):
-    """Raises when it is pickled."""
+    """An exception that cannot be pickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ValueError("no way")

@@ -1,1 +1,1 @@
-"""Values and pure helpers; imports neither Ray nor CUDA nor anything else of raylane."""
+"""Values, clocks and shared memory of one host. Imports neither Ray nor torch nor other packages of raylane."""

@@ -1,6 +1,6 @@
-"""Where a process is: enough to tell whether two processes are the same, share a host, or may read one another.
+"""Identity of a process: enough to decide whether two processes are the same, share a host, or may read one another.
 
-Facts are gathered once per process by `here`; comparing them is pure. Called by the chooser and by every ticket.
+`here` collects the facts once per process, and the comparisons are pure. Used by the chooser and by every ticket.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """One process, as another process needs to know it. A bare pid is never trusted: it is reused, and means nothing
-    in another pid namespace; `start_ticks` (field 22 of proc_pid_stat(5)) and `boot_id` complete it."""
+    """Identity of one process, valid across hosts and containers.
+
+    A pid alone identifies nothing: the kernel reuses pids, and each pid namespace has its own. Therefore
+    `start_ticks` (field 22 of proc_pid_stat(5)) and `boot_id` complete it.
+    """
 
     boot_id: str
-    """/proc/sys/kernel/random/boot_id: one value per booted kernel, the same in all its containers."""
+    """Content of /proc/sys/kernel/random/boot_id: one value per booted kernel, the same in all its containers."""
     pid_namespace: int
-    """Inode of /proc/self/ns/pid: pids can be compared only where it is the same."""
+    """Inode of /proc/self/ns/pid; pids are comparable only between processes with equal inodes."""
     net_namespace: int
-    """Inode of /proc/self/ns/net: abstract Unix sockets and loopback are shared only where it is the same."""
+    """Inode of /proc/self/ns/net; abstract Unix sockets and loopback are shared only where it is equal."""
     uid: int
     pid: int
     start_ticks: int
     hostname: str
 
     def same_process(self, other: Place) -> bool:
+        """Return True if both places are the same process."""
         return (self.boot_id, self.pid_namespace, self.pid, self.start_ticks) == (
             other.boot_id,
             other.pid_namespace,
@@ -36,6 +40,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def same_host(self, other: Place) -> bool:
+        """Return True if both processes run on the same kernel, in whatever containers."""
         return self.boot_id == other.boot_id
 
     def __str__(self) -> str:
@@ -43,42 +48,46 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 def start_ticks(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None when there is no such process, or only its zombie. OSError if
-    that cannot be told, as without a free descriptor."""
+    """Return the start time of a process in clock ticks since boot, or None if it has ended (or is a zombie).
+
+    OSError if the time cannot be read, for example because this process has no free descriptor.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()  # the command name may hold spaces and brackets
+            fields = stat.read().rpartition(b")")[2].split()  # the command name may contain spaces and brackets
     except (FileNotFoundError, ProcessLookupError):
         return None
+    # A zombie has released its memory and its sockets, so it counts as ended although its entry exists.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def alive(place: Place) -> bool:
-    """Return False if that very process has ended; True if it runs, or this one cannot tell. Only for a place in this
-    pid namespace."""
+    """Return False if a process of this pid namespace has certainly ended, True if it runs or its state is unknown."""
     try:
         return start_ticks(place.pid) == place.start_ticks
     except OSError:
+        # Callers end connections and actors on False, so a lack of descriptors in this process must not look like it.
         return True
 
 
 def known_dead(there: Place, here: Place) -> bool:
-    """Return True if a process has ended, as far as that can be seen from `here`; False if it cannot be seen."""
+    """Return True if the process at `there` has certainly ended; False also if `here` cannot see that process."""
     return there.same_host(here) and there.pid_namespace == here.pid_namespace and not alive(there)
 
 
 def here() -> Place:
-    """This process. Cheap after the first call, and right again in a forked child."""
-    return _here(os.getpid())
+    """Return the place of this process. Cheap after the first call, and correct in a forked child."""
+    return _here(os.getpid())  # the pid is the cache key, so a forked child computes its own place
 
 
 @functools.lru_cache(maxsize=1)
 def _here(pid: int) -> Place:
+    # A host name would not do: containers of one host have different names, and hosts can share a name.
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot_id = file.read().strip()
     ticks = start_ticks(pid)
     if ticks is None:
-        raise OSError(f"cannot read /proc/{pid}/stat: raylane needs /proc mounted for this process")
+        raise OSError(f"cannot read /proc/{pid}/stat. raylane needs /proc mounted for this process")
     return Place(
         boot_id=boot_id,
         pid_namespace=os.stat("/proc/self/ns/pid").st_ino,

@@ -1,7 +1,8 @@
-"""Host memory: a pool of warm buffers to receive into, slots that say whether a value still lives, and memfd segments.
+"""Host memory: a pool of receive buffers, header slots that state whether a value is published, snapshot segments.
 
-Page faults, not copying, are what a transfer costs (100 MB: 5 ms into warm memory, 38 ms into fresh memory), so memory
-that was received into once is kept and used again when its last tensor is dropped. Used by the backends and the store.
+Page faults dominate the cost of a transfer, not copying (100 MB: 5 ms into warm memory, 38 ms into fresh memory).
+Memory is therefore kept after its last tensor is dropped, and used for the next transfer. Used by the backends and the
+store.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from raylane.core.semaphore import map_file
 
 HUGE_PAGE = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
-"""From this size on a fresh region is aligned and asked to use huge pages: 64 MiB took 11.5 ms instead of 36.6."""
+"""Size from which a fresh region is aligned for huge pages: receiving 64 MiB took 11.5 ms instead of 36.6."""
 
 
 def address_of(buffer: Any) -> int:
-    """Where a ctypes object lies. The number does not keep its owner alive."""
+    """Return the address of a ctypes object. The number does not keep the object alive."""
     return ctypes.addressof(buffer)
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Memory of this process as bytes, without a copy. Does not keep it alive: whoever uses the view must."""
+    """Return a view of this process's memory. The caller must keep the memory alive while it uses the view."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def size_class(nbytes: int) -> int:
-    """The size a request is rounded up to: pages, then four steps per power of two (at most 25% unused)."""
+    """Return the size to which a request is rounded up: pages, then four steps per power of two (up to 25% unused)."""
     if nbytes <= 1 << 16:
         return -(-nbytes // 4096) * 4096
     step = 1 << (nbytes.bit_length() - 3)
@@ -44,13 +45,14 @@ def size_class(nbytes: int) -> int:
 
 
 class _Region:
-    """One anonymous mapping; `base` is the first usable byte."""
+    """One anonymous mapping; `base` is the offset of the first usable byte."""
 
     __slots__ = ("base", "capacity", "mapping")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         huge = capacity >= HUGE_FROM_BYTES
+        # Huge pages need aligned memory, and mmap aligns to 4 KiB only: map one huge page more and skip the start.
         self.mapping = mmap.mmap(-1, capacity + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.base = 0
         if huge:
@@ -61,33 +63,35 @@ class _Region:
 
 
 class BufferPool:
-    """Warm memory, lent out as ctypes arrays and taken back when the array is garbage.
+    """Memory that was touched before, lent as ctypes arrays and taken back when an array is garbage-collected.
 
-    A buffer belongs to whoever holds it or anything made from it (tensor, array, view); it returns by itself after the
-    last of them. At most `max_idle_bytes` are kept while nobody uses them; what is in use is not limited. Thread-safe.
+    A buffer belongs to the holders of the array and of everything made from it (tensors, arrays, views), and returns to
+    the pool after the last of them. At most `max_idle_bytes` stay in the pool; lent memory is not limited. Thread-safe.
     """
 
     def __init__(self, max_idle_bytes: int) -> None:
         if max_idle_bytes < 0:
-            raise ValueError(f"max_idle_bytes={max_idle_bytes}: a pool keeps 0 bytes or more")
+            raise ValueError(f"max_idle_bytes must be at least 0, got {max_idle_bytes}")
         self.max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()  # guards _idle, idle_bytes and used_bytes
         self._idle: collections.OrderedDict[int, list[_Region]] = collections.OrderedDict()
         self.idle_bytes = 0
         self.used_bytes = 0
         self._returned: collections.deque[_Region] = collections.deque()
+        """Regions that finalizers gave back and `_reclaim` has not counted yet. Needs no lock: deques are atomic."""
 
     def take(self, nbytes: int) -> Any:
-        """A writable ctypes array of exactly `nbytes` (> 0) bytes; its content is whatever was there before."""
+        """Return a writable ctypes array of exactly `nbytes` (> 0) bytes with undefined content."""
         capacity = size_class(nbytes)
         with self._lock:
-            self._settle()
+            self._reclaim()
             regions = self._idle.get(capacity)
             region = regions.pop() if regions else None
             if region is not None:
                 self.idle_bytes -= capacity
             self.used_bytes += capacity
         if region is None:
+            # Map outside the lock, so that other threads can take and return buffers meanwhile.
             try:
                 region = _Region(capacity)
             except BaseException:
@@ -95,32 +99,35 @@ class BufferPool:
                     self.used_bytes -= capacity
                 raise
         array = (ctypes.c_char * nbytes).from_buffer(region.mapping, region.base)
+        # The finalizer holds the region. Not at exit: the system frees all memory then, and the pool may be gone.
         weakref.finalize(array, self._give_back, region).atexit = False
         return array
 
     def _give_back(self, region: _Region) -> None:
-        """Finalizer. It may run at any allocation, even while this very thread holds the lock: so it never waits."""
+        """Take back a region; runs as a finalizer and never waits."""
         self._returned.append(region)
+        # Python may run a finalizer at any allocation, even in a thread that holds the lock: waiting would deadlock.
         if self._lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._reclaim()
             finally:
                 self._lock.release()
 
-    def settle(self) -> None:
-        """Count what was dropped while the pool was busy; `take` does it too."""
+    def reclaim(self) -> None:
+        """Count the buffers that were returned while another thread used the pool; `take` does so too."""
         with self._lock:
-            self._settle()
+            self._reclaim()
 
-    def _settle(self) -> None:
+    def _reclaim(self) -> None:
+        """Move returned regions to the idle ones, and unmap the surplus. Call with the lock held."""
         while self._returned:
             region = self._returned.popleft()
             self.used_bytes -= region.capacity
             self._idle.setdefault(region.capacity, []).append(region)
-            self._idle.move_to_end(region.capacity)
+            self._idle.move_to_end(region.capacity)  # keep the order of last use for the loop below
             self.idle_bytes += region.capacity
         while self.idle_bytes > self.max_idle_bytes:
-            capacity, regions = next(iter(self._idle.items()))  # the class that was returned to longest ago
+            capacity, regions = next(iter(self._idle.items()))  # the size class that was used longest ago
             if regions:
                 regions.pop()
                 self.idle_bytes -= capacity
@@ -132,22 +139,25 @@ class BufferPool:
 
 
 _header_pages: list[mmap.mmap] = []
-"""Header pages of all stores that this process ever had. A reader may come after the session of a store has ended: it
-must find that its value is gone, and its mark must not land in memory of somebody else's."""
+"""Header pages of all stores that this process ever had; they are never unmapped.
+
+A reader may come after the Ray session of a store has ended. The reader must then find a cleared nonce, and its mark
+must not hit memory that has another use by then.
+"""
 
 
 class HeaderSlots:
-    """Words that other processes read to learn whether a value is still there.
+    """Words that other processes read to find out whether a value is still published.
 
     One slot, 16 bytes, little-endian, in memory that is never unmapped:
 
         0   nonce         8 bytes   random per use; 0 = no value. A reader compares it with its ticket's.
-        8   creator_read  4 bytes   1 once the producing process itself has received the value
-        12  remote_read   4 bytes   1 once another process has (written by that process)
+        8   creator_read  4 bytes   1 after the producing process itself has received the value
+        12  remote_read   4 bytes   1 after another process has received it (written by that process)
 
-    Order: the nonce is cleared *before* the memory it speaks for is let go, and a reader takes it as the *last* range
-    of the same read: if it still matches, everything read before it was whole. Freed memory gives no other sign (small
-    blocks still read "successfully", with wrong data). Not thread-safe: its owner, the store, holds a lock.
+    Order: the store clears the nonce *before* it releases the value's memory, and a reader reads the nonce *last*. A
+    nonce that still matches proves that everything read before was the value. Freed memory shows no other sign: small
+    blocks are still readable, with wrong data. Not thread-safe: the store that owns the slots holds a lock.
     """
 
     SIZE = 16
@@ -158,34 +168,39 @@ class HeaderSlots:
         self._free: list[int] = []
 
     def open(self) -> tuple[int, int, int]:
-        """Take a slot. Returns (slot, its address, its new nonce)."""
+        """Take a slot for a new value. Returns (slot, address of the slot, new nonce)."""
         if not self._free:
             page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             anchor = ctypes.c_char.from_buffer(page)
             first = len(self._pages) * self._PER_PAGE
             self._pages.append((page, ctypes.addressof(anchor)))
             _header_pages.append(page)
+            # Descending, so that `pop` hands out the slots in ascending order.
             self._free.extend(range(first + self._PER_PAGE - 1, first - 1, -1))
         slot = self._free.pop()
-        nonce = secrets.randbits(63) | 1
+        nonce = secrets.randbits(63) | 1  # never 0, which means "no value"
         page, base = self._pages[slot // self._PER_PAGE]
         offset = slot % self._PER_PAGE * self.SIZE
+        # Late readers of an earlier value in this slot look for their own nonce, so the write need not be atomic.
         struct.pack_into("<QII", page, offset, nonce, 0, 0)
         return slot, base + offset, nonce
 
     def close(self, slot: int) -> None:
+        """Clear a slot and make it available for another value."""
         page, _ = self._pages[slot // self._PER_PAGE]
         struct.pack_into("<QII", page, slot % self._PER_PAGE * self.SIZE, 0, 0, 0)
         self._free.append(slot)
 
     def read(self, slot: int) -> tuple[int, bool, bool]:
-        """(nonce, read by its creator, read by another process)."""
+        """Return (nonce, read by its creator, read by another process) of a slot."""
         page, _ = self._pages[slot // self._PER_PAGE]
         nonce, creator, remote = struct.unpack_from("<QII", page, slot % self._PER_PAGE * self.SIZE)
         return nonce, bool(creator), bool(remote)
 
     def mark(self, slot: int, *, creator: bool) -> None:
+        """Record a read of the value, by its creator or by another process."""
         page, _ = self._pages[slot // self._PER_PAGE]
+        # Write this one word only: the other word belongs to readers in other processes, which write it unlocked.
         struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
 
 
@@ -193,7 +208,7 @@ _BLOCK_ALIGNMENT = 64
 
 
 def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where blocks of these sizes lie in one segment, and the segment's size; all in bytes."""
+    """Return the offsets of blocks of these sizes in one segment, and the segment's size; all in bytes."""
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
@@ -202,10 +217,9 @@ def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def write_segment(blocks: Sequence[memoryview]) -> int:
-    """Copy blocks into a new memfd at their `segment_offsets` and seal it against any further change.
+    """Copy blocks into a new memfd at their `segment_offsets` and seal the memfd against any further change.
 
-    Returns its descriptor, which is the caller's to close; on an OSError nothing is left open. Written with pwrite(2):
-    the writer never maps the file, so its pages are faulted in only once.
+    Returns the descriptor, which the caller closes; on an OSError nothing stays open.
     """
     offsets, total = segment_offsets([block.nbytes for block in blocks])
     fd = os.memfd_create("raylane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -214,6 +228,7 @@ def write_segment(blocks: Sequence[memoryview]) -> int:
         for start, block in zip(offsets, blocks, strict=True):
             source = block.cast("B")
             done = 0
+            # pwrite(2) instead of a mapping: the kernel then fills each page once, without faults in this process.
             while done < source.nbytes:
                 done += os.pwrite(fd, source[done : done + (1 << 30)], start + done)
         fcntl.fcntl(
@@ -226,8 +241,11 @@ def write_segment(blocks: Sequence[memoryview]) -> int:
 
 
 def map_segment(fd: int, sizes: Sequence[int]) -> list[Any]:
-    """Map a segment privately and return its blocks as ctypes arrays: writable, copy-on-write, in one mapping that ends
-    with the last of them. It keeps no descriptor: `fd` may be closed afterwards."""
+    """Map a segment privately and return its blocks as writable, copy-on-write ctypes arrays.
+
+    The blocks share one mapping, which ends with the last of them. The mapping keeps no descriptor, so the caller may
+    close `fd` afterwards.
+    """
     offsets, total = segment_offsets(sizes)
     mapping = map_file(fd, total, private=True)
     return [(ctypes.c_char * nbytes).from_buffer(mapping, start) for start, nbytes in zip(offsets, sizes, strict=True)]

@@ -1,9 +1,8 @@
-"""Semaphores in memory that processes share, waited for without busy looping. Knows nothing of what they count.
+"""Semaphores in shared memory, and the memfd segments that hold them. Independent of what the semaphores count.
 
-POSIX semaphores of the C library (`sem_init` with pshared=1, sem_overview(7)): a post happens before the wait that it
-ends, on every architecture (IEEE Std 1003.1, 4.12 Memory Synchronization), they leave no name in /dev/shm, and they
-vanish with the last mapping of their memory. `post` and `try_wait` are bound with PyDLL, which keeps the interpreter's
-lock (0.2 us for a pair instead of 0.35); only the wait that blocks lets go of it. Used by the channels of `graph`.
+These are POSIX semaphores of the C library (`sem_init` with pshared=1, sem_overview(7)). A post synchronises memory
+with the wait that it ends, on every architecture (IEEE Std 1003.1, 4.12 Memory Synchronization). The semaphores leave
+no name in /dev/shm and disappear with the last mapping of their memory. Used by the channels of `graph`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 SEMAPHORE_BYTES = 64
-"""Room for one semaphore: sem_t is 32 bytes on 64-bit Linux, and one cache line each keeps writers apart."""
+"""Space for one semaphore: sem_t has 32 bytes on 64-bit Linux, and a cache line each avoids false sharing."""
 _SLICE_S = 1.0
-"""Nobody tells a waiter that the other side died: it looks up at least this often."""
+"""Longest single wait in seconds: a dead peer posts nothing, so a waiter must return regularly to check the peer."""
 
+# PyDLL keeps the GIL during a call. `post` and `try_wait` never block; a pair costs 0.2 us this way instead of 0.35.
 _quick = ctypes.PyDLL(None)
+# CDLL releases the GIL; needed for calls that block.
 _slow = ctypes.CDLL(None, use_errno=True)
 
 
@@ -45,9 +46,9 @@ def _bind(library: Any, name: str, *types: Any) -> Callable[..., int]:
 _init = _bind(_quick, "sem_init", ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
 _value = _bind(_quick, "sem_getvalue", ctypes.c_void_p, ctypes.c_void_p)
 post = _bind(_quick, "sem_post", ctypes.c_void_p)
-"""post(address) -> 0: one more. Never waits; safe in a finalizer."""
+"""Function post(address) -> 0 that adds one to a semaphore. Never waits; safe in a finalizer."""
 try_wait = _bind(_quick, "sem_trywait", ctypes.c_void_p)
-"""try_wait(address) -> 0 if one was taken, -1 if there was none. Never waits."""
+"""Function try_wait(address) -> 0 if it took one from a semaphore, -1 if the count was zero. Never waits."""
 
 _mmap = _bind(_slow, "mmap", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _mmap.restype = ctypes.c_void_p  # type: ignore[attr-defined]
@@ -59,10 +60,10 @@ if hasattr(_slow, "sem_clockwait"):  # glibc 2.30 and newer
     _clockwait = _bind(_slow, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
     def _wait_until(address: int, at: float) -> int:
-        """`at` is on the monotonic clock."""
+        """Wait until `at` on the monotonic clock."""
         return _clockwait(address, time.CLOCK_MONOTONIC, ctypes.byref(_timespec(at)))
 
-else:  # other C libraries know the wall clock only; a slice of one second bounds what a step of that clock can do
+else:  # other C libraries have only the wall clock; waits of at most a second limit the effect of a clock step
     _timedwait = _bind(_slow, "sem_timedwait", ctypes.c_void_p, ctypes.c_void_p)
 
     def _wait_until(address: int, at: float) -> int:
@@ -75,34 +76,40 @@ def _timespec(at: float) -> _TimeSpec:
 
 
 def init(address: int, value: int = 0) -> None:
-    """Make a semaphore there, shared by all processes that map the memory."""
+    """Create a semaphore at an address; all processes that map the memory share it."""
     if _init(address, 1, value):
-        raise OSError("sem_init failed: this C library has no process-shared semaphores")
+        raise OSError("sem_init failed: this C library has no process-shared semaphores. Use glibc or musl")
 
 
 def value(address: int) -> int:
-    """How many could be taken now. For tests and messages; it may be old when it arrives."""
+    """Return the present count of a semaphore, for tests and messages; another process may change it at any time."""
     found = ctypes.c_int()
     _value(address, ctypes.byref(found))
     return found.value
 
 
 def block(address: int, timeout_s: float = _SLICE_S) -> bool:
-    """Take one, sleeping for at most `timeout_s` (never more than a second); False when there was none. Returns early,
-    with False, on a signal, so that its Python handler runs. Other threads of this process go on meanwhile."""
+    """Take one from a semaphore; sleep for at most `timeout_s` (and at most a second). Returns False if there was none.
+
+    Returns False early on a signal, so that the signal's Python handler can run. Releases the GIL while it sleeps.
+    """
     return _wait_until(address, time.monotonic() + min(timeout_s, _SLICE_S)) == 0
 
 
 def map_file(fd: int, nbytes: int, *, private: bool = False) -> Any:
-    """Map the first bytes of a file as a ctypes array, which unmaps them when it is garbage; shared with other
-    processes, or `private` and copied on write. Not Python's mmap: that keeps a descriptor for each mapping, and arrays
-    that are kept are mappings (`ulimit -n` is 1024 in many places)."""
+    """Map the first bytes of a file as a ctypes array, which is unmapped when it is garbage-collected.
+
+    The mapping is shared with other processes, or with `private` copied on write.
+    """
+    # Not Python's mmap, which keeps a descriptor for each mapping: users may keep many arrays, each of which keeps a
+    # mapping, and `ulimit -n` is often 1024.
     flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
     address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"mapping {nbytes} bytes: {os.strerror(code)}")
     memory = (ctypes.c_char * nbytes).from_address(address)
+    # Not at exit: tensors over this memory may still be used by other exit handlers, and the system unmaps it anyway.
     weakref.finalize(memory, _munmap, address, nbytes).atexit = False
     return memory
 
@@ -115,7 +122,7 @@ _KEY_AT = 4088
 
 
 def _is_segment(fd: int) -> bool:
-    """Return True for memory that `Segment.make` has made: a memfd of that name whose size is sealed."""
+    """Return True if a descriptor is memory from `Segment.make`: a memfd of that name whose size is sealed."""
     if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
         return False
     seals: int = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -123,75 +130,81 @@ def _is_segment(fd: int) -> bool:
 
 
 class Segment:
-    """A memfd that is mapped here. The process that makes it lends it to others as a path; they map it with `open`.
+    """A memfd that this process maps. Its maker passes `path` to other processes, which map it with `open`.
 
-    `fd` is kept until `close_fd`, so that others can open it through `path`; memory lives until the last mapping in any
-    process is gone. The mapping ends when the last object made from `memory` is garbage. Read slices from `memory` or
-    `view`, write them to `view` only: ctypes writes a slice item by item.
+        maker   make() ── path: /proc/PID/fd/FD#key ──> other   open(path), compare the key in bytes 4088 to 4096
+                close_fd()                                      (mappings stay valid)
 
-    Descriptors are used again, so `path` carries a random key as well, which the segment holds in bytes 4088 to 4096:
-    whoever opens a path too late is told so, and does not map what has taken its number.
+    The maker keeps `fd` until `close_fd`, so that others can open `path`. The memory exists until the last mapping in
+    any process is gone; a mapping ends when the last object made from `memory` is garbage-collected. Read slices from
+    `memory` or `view`, but write only to `view`: ctypes writes a slice item by item.
+
+    The kernel reuses descriptor numbers. The random key in `path` and in the segment lets a process that opens the path
+    too late notice that the number belongs to another file.
     """
 
     __slots__ = ("address", "fd", "memory", "nbytes", "path", "view")
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Maps `fd`, which stays the caller's if that fails."""
+        """Map `fd`. The descriptor stays the caller's, also if this fails."""
         self.fd: int | None = None
         self.nbytes = nbytes
         self.memory = map_file(fd, nbytes)
         self.address = ctypes.addressof(self.memory)
         self.view = memoryview(self.memory).cast("B")
         self.path = ""
-        """What others open; empty for who has opened it itself."""
+        """Path that other processes open; empty in a process that opened the segment itself."""
 
     @classmethod
     def make(cls, nbytes: int) -> Segment:
-        """A new one of at least 4096 bytes, all zero but for its key. Its pages cost memory once they are touched."""
+        """Return a new segment of `nbytes` (at least 4096), zero but for its key; pages take memory when touched."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a fixed size: no peer can truncate mapped memory
             segment = cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
         segment.fd = fd
-        key = secrets.randbits(64) | 1  # never that of memory nobody has written to
+        key = secrets.randbits(64) | 1  # never 0, the key of memory that nobody has written to
         _KEY.pack_into(segment.view, _KEY_AT, key)
         segment.path = f"/proc/{os.getpid()}/fd/{fd}#{key:x}"
         return segment
 
     @classmethod
     def open(cls, path: str) -> Segment:
-        """Map what another process made. FileNotFoundError if it is gone, PermissionError if it is somebody else's,
-        OSError if the path is none that `make` gives."""
+        """Map a segment that another process made.
+
+        FileNotFoundError if the segment is gone, PermissionError if it belongs to another user, OSError if the path has
+        not the form that `make` gives it.
+        """
         match = _PATH.fullmatch(path)
         if match is None:
-            raise OSError(errno.EINVAL, f"{path!r:.200} is no path of a segment")
+            raise OSError(errno.EINVAL, f"could not open a segment: {path!r:.200} is no path of a segment")
         file, key = match.groups()
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             nbytes = os.fstat(fd).st_size
-            # Only what cannot shrink is mapped: memory that another process takes away ends this one with SIGBUS.
+            # Map only files of a sealed size: access to memory that another process truncated raises SIGBUS.
             if nbytes >= _KEY_AT + _KEY.size and _is_segment(fd):
                 segment = cls(fd, nbytes)
                 if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
                     return segment
         finally:
-            os.close(fd)  # a mapping needs none
-        raise FileNotFoundError(f"{file} is another file by now: its maker has let go of it")
+            os.close(fd)  # a mapping needs no descriptor
+        raise FileNotFoundError(f"could not open a segment: {file} is another file by now; its maker has closed it")
 
     def close_fd(self) -> None:
-        """Nobody else has to open it any more. The memory stays mapped."""
+        """Close the descriptor when no other process needs to open `path` any more. The memory stays mapped."""
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)
 
     def discard(self) -> None:
-        """Give its pages back to the system, whoever else still has them mapped: there all of it is zero from now on,
-        and what is written again costs memory again."""
-        _madvise(self.address, self.nbytes, mmap.MADV_REMOVE)  # where it cannot, pages go with the last mapping
+        """Return the segment's pages to the system. Every process that maps the segment reads zeros from now on."""
+        # Where MADV_REMOVE is not supported, the pages are freed with the last mapping.
+        _madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
         self.close_fd()

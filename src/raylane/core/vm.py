@@ -1,7 +1,8 @@
-"""One-sided reads of another process's memory, by process_vm_readv(2). Linux only; knows nothing of tensors.
+"""One-sided reads of another process's memory, by process_vm_readv(2). Linux only; independent of tensors.
 
-The kernel checks PTRACE_MODE_ATTACH_REALCREDS: same user, and where Yama's ptrace_scope is 1 the target must have said
-PR_SET_PTRACER (man 2 process_vm_readv, man 2 prctl, Documentation/admin-guide/LSM/Yama.rst).
+The kernel checks PTRACE_MODE_ATTACH_REALCREDS: both processes need the same user, and where Yama's ptrace_scope is 1
+the target must have called prctl(PR_SET_PTRACER) (man 2 process_vm_readv, man 2 prctl,
+Documentation/admin-guide/LSM/Yama.rst).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from raylane.core.deadline import Deadline
 
 IOV_MAX = 1024
 MAX_BYTES_PER_CALL = 64 << 20
-"""Far below the 0x7ffff000 bytes that the kernel moves a call, so that a deadline is noticed within some 40 ms."""
+"""Limit of one system call, far below the kernel's 0x7ffff000 bytes, so that a deadline is noticed within 40 ms."""
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -26,6 +27,7 @@ class _IoVec(ctypes.Structure):
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# Declared once: without argument types ctypes passes 32-bit integers and truncates addresses.
 for _name in ("process_vm_readv", "process_vm_writev"):
     _call = getattr(_libc, _name, None)
     if _call is not None:
@@ -40,17 +42,21 @@ for _name in ("process_vm_readv", "process_vm_writev"):
         ]
 
 Range = tuple[int, int, int]
-"""(address there, address here, bytes)"""
+"""Range to copy: (address in the other process, address in this process, size in bytes)."""
 
 
 def allow_readers() -> None:
-    """Let any process of this user read this one, where Yama would forbid it. No effect elsewhere, nor with
-    `RAYLANE_PTRACER=none` in the environment: readers then take other ways. ValueError for another value of it."""
+    """Allow every process of this user to read this process where Yama would forbid it.
+
+    No effect without Yama, or with `RAYLANE_PTRACER=none` in the environment; readers then use other transports.
+    ValueError for a value of RAYLANE_PTRACER other than any or none.
+    """
     wanted = os.environ.get("RAYLANE_PTRACER", "any").strip().lower()
     if wanted == "none":
         return
     if wanted != "any":
-        raise ValueError(f"RAYLANE_PTRACER={wanted!r}: must be any or none")
+        raise ValueError(f"RAYLANE_PTRACER must be any or none, got {wanted!r}")
+    # The result is ignored: without Yama in the kernel the call fails with EINVAL and is not needed.
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
@@ -61,21 +67,21 @@ def _vector(parts: Sequence[tuple[int, int]]) -> ctypes.Array[_IoVec]:
 def _move(call: ctypes._NamedFuncPointer, pid: int, ranges: Sequence[Range]) -> None:
     theirs = _vector([(there, n) for there, _, n in ranges])
     mine = _vector([(here, n) for _, here, n in ranges])
-    _moved(call(pid, mine, len(ranges), theirs, len(ranges), 0), sum(n for _, _, n in ranges))
+    _check_moved(call(pid, mine, len(ranges), theirs, len(ranges), 0), sum(n for _, _, n in ranges))
 
 
-def _moved(moved: int, expected: int) -> None:
-    """Raise the OSError that a call reported, or EFAULT if it did not move everything."""
+def _check_moved(moved: int, expected: int) -> None:
+    """Raise the OSError that a system call reported, or EFAULT if it moved fewer bytes than expected."""
     if moved < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     if moved != expected:
-        # The kernel stops at the first page it cannot read: the memory was unmapped under us.
+        # The kernel stops without an error code at the first page it cannot read: the memory was unmapped.
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
 def _calls(ranges: Sequence[Range]) -> list[list[Range]]:
-    """Split into calls of at most IOV_MAX ranges and MAX_BYTES_PER_CALL bytes each, in order."""
+    """Split ranges, in order, into calls of at most IOV_MAX ranges and MAX_BYTES_PER_CALL bytes each."""
     calls: list[list[Range]] = [[]]
     room = MAX_BYTES_PER_CALL
     for there, here, nbytes in ranges:
@@ -92,10 +98,13 @@ def _calls(ranges: Sequence[Range]) -> list[list[Range]]:
 
 
 def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) -> None:
-    """Copy ranges of process `pid` into this one, in the order given. All or OSError: ESRCH (no such process), EPERM
-    (not allowed), EFAULT (that memory is not mapped there any more; part of it may have been copied); TimeoutError when
-    the deadline has passed, looked at every MAX_BYTES_PER_CALL bytes."""
+    """Copy ranges of process `pid` into this process, in the given order.
+
+    Raises OSError with ESRCH (no such process), EPERM (not allowed) or EFAULT (the memory is no longer mapped there; a
+    part may have been copied). TimeoutError if the deadline has passed, checked every MAX_BYTES_PER_CALL bytes.
+    """
     for call in _calls(ranges):
+        # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
         if deadline is not None and deadline.left_s() == 0:
             raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)
@@ -104,27 +113,29 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
 _RANGE = struct.Struct("<QQ")
 
 
-def packed(ranges: Iterable[tuple[int, int]]) -> bytes:
-    """Return ranges of one process (address, bytes) as `gather` takes them: an array of struct iovec."""
+def pack_ranges(ranges: Iterable[tuple[int, int]]) -> bytes:
+    """Return ranges of one process (address, size in bytes) packed for `gather`: an array of struct iovec."""
     return b"".join(_RANGE.pack(*found) for found in ranges)
 
 
 def gather(pid: int, ranges: bytes) -> bytes:
-    """Return the content of `packed` ranges of process `pid`, one after the other. OSError as `read`."""
+    """Return the concatenated content of packed ranges of process `pid`. Raises OSError as `read` does."""
+    # The packed form is used as the system call's vector, so a read costs no Python loop over the ranges.
     theirs = (_IoVec * (len(ranges) // _RANGE.size)).from_buffer_copy(ranges)
     sizes = struct.unpack(f"<{2 * len(theirs)}Q", ranges)[1::2]
     found = ctypes.create_string_buffer(sum(sizes))
     at = 0
+    # The kernel accepts at most IOV_MAX ranges of the other process in a call, but one local buffer for all of them.
     for first in range(0, len(theirs), IOV_MAX):
         count = min(IOV_MAX, len(theirs) - first)
         nbytes = sum(sizes[first : first + count])
         part = ctypes.cast(ctypes.byref(theirs, first * _RANGE.size), ctypes.POINTER(_IoVec))
         mine = _vector([(ctypes.addressof(found) + at, nbytes)])
-        _moved(_libc.process_vm_readv(pid, mine, 1, part, count, 0), nbytes)
+        _check_moved(_libc.process_vm_readv(pid, mine, 1, part, count, 0), nbytes)
         at += nbytes
     return found.raw
 
 
 def write(pid: int, there: int, here: int, nbytes: int) -> None:
-    """Copy `nbytes` from `here` in this process to `there` in process `pid`. Errors as `read`."""
+    """Copy `nbytes` from `here` in this process to `there` in process `pid`. Raises OSError as `read` does."""
     _move(_libc.process_vm_writev, pid, [(there, here, nbytes)])

@@ -1,9 +1,9 @@
-"""How to wait for a semaphore: yield the CPU for a moment when answers come quickly, sleep when they do not.
+"""Adaptive waiting for a semaphore: yield the CPU briefly while answers come quickly, sleep otherwise.
 
-A sleeping process costs 20-30 us to wake on another CPU of a virtual machine; one that yields is there at once. But a
-process that yields is behind every other runnable one, so beside CPU-bound neighbours a yield may take a whole
-time slice (4 ms). `Patience` decides, on times alone, from what the last waits were like; `Waiter` does it. Measured
-against spinning, fixed yields, pinning and pure blocking: docs/design/graphs.md.
+Waking a sleeping process takes 20-30 us on another CPU of a virtual machine; a yielding process continues at once. But
+the scheduler runs every other runnable process before a yielding one, so beside CPU-bound processes a yield may take a
+whole time slice (4 ms). `Patience` decides from the lengths of the last waits, and `Waiter` waits accordingly. Compared
+with spinning, fixed yields, pinning and pure blocking in docs/design/graphs.md.
 """
 
 from __future__ import annotations
@@ -14,27 +14,33 @@ import time
 from raylane.core import semaphore
 
 BUDGET_S = 50e-6
-"""How long to yield before sleeping: about what a wake-up across CPUs costs."""
+"""Time to yield before sleeping, about the cost of a wake-up across CPUs."""
 GATE_S = 8 * BUDGET_S
-"""Yield only while waits last less than this on average."""
+"""Mean length of waits above which yielding is not worth its time."""
 SLOW_YIELD_S = 150e-6
-"""A yield that takes longer means that somebody else needed this CPU."""
+"""Length of a yield above which another process must have used this CPU."""
 PENALTY = 10
-"""No yielding for this many times what was lost, doubled with every further loss: a single one, by a daemon that has
-woken, costs tens of milliseconds of it; beside a process that computes it soon comes to less than 1% of the time."""
+"""Factor between the time lost by a slow yield and the pause of yielding after it; doubled with every further loss.
+
+A single loss (to a daemon that woke up) pauses yielding for tens of milliseconds. Beside a process that computes, the
+growing pauses soon limit the loss to less than 1% of the time.
+"""
 MAX_LOSS_S = 20e-3
-"""One slow yield counts as no more: a process that was stopped, or whose machine was paused, lost much more, and not to
-a neighbour; without this limit it would not yield for minutes."""
+"""Largest loss counted for one slow yield.
+
+A stopped process or a paused machine loses much more time, but not to another process; without this limit yielding
+would pause for minutes.
+"""
 MAX_LEVEL = 8
 FORGIVE_S = 1.0
-"""One level is forgiven for each such time without a slow yield after a penalty has ended,"""
+"""Time without a slow yield, after the end of a penalty, that lowers the level by one."""
 FORGIVE_WAITS = 500
-"""and for each so many waits in a row that yielding has ended. Beside a process that computes, few in a row do."""
+"""Number of consecutive waits ended by yielding that lowers the level by one; rare beside a computing process."""
 _MEAN_OF = 8
 
 
 class Patience:
-    """Whether to yield, learnt from the lengths of past waits (an exponential mean over about 8) and from slow yields.
+    """Decision whether to yield, from the lengths of past waits (exponential mean over about 8) and from slow yields.
 
     Pure: every time (seconds, on one monotonic clock) is an argument.
     """
@@ -44,28 +50,31 @@ class Patience:
     def __init__(self) -> None:
         self.mean_s = 0.0
         self.level = 0
-        """How often a yield was slow lately, at most MAX_LEVEL."""
+        """Number of recent slow yields, at most MAX_LEVEL."""
         self.quick = 0
-        """Waits that yielding has ended since the last slow yield, or since a level was forgiven for them."""
+        """Number of waits ended by yielding since the last slow yield or the last lowering of the level."""
         self.slow_until = 0.0
-        """End of the present penalty."""
+        """Time at which the present penalty ends."""
 
     def may_yield(self, now: float) -> bool:
+        """Return True if a wait that begins at `now` should yield first."""
         return self.mean_s < GATE_S and now >= self.slow_until
 
     def waited(self, length_s: float) -> None:
-        """A wait has ended after that long, however it was spent."""
+        """Record the length of a wait that has ended by yielding or by sleeping."""
+        # Limit the length, so that a single long wait does not prevent yielding in the next dozens of waits.
         self.mean_s += (min(length_s, 2 * GATE_S) - self.mean_s) / _MEAN_OF
 
     def yielded(self) -> None:
-        """A wait has ended while yielding, and no yield of it was slow."""
+        """Record a wait that ended by yielding without a slow yield."""
         self.quick += 1
         if self.quick >= FORGIVE_WAITS:
             self.quick = 0
             self.level = max(0, self.level - 1)
 
     def slow_yield(self, now: float, lost_s: float) -> None:
-        """A yield that ended at `now` took `lost_s`, more than SLOW_YIELD_S."""
+        """Record a yield that ended at `now` and took `lost_s`, more than SLOW_YIELD_S."""
+        # Time without a slow yield counts only after the penalty, because nothing yields during a penalty.
         quiet_s = now - self.slow_until
         if self.level and quiet_s > 0:
             self.level = max(0, self.level - int(quiet_s / FORGIVE_S))
@@ -78,7 +87,7 @@ class Patience:
 
 
 class Waiter:
-    """Waits for semaphores on behalf of one thread at a time. `RAYLANE_WAIT=block` never yields (for comparison)."""
+    """A waiter on semaphores for one thread at a time. `RAYLANE_WAIT=block` disables yielding (for comparisons)."""
 
     __slots__ = ("patience", "yields")
 
@@ -87,8 +96,9 @@ class Waiter:
         self.yields = _yields_by_default() if yields is None else yields
 
     def wait(self, address: int, timeout_s: float) -> bool:
-        """Take one from the semaphore; False after `timeout_s` (at most a second) or on a signal."""
+        """Take one from the semaphore. Returns False after `timeout_s` (at most a second) or on a signal."""
         try_wait = semaphore.try_wait
+        # The message is often there already; this path needs no clock.
         if not try_wait(address):
             self.patience.waited(0.0)
             return True
@@ -101,6 +111,7 @@ class Waiter:
                 os.sched_yield()
                 got = not try_wait(address)
                 now = clock()
+                # Record a slow yield even if the semaphore was posted meanwhile: the CPU is contended either way.
                 if now - last > SLOW_YIELD_S:
                     patience.slow_yield(now, now - last)
                     if not got:
@@ -119,5 +130,5 @@ class Waiter:
 def _yields_by_default() -> bool:
     text = os.environ.get("RAYLANE_WAIT", "adaptive")
     if text not in ("adaptive", "block"):
-        raise ValueError(f"RAYLANE_WAIT={text!r}: it is adaptive (the default) or block")
+        raise ValueError(f"RAYLANE_WAIT must be adaptive (the default) or block, got {text!r}")
     return text == "adaptive"

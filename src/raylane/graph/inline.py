@@ -70,6 +70,7 @@ class InlineGraph:
         with self._lock:
             if self._end is not None:
                 raise type(self._end)(self._end.message, **self._end.fields)
+            # Encode all inputs before any method runs: an input that cannot be pickled fails as with actors.
             inputs = self._arguments.values(args, kwargs)
             sent = [(edge, self._encoder.encode(inputs[edge.value])) for edge in self.plan.edges_from(DRIVER)]
             result = GraphResult(self, self._count, 0, [], False)
@@ -133,6 +134,7 @@ class InlineGraph:
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             self._loop = _EventLoopThread()
+            # A graph that is dropped without teardown must not leave a thread.
             weakref.finalize(self, self._loop.stop)
         return self._loop.run(coroutine)
 
@@ -164,6 +166,7 @@ class InlineGraph:
 
     def _deliver(self, edge: Edge, message: Message, values: list[list[Any]]) -> None:
         self._bytes[edge.index] += message.nbytes
+        # The same rule as for leased memory: several readers share it, so their arrays are read-only.
         shared = len(edge.readers) > 1 and message.nbytes - len(message.body) >= LEND_FROM_BYTES
         for reader in edge.readers:
             buffers: list[Any] = [bytearray(buffer) for buffer in message.buffers]
@@ -330,6 +333,7 @@ def _sequential_order(plan: Plan) -> list[Task]:
     found: list[Task] = []
     while any(left):
         before = len(found)
+        # Round after round: each member runs as far as its inputs allow.
         for order in left:
             while order and all(
                 (source := plan.values[value].source) == INPUT or source in made for value in plan.tasks[order[0]].reads

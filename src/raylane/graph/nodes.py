@@ -66,6 +66,7 @@ class InputNode(Node):
         return ItemNode(self, "attr", name)
 
     def __enter__(self) -> InputNode:
+        # A stack of tokens: the same InputNode may be entered again inside of its own block.
         self._tokens.append(_open_input.set(self))
         return self
 
@@ -88,6 +89,7 @@ class CallNode(Node):
         self.kwargs = kwargs
         self.num_returns = num_returns
         self.number = next(_numbers)
+        # A call without nodes belongs to the `with` block in which it is bound.
         found = _input_of([*args, *kwargs.values()])
         self.input = _open_input.get() if found is None else found
         if self.input is not None:

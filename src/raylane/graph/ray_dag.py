@@ -24,6 +24,7 @@ def convert(node: Any) -> Any:
     conversion = _Conversion()
     found = conversion.convert(node)
     conversion.convert_leaves()
+    # After all calls are known: numbers must be consistent over all of them.
     conversion.number_calls()
     return found
 
@@ -38,7 +39,7 @@ class _Conversion:
         """(id of the actor handle, number of calls bound on the handle before, call)."""
 
     def number_calls(self) -> None:
-        """Number the calls in an order in which they may have been bound.
+        """Assign numbers to the calls in an order in which they may have been bound.
 
         Ray counts calls for each handle only: so a call comes after the calls whose results it uses, and after the
         calls bound before on the same handle.

@@ -1,10 +1,10 @@
-"""The contract of a transport as a suite of small named properties, for ours and for those of other packages.
+"""Contract tests of a transport, for the built-in transports and for those of other packages.
 
     class TestMyBackend(BackendContract):
         name = "my-backend"
 
-Run with pytest in a process connected to Ray, on one machine. The source is an actor; for a transport that works within
-one process only, set `within_process = True` and the source is the test's own process.
+Run with pytest in a process connected to Ray, on one machine. The source of the values is an actor. For a transport
+that works only within one process, set `within_process = True`; the source is then the test's own process.
 """
 
 from __future__ import annotations
@@ -32,38 +32,39 @@ SIZES = (0, 1, 7, 4096, 65_535, 65_536, 1_000_001, 20_000_000)
 
 
 def pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """`nbytes` bytes that no other seed has, uint8."""
+    """Return a uint8 tensor [nbytes] of pseudorandom bytes that depend on the seed."""
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
 
 
 class Publisher:
-    """The process that holds the values."""
+    """Actor that publishes values."""
 
     def publish(self, sizes: list[int], transport: str) -> list[Any]:
-        """The ref, in a list so that Ray does not redeem it."""
+        """Publish one tensor per size, and return the ref in a list, so that Ray does not redeem it."""
         value = [pattern(nbytes, seed) for seed, nbytes in enumerate(sizes)]
         return [put(value, tensor_transport=transport)]
 
     def pid(self) -> int:
+        """Return the pid of this process."""
         import os
 
         return os.getpid()
 
 
 class BackendContract:
-    """Every property that `raylane.transport.backends.base.Backend` promises and that one machine can show."""
+    """Tests of every property of `raylane.transport.backends.base.Backend` that one machine can show."""
 
     name: ClassVar[str]
     within_process: ClassVar[bool] = False
     published_as: ClassVar[str] = ""
-    """The transport that the value is published for, where that is another than `name`."""
+    """Transport for which values are published, if it differs from `name`."""
 
     source: ClassVar[Any] = None
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _one_source(cls) -> Iterator[None]:
-        """The suite's source process, started once: it takes seconds."""
+        """Start the source process once for the suite, because a start takes seconds."""
         if not cls.within_process:
             cls.source = cls.start_source()
         yield
@@ -71,50 +72,55 @@ class BackendContract:
 
     @staticmethod
     def start_source() -> Any:
+        """Start a source actor and wait until it is ready."""
         source: Any = ray.remote(num_cpus=0)(Publisher).remote()
         ray.get(source.__ray_ready__.remote())
         return source
 
     def publish(self, sizes: list[int], source: Any = None) -> Any:
-        """A ref to a list of patterns of these sizes."""
+        """Return a ref to a list of patterns of these sizes."""
         transport = self.published_as or self.name
         if self.within_process:
             return Publisher().publish(sizes, transport)[0]
         return ray.get((source or self.source).publish.remote(sizes, transport))[0]
 
     def pending(self, ref: Any) -> Pending:
+        """Return the unredeemed ticket of a ref."""
         found = collect([ref], 60)[0]
         assert type(found) is Pending, f"a value of {self.name} went inline: {type(found)}"
         return found
 
     def redeem(self, pending: Pending, timeout_s: float = 60) -> Any:
+        """Fetch a value over the tested transport."""
         return redeem(pending.ticket, pending.skeleton, self.name, Deadline(timeout_s), may_call_ray=True)
 
-    def test_is_registered_and_says_what_it_is_for(self) -> None:
+    def test_registry_has_the_backend_with_a_summary(self) -> None:
         backend = backends()[self.name]
         assert backend.name == self.name
         assert backend.capability.summary
         assert backend.capability.same_process or backend.capability.same_host or backend.capability.across_hosts
 
-    def test_brings_every_size_exactly(self) -> None:
+    def test_fetch_of_every_size_returns_the_exact_bytes(self) -> None:
         ref = self.publish(list(SIZES))
         value = self.redeem(self.pending(ref))
         for seed, (nbytes, tensor) in enumerate(zip(SIZES, value, strict=True)):
             assert torch.equal(tensor, pattern(nbytes, seed)), nbytes
 
-    def test_brings_a_thousand_and_more_blocks(self) -> None:
+    def test_fetch_of_1500_blocks_returns_all_of_them(self) -> None:
         ref = self.publish([100] * 1500)
         value = self.redeem(self.pending(ref))
         assert all(torch.equal(tensor, pattern(100, seed)) for seed, tensor in enumerate(value))
 
-    def test_what_arrives_is_the_readers_own(self) -> None:
+    def test_write_to_a_result_leaves_later_results_alone(self) -> None:
         ref = self.publish([100_000])
         pending = self.pending(ref)
         self.redeem(pending)[0].fill_(1)
         again = self.redeem(pending)[0]
-        assert torch.equal(again, pattern(100_000, 0)) is not self.within_process  # there, it is the source's own
+        assert (
+            torch.equal(again, pattern(100_000, 0)) is not self.within_process
+        )  # within the process the result is the source's own tensor
 
-    def test_several_readers_at_once(self) -> None:
+    def test_fetch_by_several_threads_returns_the_same_bytes(self) -> None:
         ref = self.publish([3_000_000])
         pending = self.pending(ref)
         with ThreadPoolExecutor(4) as pool:
@@ -122,7 +128,7 @@ class BackendContract:
         assert all(torch.equal(value[0], pattern(3_000_000, 0)) for value in values)
 
     def first_error(self, pending: Pending) -> Exception:
-        """What reading says once it fails, which it must within 30 s."""
+        """Read until a read fails, which must happen within 30 s, and return the error."""
         deadline = time.monotonic() + 30
         while True:
             gc.collect()
@@ -132,7 +138,7 @@ class BackendContract:
                 return error
             assert time.monotonic() < deadline, "still readable"
 
-    def test_a_freed_value_is_said_to_be_freed(self) -> None:
+    def test_fetch_of_a_freed_value_raises_tensor_freed(self) -> None:
         ref = self.publish([100_000])
         pending = self.pending(ref)
         del ref
@@ -140,9 +146,9 @@ class BackendContract:
         assert type(error) is TensorFreedError
         assert pending.ticket.origin().label in str(error)
 
-    def test_a_dead_source_is_said_to_be_lost(self) -> None:
+    def test_fetch_from_a_dead_source_raises_source_lost(self) -> None:
         if self.within_process:
-            return  # the reader would be dead as well: there is nothing to show
+            return  # a dead source would be a dead reader as well
         source = self.start_source()
         pending = self.pending(self.publish([100_000], source))
         ray.kill(source)
@@ -150,7 +156,7 @@ class BackendContract:
         assert type(error) is SourceLostError, error
         assert pending.ticket.origin().label in str(error)
 
-    def test_leaves_no_thread_behind(self) -> None:
+    def test_repeated_fetches_start_no_more_threads(self) -> None:
         ref = self.publish([100_000])
         pending = self.pending(ref)
         self.redeem(pending)
@@ -159,15 +165,15 @@ class BackendContract:
             self.redeem(pending)
         assert threading.active_count() <= before + 1
 
-    def test_counts_what_it_moves(self) -> None:
+    def test_fetch_increments_the_counter(self) -> None:
         ref = self.publish([100_000])
         pending = self.pending(ref)
         before = endpoint().counts[self.name]
         self.redeem(pending)
         assert endpoint().counts[self.name] == before + 1
 
-    def test_refuses_in_words(self) -> None:
-        """Between two unrelated places it either works or says why not."""
+    def test_refusal_between_unrelated_places_names_the_host(self) -> None:
+        """Check that the transport accepts two unrelated places, or explains why it cannot connect them."""
         ref = self.publish([100_000])
         source = self.pending(ref).ticket.origin()
         elsewhere = type(source.place)("another-boot", 1, 1, 12345, 1, 1, "elsewhere")

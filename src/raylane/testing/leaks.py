@@ -1,4 +1,4 @@
-"""What a test may have left behind: actors, raylane's threads, its memfds, its names in /dev/shm.
+"""Detection of what a test leaves behind: actors, and raylane's threads, memfds, /dev/shm names and values.
 
 before = snapshot()
 ...
@@ -20,7 +20,7 @@ from raylane.transport import endpoint
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What exists now, by kind. `entries` are values that this process still publishes."""
+    """Existing resources by kind. `entries` is the number of values that this process publishes."""
 
     actors: frozenset[str]
     threads: frozenset[str]
@@ -30,7 +30,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The present state of this process and of the cluster it is connected to, if any."""
+    """Return the present resources of this process, and of the cluster if the process is connected to one."""
     current = endpoint.existing()
     return Snapshot(
         actors=frozenset(f"{name} {actor}" for actor, name in _ray.living_actors().items())
@@ -44,12 +44,12 @@ def snapshot() -> Snapshot:
 
 
 def descriptors(pid: int | str = "self") -> list[str]:
-    """The memfds of raylane's that a process has open, as `number target`, or has mapped, as `range target`."""
+    """Return raylane's memfds that a process has open, as `number target`, or has mapped, as `range target`."""
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(link)
-        except OSError:  # closed meanwhile, such as the one that lists this very folder
+        except OSError:  # closed meanwhile, such as the descriptor with which iterdir lists this folder
             continue
         if "memfd:raylane" in target:
             found.append(f"{link.name} {target}")
@@ -60,13 +60,14 @@ def descriptors(pid: int | str = "self") -> list[str]:
 
 
 def leaks(before: Snapshot, *, within_s: float = 10.0) -> list[str]:
-    """What is there that was not before, after waiting until it is gone; empty when all is well.
+    """Return the resources that exist now and did not exist in `before`; an empty list if there are none.
 
-    Closes this process's endpoint first, which ends its threads and links and lets go of everything it publishes: what
-    is needed is made again on next use, but values published before `snapshot` are gone. Waits at
-    most `within_s` seconds: actors take a moment to end after their last handle.
+    Closes this process's endpoint first, which ends its threads and links and frees everything it publishes, including
+    values published before `snapshot`. The next use creates a new endpoint. Waits at most `within_s` seconds for
+    resources to disappear, because actors take a moment to end after their last handle.
     """
     deadline = time.monotonic() + within_s
+    # Values first: `endpoint.close` frees them, and would hide those that are still referenced.
     gc.collect()
     left_entries = _wait_entries(before.entries, deadline)
     endpoint.close()
@@ -86,6 +87,7 @@ def leaks(before: Snapshot, *, within_s: float = 10.0) -> list[str]:
 
 
 def _wait_entries(allowed: int, deadline: float) -> list[str]:
+    """Wait until at most `allowed` values are published; return a message if they stay."""
     current = endpoint.existing()
     while current is not None and len(current.store) > allowed:
         if time.monotonic() >= deadline:

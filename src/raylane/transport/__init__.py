@@ -1,1 +1,1 @@
-"""Direct transport: tensors go from the process that made them to the process that needs them."""
+"""Direct tensor transport: tensors move from the producing process straight to the process that reads them."""

@@ -1,42 +1,32 @@
-"""Tells the calls that Ray makes from those that Python makes, and wraps methods accordingly.
+"""Wrappers of decorated methods: publish the result when Ray made the call, and pass Python's own calls through.
 
-Only the call that Ray makes is published. The same method called from Python, inside the actor or on a plain instance,
-is an ordinary method. The rule, tried on some 35 kinds of call: publish if the function that Ray says it is running,
-looked up on the actor's class, is this very wrapper, and this task has not been claimed by a wrapper further out.
+`invocation` decides which calls Ray made. Called by `raylane.method`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
-import warnings
 from collections.abc import AsyncIterator, Callable, Generator
 from types import GeneratorType
 from typing import Any
 
+import ray
+
 from raylane import _ray
 from raylane.errors import TransportUnavailableError
-from raylane.transport.lifetime import keep_actor_alive
+from raylane.transport.endpoint import endpoint
+from raylane.transport.invocation import WRAPPER_ATTRIBUTE, claim, release, task_to_publish
 from raylane.transport.options import PublishOptions
-from raylane.transport.publish import Publication, Returned
+from raylane.transport.publish import Publication, PublishOnPickle
 from raylane.transport.reader import Pending
 
-_claim: contextvars.ContextVar[bytes | None] = contextvars.ContextVar("raylane_claim", default=None)
-"""The task that a wrapper further out in this context has taken; outlives it in tasks and threads it started."""
-_running: set[bytes] = set()
-"""Tasks of this process that a wrapper has taken and not ended. set.add and set.discard are atomic."""
-_targets: dict[tuple[Callable[..., Any], str], bool] = {}
-"""Whether a wrapper is what Ray runs under a function name; worked out once for each pair."""
-
 OPTIONS_ATTRIBUTE = "__raylane_options__"
-_SELF_ATTRIBUTE = "__raylane_wrapper__"
-"""The wrapper itself: a decorator above that copies attributes (functools.wraps) is told from it by this."""
 
 
-class Call:
-    """One call by Ray of one wrapper, claimed for as long as it runs."""
+class PublishingCall:
+    """One call of one wrapper by Ray, as a context manager that claims the task while the call runs."""
 
     __slots__ = ("options", "streams", "task_id")
 
@@ -45,23 +35,21 @@ class Call:
         self.options = options
         self.streams = streams
 
-    def __enter__(self) -> Call:
-        _claim.set(self.task_id)
-        _running.add(self.task_id)
+    def __enter__(self) -> PublishingCall:
+        claim(self.task_id)
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Set, not reset: a generator may end in another context than it began in.
-        _claim.set(None)
-        _running.discard(self.task_id)
+        release(self.task_id)
 
     def publish(self, value: Any) -> Any:
-        """What to hand to Ray for the method's result."""
-        if _ray.is_canceled():
+        """Return the object to give to Ray in place of the method's result."""
+        if _ray.is_canceled():  # Ray discards the result, so no reader would come
             return value
-        if isinstance(value, GeneratorType):  # made by a function that is none itself: Ray takes its items one by one
+        if isinstance(value, GeneratorType):
+            # A plain function has returned a generator. Ray takes its items one by one, so publish each item.
             return self._items(value)
-        return Returned(value, Publication(self.options, anchored=True, streams=self.streams))
+        return PublishOnPickle(value, Publication(self.options, anchored=True, streams=self.streams))
 
     def _items(self, values: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         self.streams = True
@@ -70,56 +58,14 @@ class Call:
                 yield self.publish(value)
 
 
-def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
-    """Whether Ray runs this wrapper under the function name it reports (`module.Class.method`, `script.function`)."""
-    found = _targets.get((wrapper, name))
-    if found is None:
-        last = name.rpartition(".")[2]
-        if _ray.current_actor_id() is not None:
-            target = _ray.actor_target(last)
-            found = target is wrapper
-            if not found and getattr(target, _SELF_ATTRIBUTE, None) is wrapper:
-                warnings.warn(
-                    f"{wrapper.__qualname__} has a decorator above raylane.method, which would get tickets instead "
-                    "of tensors: its result goes through Ray's object store. Put @raylane.method on top",
-                    UserWarning,
-                    stacklevel=4,
-                )
-        else:
-            found = _is_task_function(wrapper, name, last)
-        _targets[wrapper, name] = found
-    return found
-
-
-def _is_task_function(wrapper: Callable[..., Any], name: str, last: str) -> bool:
-    qualified: str = wrapper.__qualname__
-    if "<locals>" in qualified:  # Ray shortens such names; the last part is all that can be compared
-        return last == wrapper.__name__
-    if not name.endswith(qualified):
-        return False
-    # A driver script's functions are in __main__, and Ray names its file instead.
-    return wrapper.__module__ == "__main__" or name == f"{wrapper.__module__}.{qualified}"
-
-
-def is_outermost(wrapper: Callable[..., Any]) -> bytes | None:
-    """The task id if Ray itself made this call and nobody further out has claimed it; else None. About 2 us."""
-    identity = _ray.call_identity()
-    if identity is None:
-        return None
-    name, task_id = identity
-    if task_id in _running or _claim.get() == task_id or not _is_target(wrapper, name):
-        return None
-    return task_id
-
-
-def begin(wrapper: Callable[..., Any], *, streams: bool = False) -> Call | None:
-    """The call, if it is one of Ray's; None for Python's own, which goes straight to the function."""
-    task_id = is_outermost(wrapper)
-    return None if task_id is None else Call(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE), streams=streams)
+def begin(wrapper: Callable[..., Any], *, streams: bool = False) -> PublishingCall | None:
+    """Return the call if Ray made it, or None for a call from Python, which goes straight to the function."""
+    task_id = task_to_publish(wrapper)
+    return None if task_id is None else PublishingCall(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE), streams=streams)
 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with those that are still being fetched waited for. Raises what a fetch raised."""
+    """Return the arguments after waiting for the ones that are still being fetched. Raises the errors of the fetch."""
     return tuple(_ready(a) for a in args), {name: _ready(a) for name, a in kwargs.items()}
 
 
@@ -128,20 +74,39 @@ def _ready(value: Any) -> Any:
 
 
 async def receive_async(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`receive` that lets the event loop go on."""
+    """Do the same as `receive` without blocking the event loop."""
     futures = [a.future for a in (*args, *kwargs.values()) if type(a) is Pending]
     waiting = [asyncio.wrap_future(future) for future in futures if future is not None]
     if waiting:
+        # `wait` raises no errors of the fetches; `receive` then raises the first one in the order of the arguments.
         await asyncio.wait(waiting)
     return receive(args, kwargs)
 
 
-def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[..., Any]:
-    """The function under its own name and signature, publishing when Ray calls it.
+def keep_actor_alive(invocation: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the actor of a call alive for the returned refs. Ray runs this hook in the caller of a decorated method.
 
-    The wrapper may be pickled by value together with the user's class, globals and all: it touches nothing but names
-    of this module, which are pickled by reference. It has no `__wrapped__`, because Ray reads `num_returns` and the
-    like from the unwrapped function and would miss what `ray.method` wrote on this one.
+    The hook is an attribute of the method that stock Ray reads; Ray pickles this function by name.
+    """
+
+    def submit(args: Any, kwargs: Any) -> Any:
+        returned = invocation(args, kwargs)
+        for ref in returned if isinstance(returned, list) else [returned]:
+            if type(ref) is ray.ObjectRef and _ray.is_actor_call(ref):
+                # `invocation` holds the actor's handle.
+                endpoint().keeper().watch(ref, invocation)
+        return returned
+
+    return submit
+
+
+def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[..., Any]:
+    """Return a wrapper with the name and signature of `function` that publishes the result when Ray calls it.
+
+    Ray may pickle the wrapper by value together with the user's class, including its globals. The wrapper therefore
+    uses only names of this module, which are pickled by reference. It has no `__wrapped__`, because Ray reads
+    `num_returns` and similar options from the unwrapped function and would miss those that `ray.method` wrote on the
+    wrapper.
     """
     generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if generator and options.tensor_transport not in ("auto", "object_store"):
@@ -149,24 +114,25 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
             f"tensor_transport={options.tensor_transport!r} is not available for {function.__qualname__}, a generator: "
             "Ray loses count of refs nested in streamed items, so Ray itself carries them. Use auto, or return a list"
         )
-    wrapper = _choose_wrapper(function)
+    if inspect.isasyncgenfunction(function):
+        wrapper = _wrap_async_generator(function)
+    elif inspect.iscoroutinefunction(function):
+        wrapper = _wrap_coroutine(function)
+    elif generator:
+        wrapper = _wrap_generator(function)
+    else:
+        wrapper = _wrap_function(function)
+    # Before the attributes below: this copies the attributes of `function`, such as the options of ray.method.
     functools.update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]
     wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     setattr(wrapper, OPTIONS_ATTRIBUTE, options)
-    setattr(wrapper, _SELF_ATTRIBUTE, wrapper)
+    setattr(wrapper, WRAPPER_ATTRIBUTE, wrapper)
     setattr(wrapper, _ray.INVOCATION_HOOK, keep_actor_alive)
     return wrapper
 
 
-def _choose_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isasyncgenfunction(function):
-        return _wrap_async_generator(function)
-    if inspect.iscoroutinefunction(function):
-        return _wrap_coroutine(function)
-    if inspect.isgeneratorfunction(function):
-        return _wrap_generator(function)
-    return _wrap_function(function)
+# Four wrappers, because Ray inspects a method's kind: each wrapper has to be of the same kind as its function.
 
 
 def _wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,15 +186,3 @@ def _wrap_async_generator(function: Callable[..., Any]) -> Callable[..., Any]:
                 yield call.publish(value)
 
     return wrapper
-
-
-def runs_a_wrapper() -> bool:
-    """Whether Ray is about to call a decorated method in this thread and now unpickles its arguments."""
-    identity = _ray.call_identity()
-    if identity is None:
-        return False
-    name, task_id = identity
-    if task_id in _running:
-        return False
-    target = _ray.actor_target(name.rpartition(".")[2])
-    return target is not None and getattr(target, _SELF_ATTRIBUTE, None) is target

@@ -1,8 +1,8 @@
-"""Which transport brings a value from there to here, and why. Pure: places and records in, names and reasons out."""
+"""Choice of the transport between two places, with reasons. Pure: places and records in, names and reasons out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raylane.core.place import Place
@@ -14,7 +14,7 @@ from raylane.transport.source import Source
 
 @dataclass(frozen=True)
 class Choice:
-    """Transports that can do it, best first, and for every other one why not."""
+    """Usable transports, best first, and for every other transport the reason why it is not usable."""
 
     names: tuple[str, ...]
     refused: Mapping[str, str]
@@ -22,11 +22,6 @@ class Choice:
     def __str__(self) -> str:
         because = "; ".join(f"not {name}: {why}" for name, why in self.refused.items())
         return f"{self.names[0] if self.names else 'none'}{f' ({because})' if because else ''}"
-
-
-def order(backends: Mapping[str, Backend]) -> Sequence[str]:
-    """Ours from the closest to the most general, then what other packages added."""
-    return [*AUTO_ORDER[:-1], *(name for name in backends if name not in AUTO_ORDER), AUTO_ORDER[-1]]
 
 
 def choose(
@@ -38,17 +33,25 @@ def choose(
     *,
     may_call_ray: bool,
 ) -> Choice:
-    """`wanted` is `auto` or one name; within one process `auto` and every explicit wish but `object_store` are `local`,
-    as nothing has to move. `blocked` holds what was tried on that process and failed. TransportUnavailableError, with
-    every reason, when nothing is left."""
+    """Return the transports that can bring a value from `source` to `here`.
+
+    `wanted` is `auto` or one name. Within one process nothing has to move, so every wish except `object_store` gives
+    `local`. `blocked` holds the transports that failed between these two processes before, with the reason.
+    TransportUnavailableError, with every reason, if no transport remains.
+    """
     if source.place.same_process(here) and wanted != "object_store":
         return Choice(("local",), {})
+    # Built-in transports from the closest to the most general; those of other packages before the object store,
+    # which is the last resort because it copies twice.
+    added = [name for name in backends if name not in AUTO_ORDER]
+    candidates = [*AUTO_ORDER[:-1], *added, AUTO_ORDER[-1]] if wanted == AUTO else [wanted]
     names, refused = [], {}
-    for name in order(backends) if wanted == AUTO else [wanted]:
+    for name in candidates:
         backend = backends.get(name)
         if backend is None:
-            refused[name] = "the source's environment has it, this one does not: install its package here"
+            refused[name] = "it is installed in the source's environment but not here; install its package here"
             continue
+        # A failure in practice comes first: it says more than the theory in `refusal`.
         why = blocked.get((name, source.place)) or backend.refusal(source, here)
         if why is None and backend.capability.calls_ray and not may_call_ray:
             why = "it uses Ray, which cannot be called while Ray unpickles a value; use raylane.get"
@@ -56,9 +59,8 @@ def choose(
             names.append(name)
         else:
             refused[name] = why
-    choice = Choice(tuple(names), refused)
     if not names:
         asked = "any transport" if wanted == AUTO else f"tensor_transport={wanted!r}"
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise TransportUnavailableError(f"{asked} cannot bring a value from {source} to {here}: {reasons}")
-    return choice
+    return Choice(tuple(names), refused)

@@ -1,9 +1,10 @@
-"""Takes the tensors out of a value and puts them back: value <-> skeleton + leaves. Knows nothing of how bytes travel.
+"""Splitting of a value into a skeleton and its tensors (leaves), and the reverse. Independent of how bytes travel.
 
-A *leaf* is a torch tensor or Parameter (strided, CPU or CUDA) or a NumPy array; the *skeleton* pickles the rest.
-Leaves that share memory share a *block*, which moves once and is shared again after arrival, so views and tied weights
-stay tied. What is not a leaf (sparse, quantised, meta tensors, tensor subclasses, object arrays) is pickled as usual,
-and its own parts are leaves again where they are plain tensors. Called by `ticket`.
+A *leaf* is a torch tensor or Parameter (strided, CPU or CUDA) or a NumPy array; the *skeleton* is the pickle of the
+rest. Leaves that share memory share a *block*: the block is transferred once, and the rebuilt leaves share it again, so
+views and tied weights stay tied. Values that are not leaves (sparse, quantised and meta tensors, tensor subclasses,
+object arrays) are pickled as usual; plain tensors inside them are leaves again. Called by `publish`, `reader` and
+`graph.message`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from raylane.errors import TensorFreedError
 
 TENSOR, PARAMETER, ARRAY = 0, 1, 2
 SPARSE_VIEW_FACTOR = 2
-"""A view that touches less than one byte in this many of its span is packed before it moves (a column of a matrix)."""
+"""Ratio of span to elements above which a view (such as a column of a matrix) is packed before its transfer."""
 _ALIGNMENT = 16
 
 
 class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
-    """How one leaf lies in its block. Strides and offset are in bytes; `block` is -1 for a leaf without elements."""
+    """Layout of one leaf in its block. Strides and offset are in bytes; `block` is -1 for a leaf without elements."""
 
     kind: int
     dtype: str
@@ -44,47 +45,54 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What has to move for a list of leaves."""
+    """Bytes to transfer for a list of leaves, and the place of each leaf in these bytes."""
 
     specs: list[LeafSpec]
     blocks: list[Span]
-    """Addresses in this process, in address order."""
+    """Addresses in this process, in ascending order."""
     held: list[Any]
-    """The objects whose memory the blocks are; they must outlive every use of the addresses."""
+    """Objects that own the memory of the blocks; they must be kept for as long as the addresses are used."""
 
 
-class _Arriving(threading.local):
+class _DecodingState(threading.local):
+    """Arguments of the `decode_value` call that runs in this thread; pickle offers no way to pass them along."""
+
     leaves: list[Any] | None = None
     own: bool = False
 
 
-_arriving = _Arriving()
+# Thread-local, because several threads fetch and decode values at the same time.
+_decoding = _DecodingState()
 
 
 def _leaf(index: int) -> Any:
-    """Named by skeletons: the leaf with that number, while `decode` runs in this thread."""
-    if _arriving.leaves is None:
-        raise pickle.UnpicklingError("a raylane skeleton can be unpickled by raylane only")
-    return _arriving.leaves[index]
+    """Return leaf number `index` of the running `decode_value`; skeletons refer to this function by its name."""
+    if _decoding.leaves is None:
+        raise pickle.UnpicklingError("could not unpickle a raylane skeleton: it can be unpickled by raylane only")
+    return _decoding.leaves[index]
 
 
 def _leaf_with_state(index: int, state: dict[str, Any]) -> Any:
     leaf = _leaf(index)
-    if not _arriving.own:
+    if not _decoding.own:  # a producer may have changed its attributes since publication; leave them alone
         leaf.__dict__.update(state)
     return leaf
 
 
 def is_leaf(value: Any) -> bool:
+    """Return True if a value is transferred as raw memory instead of being pickled."""
+    # Exact types only: an instance of a subclass may have state that is not in its memory, so it is pickled.
     kind = type(value)
     if kind is torch.Tensor or kind is Parameter:
-        if value.is_nested:  # some are of strided layout, and have neither a shape nor one span
+        if value.is_nested:  # a nested tensor may report a strided layout, but has neither one shape nor one span
             return False
         return value.layout is torch.strided and value.device.type in ("cpu", "cuda") and not value.is_quantized
-    return kind is np.ndarray and not value.dtype.hasobject and _has_a_description(value.dtype)
+    return kind is np.ndarray and not value.dtype.hasobject and _has_description(value.dtype)
 
 
 class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
+    """A pickler that replaces each leaf by its number and collects the leaves."""
+
     def __init__(self, file: io.BytesIO, leaves: list[Any]) -> None:
         super().__init__(file, protocol=5)
         self.leaves = leaves
@@ -92,54 +100,61 @@ class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
     def reducer_override(self, obj: Any) -> Any:
         if not is_leaf(obj):
             return super().reducer_override(obj)
-        self.leaves.append(obj)  # pickle's own memo sees to it that the same object comes here once
+        # Pickle's memo calls this once for each object, so a tensor that occurs twice is one leaf.
+        self.leaves.append(obj)
         index = len(self.leaves) - 1
         state = getattr(obj, "__dict__", None)
         return (_leaf_with_state, (index, dict(state))) if state else (_leaf, (index,))
 
 
-def encode(value: Any) -> tuple[bytes, list[Any]]:
-    """(skeleton, leaves in the order of their numbers). An empty skeleton means: the value is leaf 0 itself.
+def encode_value(value: Any) -> tuple[bytes, list[Any]]:
+    """Return (skeleton, leaves). An empty skeleton means that the value is leaf 0 itself.
 
-    ObjectRefs and actor handles in the value are recorded by Ray as contained in the object it is serialising, which is
-    why this runs while Ray pickles the result, not before. Raises what pickling the value raises.
+    Call this while Ray pickles the result, not before: Ray records the ObjectRefs and actor handles that are pickled
+    here as contained in the object that it is serialising. Raises the errors of pickling the value.
     """
     if is_leaf(value) and not getattr(value, "__dict__", None):
-        return b"", [value]
+        return b"", [value]  # the common case, a single tensor, needs no pickle at all
     leaves: list[Any] = []
     file = io.BytesIO()
     _SkeletonPickler(file, leaves).dump(value)
     return file.getvalue(), leaves
 
 
-def decode(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> Any:
-    """The value, with exactly these leaf objects in it. `own`: they are the producer's, whose attributes stay as they
-    are now."""
+def decode_value(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> Any:
+    """Return the value that contains exactly these leaf objects.
+
+    Pass `own=True` if the leaves are the producer's own objects: their Python attributes are then left unchanged.
+    """
     if not skeleton:
         return leaves[0]
-    outer = _arriving.leaves, _arriving.own  # unpickling a nested ref may decode another value in this thread
-    _arriving.leaves, _arriving.own = leaves, own
+    # Unpickling a nested ref may call this function again in the same thread, so restore the outer call's state.
+    outer = _decoding.leaves, _decoding.own
+    _decoding.leaves, _decoding.own = leaves, own
     try:
         return pickle.loads(skeleton)
     finally:
-        _arriving.leaves, _arriving.own = outer
+        _decoding.leaves, _decoding.own = outer
 
 
-def _plain(leaf: Any) -> Any:
-    """A leaf whose bytes mean what they say: on the host, no conjugate or negative bit, no needlessly wide span."""
+def _transferable(leaf: Any) -> Any:
+    """Return a leaf as raw host memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed."""
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()
+        leaf = leaf.detach()  # so that autograd does not record the copies below
         _require_memory(leaf)
+        # torch evaluates these two lazily: the memory holds the values before conjugation or negation.
         if leaf.is_conj():
             leaf = leaf.resolve_conj()
         if leaf.is_neg():
             leaf = leaf.resolve_neg()
         if leaf.device.type != "cpu":
             return leaf.to("cpu")
-        if not leaf.is_contiguous() and span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size():
+        if not leaf.is_contiguous() and (
+            leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()
+        ):
             return leaf.contiguous()
-    elif not leaf.flags.c_contiguous and span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes:
-        return np.ascontiguousarray(leaf).reshape(leaf.shape)
+    elif not leaf.flags.c_contiguous and leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes:
+        return np.ascontiguousarray(leaf).reshape(leaf.shape)  # ascontiguousarray turns zero dimensions into one
     return leaf
 
 
@@ -151,39 +166,49 @@ def _strides_bytes(leaf: Any) -> tuple[int, ...]:
     return strides
 
 
-def span(leaf: Any) -> Span:
+def leaf_span(leaf: Any) -> Span:
+    """Return the addresses that a leaf occupies: host addresses, or device addresses for CUDA."""
     if isinstance(leaf, torch.Tensor):
         return strided_span(leaf.data_ptr(), leaf.shape, _strides_bytes(leaf), leaf.element_size())
     return strided_span(leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.itemsize)
 
 
 def _require_memory(tensor: torch.Tensor) -> None:
-    """Raise TensorFreedError for a tensor whose storage was freed or made smaller than the tensor: nobody knows what
-    lies where its elements were."""
+    """Raise TensorFreedError for a tensor whose storage was freed or shrunk below the tensor's own size.
+
+    The addresses of such a tensor may belong to other objects by now, so publishing them would leak unrelated memory.
+    """
     count = tensor.numel()
     if count and not tensor.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     held = tensor.untyped_storage().nbytes()
     if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
         raise TensorFreedError(
-            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot be published: its storage holds "
-            f"{held} bytes, less than its elements take (untyped_storage().resize_, or sharded parameters "
-            "that are not gathered now). Fill it again before it is returned or put"
+            f"could not publish a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: its storage holds "
+            f"{held} bytes, fewer than its elements need (untyped_storage().resize_, or sharded parameters "
+            "that are not gathered now). Fill the tensor again before it is returned or put"
         )
 
 
 def _aligned(span: Span, leaf: Any) -> Span:
-    """Begin at a multiple of 16 bytes from the start of the storage, so that views of other dtypes stay aligned."""
+    """Extend a span down to a multiple of 16 bytes from the start of its storage.
+
+    A view of the storage with another dtype then stays aligned in the block, as torch requires.
+    """
     if not isinstance(leaf, torch.Tensor) or not span.nbytes:
         return span
     base = leaf.untyped_storage().data_ptr()
     return Span(span.start - (span.start - base) % _ALIGNMENT, span.stop)
 
 
-def plan(leaves: Sequence[Any]) -> Layout:
-    """Which bytes to move for these leaves, and how each lies in them. Copies only what `_plain` must copy."""
-    plain = [_plain(leaf) for leaf in leaves]
-    blocks, home = merge([_aligned(span(leaf), leaf) for leaf in plain])
+def plan_layout(leaves: Sequence[Any]) -> Layout:
+    """Return the bytes to transfer for these leaves, and the layout of each leaf in them.
+
+    Copies only leaves that cannot be read in place: CUDA tensors, lazily conjugated or negated ones, sparse views.
+    """
+    plain = [_transferable(leaf) for leaf in leaves]
+    # Overlapping leaves become one block, so that they share memory again after the transfer.
+    blocks, home = merge([_aligned(leaf_span(leaf), leaf) for leaf in plain])
     specs = []
     for leaf, original, block in zip(plain, leaves, home, strict=True):
         tensor = isinstance(leaf, torch.Tensor)
@@ -196,6 +221,7 @@ def plan(leaves: Sequence[Any]) -> Layout:
                 strides=_strides_bytes(leaf),
                 block=block,
                 offset=address - blocks[block].start if block >= 0 else 0,
+                # From the original: `_transferable` detaches, and moves CUDA tensors to the host.
                 requires_grad=bool(tensor and original.requires_grad),
                 device=str(original.device) if tensor else "cpu",
             )
@@ -204,9 +230,12 @@ def plan(leaves: Sequence[Any]) -> Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _has_a_description(dtype: np.dtype[Any]) -> bool:
-    """Return True if a description in text brings back this very dtype. Overlapping fields have none, and that of a
-    dtype from another package (ml_dtypes.bfloat16) says bytes of unknown meaning: such arrays are pickled."""
+def _has_description(dtype: np.dtype[Any]) -> bool:
+    """Return True if the text description of a dtype restores the same dtype; other arrays are pickled.
+
+    Dtypes with overlapping fields have no description, and the description of a dtype from another package
+    (ml_dtypes.bfloat16) means bytes without a type.
+    """
     try:
         return _parse_array_dtype(_array_dtype(dtype)) == dtype
     except (ValueError, TypeError):
@@ -214,7 +243,7 @@ def _has_a_description(dtype: np.dtype[Any]) -> bool:
 
 
 def _array_dtype(dtype: np.dtype[Any]) -> str:
-    # A structured dtype has no short name; its description is a literal that numpy itself writes and reads in .npy.
+    # A structured dtype has no short name. Its description is the Python literal that NumPy uses in .npy files.
     return dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
 
 
@@ -226,52 +255,53 @@ def _parse_array_dtype(text: str) -> np.dtype[Any]:
     return np.dtype(text)
 
 
-def build(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
-    """The leaves, made over received blocks (ctypes arrays, in the order of `Layout.blocks`); nothing is copied.
+def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
+    """Return the leaves as views of received blocks (ctypes arrays in the order of `Layout.blocks`), without a copy.
 
-    The leaves own the blocks together. A CUDA leaf is copied to its device number if this process has it, else to the
-    current CUDA device; RuntimeError from torch if there is none.
+    The leaves own the blocks together. A CUDA leaf is copied to the device with its number if this process has that
+    device, else to the current CUDA device; torch raises RuntimeError if there is none.
     """
     storages: dict[int, torch.UntypedStorage] = {}
-    return [
-        _build_array(spec, blocks) if spec.kind == ARRAY else _build_tensor(spec, blocks, storages) for spec in specs
-    ]
-
-
-def _build_array(spec: LeafSpec, blocks: Sequence[Any]) -> np.ndarray[Any, Any]:
-    dtype = _parse_array_dtype(spec.dtype)
-    if spec.block < 0:
-        return np.empty(spec.shape, dtype)
-    return np.ndarray(spec.shape, dtype, buffer=blocks[spec.block], offset=spec.offset, strides=spec.strides)
+    leaves: list[Any] = []
+    for spec in specs:
+        if spec.kind != ARRAY:
+            leaves.append(_build_tensor(spec, blocks, storages))
+            continue
+        dtype = _parse_array_dtype(spec.dtype)
+        if spec.block < 0:
+            leaves.append(np.empty(spec.shape, dtype))
+        else:
+            block = blocks[spec.block]
+            leaves.append(np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides))
+    return leaves
 
 
 def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
+    # Every tensor names device="cpu": the user may have set another default device.
     if spec.block < 0:
         strides = [stride // dtype.itemsize for stride in spec.strides]
-        tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="cpu")  # whatever the default device is
+        tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="cpu")
     else:
+        # One storage for each block: tensors that shared memory in the source share a storage here.
         storage = storages.get(spec.block)
         if storage is None:
             storage = torch.frombuffer(blocks[spec.block], dtype=torch.uint8).untyped_storage()
             storages[spec.block] = storage
         size = dtype.itemsize
         tensor = torch.empty(0, dtype=dtype, device="cpu")
-        if spec.offset % size:  # shares memory with an array that starts off this dtype's grid: it cannot share here
+        if spec.offset % size:
+            # The block begins with an array whose address is not a multiple of this dtype's size. torch has no
+            # unaligned tensors, so this tensor gets a copy and no longer shares memory with the array.
             part = torch.frombuffer(bytearray(blocks[spec.block])[spec.offset :], dtype=torch.uint8)
             storage, offset = part.untyped_storage(), 0
         else:
             offset = spec.offset // size
         tensor.set_(storage, offset, spec.shape, [stride // size for stride in spec.strides])
     if spec.device != "cpu":
-        tensor = tensor.to(_device_here(spec.device))
+        device = torch.device(spec.device)
+        known = (device.index or 0) < torch.cuda.device_count()
+        tensor = tensor.to(device if known else torch.device(device.type))
     if spec.kind == PARAMETER:
         return Parameter(tensor, requires_grad=spec.requires_grad)
     return tensor.requires_grad_() if spec.requires_grad else tensor
-
-
-def _device_here(device: str) -> torch.device:
-    wanted = torch.device(device)
-    if (wanted.index or 0) >= torch.cuda.device_count():
-        return torch.device(wanted.type)
-    return wanted

@@ -1,7 +1,7 @@
-"""This process's end of the transport: one object that owns the store, the pool, the listener and the links.
+"""The transport state of this process: one object that owns the store, the buffer pool, the listener and the links.
 
-Made when first needed, for as long as this process is connected to one Ray session; after a `ray.shutdown` and a new
-`ray.init` the next use makes a fresh one. Everything in `transport` reaches its state through `endpoint()`.
+The endpoint is created on first use and belongs to one Ray session: after `ray.shutdown` and a new `ray.init` the next
+use creates a new one. Every module of `transport` reaches its state through `endpoint()`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import collections
 import os
 import secrets
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -22,80 +23,105 @@ from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
-from raylane.transport.lifetime import Anchors, Keeper
+from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
 
 MAX_IDLE_POOL_BYTES = 2 << 30
+_ACTOR_PREFIX = "actor/"
+"""Prefix of the keys under which actors publish their Source in Ray's key-value store."""
+_MOST_KEYS = 256
+"""Limit of entries read from Ray's key-value store at a time."""
+
+_T = TypeVar("_T")
 
 
 def pool_limit_bytes() -> int:
-    """Idle receive memory to keep: `RAYLANE_POOL_BYTES`, else a sixteenth of the machine's memory, at most 2 GiB."""
+    """Return the limit of idle receive memory: `RAYLANE_POOL_BYTES`, else 1/16 of the host's memory, at most 2 GiB."""
     text = os.environ.get("RAYLANE_POOL_BYTES")
     if text:
         if not text.isdigit():
-            raise ValueError(f"RAYLANE_POOL_BYTES={text!r} is not a number of bytes, such as 1073741824")
+            raise ValueError(f"RAYLANE_POOL_BYTES must be a number of bytes such as 1073741824, got {text!r}")
         return int(text)
     return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
 
 
+class _OnFirstUse(Generic[_T]):
+    """A part of the endpoint that is created by the first call. Thread-safe; a failed creation is tried again."""
+
+    __slots__ = ("_lock", "_make", "made")
+
+    def __init__(self, lock: threading.RLock, make: Callable[[], _T]) -> None:
+        self._lock = lock
+        self._make = make
+        self.made: _T | None = None
+        """The part, or None as long as nobody has used it."""
+
+    def __call__(self) -> _T:
+        # Read without the lock first: most calls find the part, and these are on the path of every read.
+        if self.made is None:
+            with self._lock:
+                if self.made is None:
+                    self.made = self._make()
+        return self.made
+
+
 class Endpoint:
-    """State of one process in one Ray session. Its parts are thread-safe; its own lock guards their creation only."""
+    """State of one process in one Ray session. Its parts are thread-safe; its own lock guards only their creation."""
 
     def __init__(self, token: bytes) -> None:
         self.token = token
+        """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
         self.store = Store()
         self.pool = BufferPool(pool_limit_bytes())
         self.blocked: dict[tuple[str, place.Place], str] = {}
-        """Transports that were tried on a process and cannot reach it, with the reason."""
+        """Transports that failed to reach a process, with the reason."""
         self.streams: dict[bytes, TakeStream] = {}
-        """Who takes over connections to this process's listener, by the key that the other side names."""
+        """Components that take over connections to this process's listener, by the key in the Stream request."""
         self.counts: collections.Counter[str] = collections.Counter()
-        """Values and bytes by what happened to them; approximate where threads meet."""
-        self._lock = threading.RLock()
-        self._secret: bytes | None = None
-        self._listener: Listener | None = None
-        self._source: Source | None = None
-        self._keeper: Keeper | None = None
-        self._anchors: Anchors | None = None
-        self._links: LinkPool | None = None
+        """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
+        # Reentrant, because creating one part uses others: the source needs the listener, which needs the secret.
+        lock = threading.RLock()
+        self.secret = _OnFirstUse(lock, lambda: _ray.kv_put_if_absent("secret", secrets.token_bytes(32)))
+        """Secret that all processes of this Ray cluster share, for the handshake of links."""
+        self.listener = _OnFirstUse(lock, self._listen)
+        """Listener for readers of the values that this process publishes."""
+        self.source = _OnFirstUse(lock, self._announce)
+        """This process as the source of published values. The first use starts the listener."""
+        self.keeper = _OnFirstUse(lock, lambda: ActorKeeper(self._holds_anything, self.session_ended))
+        """Handles of actors that are kept alive for their results."""
+        self.anchors = _OnFirstUse(lock, AnchorPool)
+        """Spare anchors for tickets."""
+        self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place))
+        """Idle connections to other processes."""
         self.fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
         """Threads that fetch several values at once; none runs before the first fetch."""
         self.getters = FetchPool(None, "raylane-get")
-        """Threads that wait for producing calls on behalf of coroutines: one for each call of `get_async`."""
+        """Threads that wait for producing calls on behalf of coroutines, one for each call of `get_async`."""
 
-    def over(self) -> bool:
-        """Whether the session this was made for has ended."""
+    def session_ended(self) -> bool:
+        """Return True if the Ray session of this endpoint has ended."""
         return _ray.worker_token() != self.token
 
-    def secret(self) -> bytes:
-        """What all processes of this Ray cluster share and nobody else knows."""
-        if self._secret is None:
-            with self._lock:
-                if self._secret is None:
-                    self._secret = _ray.kv_put_if_absent("secret", secrets.token_bytes(32))
-        return self._secret
-
-    def source(self) -> Source:
-        """Who holds what this process publishes. Starts the listener at the first call."""
-        if self._source is not None:
-            return self._source
-        with self._lock:
-            if self._source is None:
-                vm.allow_readers()
-                if self._listener is None:  # else an earlier call failed after this step
-                    self._listener = self._listen()
-                found = self._listener
-                source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
-                actor = _ray.current_actor_id()
-                if actor is not None:
-                    self._forget_dead_actors()
-                    _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
-                self._source = source
-        return self._source
+    def _announce(self) -> Source:
+        """Start the listener and, in an actor, store the Source where callers of the actor can find it."""
+        # First permit one-sided reads: a reader may come as soon as the first ticket exists.
+        vm.allow_readers()
+        found = self.listener()
+        source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
+        actor = _ray.current_actor_id()
+        if actor is not None:
+            # Killed actors leave their entries behind, and so do actors that Ray ends with their last handle, which
+            # runs no exit handler. Each actor that begins to publish deletes the dead ones of its host from a sample
+            # of entries, so their number stays small.
+            for key, data in _ray.kv_sample(_ACTOR_PREFIX, _MOST_KEYS).items():
+                if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
+                    _ray.kv_delete(key)
+            _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
+        return source
 
     def _listen(self) -> Listener:
         secret, host = self.secret(), _ray.node_ip()
@@ -106,56 +132,29 @@ class Endpoint:
                 name=f"raylane-{secrets.token_hex(16)}",
                 host=host,
                 put_entry=self._put_entry,
-                session_over=self.over,
+                session_ended=self.session_ended,
                 streams=self.streams,
             )
         except OSError as error:
             raise TransportError(
-                f"this process cannot listen on {host} for readers of what it publishes: {error.strerror}. Free "
-                "descriptors here (ulimit -n), or look at the node's address",
+                f"this process cannot listen on {host} for readers of its values: {error.strerror}. Free descriptors "
+                "in this process (ulimit -n), or check the node's address",
             ) from error
 
-    def _forget_dead_actors(self) -> None:
-        """Delete the entries of this host's actors that have ended without deleting their own (killed ones, and those
-        that Ray ends with their last handle, which runs no exit handler). Each actor that begins to publish looks at
-        some, so the dead ones stay few."""
-        for key, data in _ray.kv_sample(_ACTOR_PREFIX, _MOST_KEYS).items():
-            if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
-                _ray.kv_delete(key)
-
-    def keeper(self) -> Keeper:
-        if self._keeper is None:
-            with self._lock:
-                if self._keeper is None:
-                    self._keeper = Keeper(self._holds_anything, self.over)
-        return self._keeper
-
-    def anchors(self) -> Anchors:
-        if self._anchors is None:
-            with self._lock:
-                if self._anchors is None:
-                    self._anchors = Anchors()
-        return self._anchors
-
-    def links(self) -> LinkPool:
-        if self._links is None:
-            with self._lock:
-                if self._links is None:
-                    self._links = LinkPool(self.secret(), _ray.describe_self(), self.place)
-        return self._links
-
     def address_of(self, source: Source) -> Address:
-        """Return how a control link reaches a source from here. Unix sockets serve their own user, and root, only."""
+        """Return the address by which a control link reaches a source from here."""
+        # A Unix socket is visible within one network namespace, and a listener serves its own user and root only.
         near = source.place.same_host(self.place) and source.place.net_namespace == self.place.net_namespace
         near = near and self.place.uid in (source.place.uid, 0)
         return source.unix if near else (source.host, source.port)
 
     def _put_entry(self, entry: Entry) -> tuple[bytes, bytes, object] | None:
-        """Put the blocks of a value into Ray's object store. Copied once more before, by the kernel: their owner may
-        unmap them at any time, and Ray's own copy would crash."""
+        """Put the blocks of a value into Ray's object store. Returns None if their owner has freed the memory."""
         import numpy as np
         import ray
 
+        # Copy before ray.put: the owner may unmap the memory at any time, which a copy by the kernel survives as EFAULT
+        # and the copy that Ray makes does not.
         blocks = [self.pool.take(block.nbytes) for block in entry.layout.blocks]
         if not entry.copy_to(blocks):
             return None
@@ -163,73 +162,89 @@ class Endpoint:
         return (*_ray.hand_over_ref(ref), ref)
 
     def _holds_anything(self, actor: bytes, deadline: Deadline) -> bool:
-        """Return True if an actor still holds published values; False if it never published, or is gone for certain.
-        Any other failure to ask is raised: the actor's last handle may be dropped on this answer."""
-        found = _ray.kv_sample(f"{_ACTOR_PREFIX}{actor.hex()}/", _MOST_KEYS)
-        return any(self._process_holds_anything(key, data, deadline) for key, data in found.items())
+        """Return True if an actor holds results, False if it never published or is certainly gone.
 
-    def _process_holds_anything(self, key: str, data: bytes, deadline: Deadline) -> bool:
-        source = msgspec.msgpack.decode(data, type=Source)
-        try:
-            with self.links().borrow(self.address_of(source), source, deadline) as link:
-                link.send(wire.Holding())
-                answer = link.receive()
-        except SourceLostError as error:
-            if not is_gone(error):
-                raise
-            _ray.kv_delete(key)
-            return False
-        if not isinstance(answer, wire.Held):
-            raise ProtocolError(f"{source} answered {type(answer).__name__} to the question what it holds")
-        return answer.count > 0
+        Any other failure to ask the actor is raised, because the caller may drop the actor's last handle on this
+        answer.
+        """
+        # A restarted actor has an entry for each of its processes, and the old ones may not be deleted yet.
+        for key, data in _ray.kv_sample(f"{_ACTOR_PREFIX}{actor.hex()}/", _MOST_KEYS).items():
+            source = msgspec.msgpack.decode(data, type=Source)
+            try:
+                with self.links().borrow(self.address_of(source), source, deadline) as link:
+                    link.send(wire.HeldQuery())
+                    answer = link.receive()
+            except SourceLostError as error:
+                if not is_gone(error):
+                    raise
+                _ray.kv_delete(key)
+                continue
+            if not isinstance(answer, wire.HeldCount):
+                raise ProtocolError(
+                    f"could not ask {source} how many results it holds: the answer was {type(answer).__name__}"
+                )
+            if answer.count > 0:
+                return True
+        return False
 
     def stats(self) -> dict[str, Any]:
-        self.pool.settle()
+        """Return the counters of this process, as described in `raylane.stats`."""
+        self.pool.reclaim()
         found: dict[str, Any] = dict(self.counts)
         found.update(self.store.stats())
-        found["kept_actors"] = len(self._keeper) if self._keeper else 0
-        found["idle_links"] = len(self._links) if self._links else 0
+        keeper, links = self.keeper.made, self.links.made
+        # Compare with None: an empty keeper or pool has length 0 and is false.
+        found["kept_actors"] = 0 if keeper is None else len(keeper)
+        found["idle_links"] = 0 if links is None else len(links)
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
         return found
 
     def close(self) -> None:
-        """End threads and links, let go of everything published and of all actors kept. Waits seconds at most."""
-        for part in (self._keeper, self._anchors, self._listener, self._links, self.fetchers, self.getters):
-            if part is not None:
-                part.close()
+        """End threads and links, free all published values, and drop all kept actors. Waits seconds at most."""
+        # The keeper first: its thread uses the links, and may create them while the keeper closes. So `made` is read
+        # only when it is a part's turn.
+        for part in (self.keeper, self.anchors, self.listener, self.links):
+            if part.made is not None:
+                part.made.close()
+        self.fetchers.close()
+        self.getters.close()
         actor = _ray.current_actor_id()
-        if self._source is not None and actor is not None and not self.over():
+        if self.source.made is not None and actor is not None and not self.session_ended():
             _ray.kv_delete(_actor_key(actor, self.place))
         self.store.clear()
 
 
-_ACTOR_PREFIX = "actor/"
-_MOST_KEYS = 256
-
-
 def _actor_key(actor: str, process: place.Place) -> str:
-    """Return the key of one process of an actor: a restarted actor has another, so that deleting the entry of a dead
-    process never deletes that of its successor."""
+    """Return the key of one process of an actor in Ray's key-value store.
+
+    The key names the process because a restarted actor has a new one: deleting a dead process's entry must not delete
+    the entry of its successor.
+    """
     return f"{_ACTOR_PREFIX}{actor}/{process.pid}-{process.start_ticks}"
 
 
 _current: Endpoint | None = None
-_making = threading.Lock()
+_creating = threading.Lock()
 
 
 def endpoint() -> Endpoint:
-    """This process's endpoint in the current Ray session. TransportUnavailableError when not connected to Ray."""
+    """Return this process's endpoint in the current Ray session; create it if needed.
+
+    TransportUnavailableError if this process is not connected to Ray.
+    """
     global _current
+    # Without the lock first: every publication and every read calls this function.
     token = _ray.worker_token()
     current = _current
     if current is not None and current.token == token:
         return current
     if token is None:
-        raise TransportUnavailableError("this process is not connected to Ray: call ray.init() first")
-    with _making:
+        raise TransportUnavailableError("this process is not connected to Ray. Call ray.init() first")
+    with _creating:
         if _current is None or _current.token != token:
+            # The old endpoint belongs to a session that has ended; its threads and sockets must not stay.
             if _current is not None:
                 _current.close()
             _current = Endpoint(token)
@@ -237,25 +252,29 @@ def endpoint() -> Endpoint:
 
 
 def existing() -> Endpoint | None:
-    """The endpoint if there is one, without making it."""
+    """Return the endpoint if this process has one, without creating it."""
     return _current
 
 
-def _forget() -> None:
-    """In a forked child: its parent's endpoint is not its own, and closing it would act on shared kernel objects (the
-    epoll and event descriptors) and on the parent's entries in Ray's key-value store."""
-    global _current, _making
-    _current, _making = None, threading.Lock()
+def _forget_in_child() -> None:
+    """Drop the parent's endpoint in a forked child, without closing it.
+
+    A close would act on kernel objects that the child shares (epoll and event descriptors) and on the parent's entries
+    in Ray's key-value store. The lock is replaced, because another thread may hold it at the moment of the fork.
+    """
+    global _current, _creating
+    _current, _creating = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register
 def close() -> None:
-    """End this process's endpoint, if it has one; the next use makes a new one."""
+    """Close this process's endpoint if it has one; the next use creates a new one."""
     global _current
-    with _making:
+    # Close outside the lock: closing waits for threads, which may call `endpoint()` meanwhile.
+    with _creating:
         current, _current = _current, None
     if current is not None:
         current.close()

@@ -1,4 +1,4 @@
-"""Threads on which values are fetched at the same time. Called by `raylane.get` and by decorated consumers."""
+"""Threads on which several values are fetched at the same time. Called by `raylane.get` and by decorated consumers."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from concurrent.futures import Future
 from typing import Any
 
 MAX_FETCHES = 64
-"""Transfers at a time in one process; more wait for their turn."""
+"""Number of simultaneous transfers in one process; further ones wait."""
 IDLE_S = 10.0
-"""A thread without work ends after this long."""
+"""Seconds after which a thread without work ends."""
 
 
 class FetchPool:
-    """As many threads as there are calls at a time: one that hangs on a dead source must not hold up the others.
+    """A pool with one thread for each running call, so that a call to a dead source does not delay the others.
 
-    Daemon threads, unlike those of concurrent.futures: a process that ends does not wait for a transfer.
+    The threads are daemons, unlike those of concurrent.futures: a process that ends does not wait for a transfer.
     """
 
     def __init__(self, max_threads: int | None, name: str) -> None:
-        """`max_threads` is None where no call may wait for another."""
+        """Create a pool without threads. Pass `max_threads=None` if no call may wait for another one."""
         self._max_threads = max_threads
         self._name = name
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the counts
         self._threads = 0
         self._waiting = 0
-        """Threads without work, less the work that is queued for them."""
+        """Number of threads without work, minus the number of queued calls."""
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Run `call` soon; at once unless `max_threads` calls are under way. A call whose future is cancelled before
-        its turn is not run. RuntimeError if the system starts no more threads."""
+        """Run `call` on a thread; at once unless `max_threads` calls are running.
+
+        A call whose future is cancelled before its start is not run. RuntimeError if the system starts no more threads.
+        """
         future: Future[Any] = Future()
         with self._lock:
+            # Reserve an idle thread under the lock, so that two calls do not count on the same one.
             start = self._waiting <= 0 and (self._max_threads is None or self._threads < self._max_threads)
             self._threads += start
             self._waiting -= not start
@@ -45,6 +48,7 @@ class FetchPool:
                 with self._lock:
                     self._threads -= 1
                 raise
+        # Only after a thread is there: a call in the queue of a pool without threads would never run.
         self._work.put((future, call))
         return future
 
@@ -63,7 +67,8 @@ class FetchPool:
             if task is None:
                 with self._lock:
                     if self._waiting <= 0:
-                        continue  # work is on its way to this thread
+                        # `submit` has counted on this thread and is about to queue its call, so do not end now.
+                        continue
                     self._waiting -= 1
                     self._threads -= 1
                 return
@@ -73,13 +78,17 @@ class FetchPool:
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
+            # A waiting thread must not keep the last value alive.
             del task, future, call
             with self._lock:
                 self._waiting += 1
 
     def close(self) -> None:
-        """End the threads that have no work; the others end after theirs. What is submitted later runs as well: a call
-        may have found this pool just before its endpoint was closed."""
+        """End the threads without work at once and the others after their call.
+
+        Calls that are submitted later still run: a caller may have obtained this pool just before its endpoint closed.
+        """
+        # One end mark for each thread. A thread takes its mark only after the calls that were queued before it.
         with self._lock:
             threads = self._threads
         for _ in range(threads):

@@ -1,23 +1,24 @@
-"""Tell whether published memory is still there and unwritten: by objects in this process, by addresses from outside.
+"""Checks that published memory still exists and is unwritten: by objects in this process, by addresses from outside.
 
-*Footprints* answer inside the producing process, through public calls only: where a leaf's memory lies now, compared
-with where it lay at publication. They change when the owner frees, resizes or re-points the memory.
+*Footprints* are the check inside the producing process. A footprint records where the memory of a leaf lies, read
+through public calls only; it changes when the owner frees, resizes or re-points the memory.
 
-*Guards* let a one-sided reader ask the same question without the producer's help: ranges of the producer's memory that
-hold the pointers and sizes behind a leaf. The reader takes them in the same system call, after the data, and compares
-their digest with the ticket's. c10::StorageImpl changes its pointer before it releases the memory, so unchanged guards
-mean that nothing read before was released. (`ndarray.resize(refcheck=False)` releases first and changes the pointer
-some hundred nanoseconds later; only a checksum closes that window.)
+*Guards* let a one-sided reader make the same check without the producer's help. Guards are ranges of the producer's
+memory that hold the pointers and sizes behind a leaf. The reader fetches them right after the data and compares their
+digest with the ticket's. c10::StorageImpl changes its pointer before it releases the memory, so unchanged guards mean
+that nothing read before was released. (`ndarray.resize(refcheck=False)` releases first and changes the pointer some
+hundred nanoseconds later; only a checksum closes that window.)
 
-*Write counters* tell of in-place writes: `tensor._version` reads a 32-bit counter behind the tensor's TensorImpl.
+*Write counters* reveal in-place writes: `tensor._version` is a 32-bit counter behind the tensor's TensorImpl.
 
     TensorImpl   ... storage pointer ──> StorageImpl  refcount, [data pointer, deleter, context, device, size]
                      counter pointer ──> [32-bit write counter]
-    ndarray      header, [data pointer, ndim, dims pointer ──> [dims]]                [...] = what a reader compares
+    ndarray      header, [data pointer, ndim, dims pointer ──> [dims]]              [...] = compared by a reader
 
-None of these offsets is part of an interface. They are found once per process by experiment: of all words in the
-object, those that follow the public value through a series of changes (c10/core/TensorImpl.h, c10/core/StorageImpl.h,
-numpy/ndarraytypes.h). Where the experiment gives no single answer there are no guards, and `host` refuses such values.
+None of these offsets is part of an interface. They are determined once per process by experiment: among all words of
+the object, those that follow the public value through a series of changes (c10/core/TensorImpl.h,
+c10/core/StorageImpl.h, numpy/ndarraytypes.h). Where the experiment gives no unique answer there are no guards, and
+`host` refuses such values.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _STORAGE_BYTES = 128
 _COUNTER_BYTES = 32
 _ARRAY_HEADER = object.__basicsize__
 _ARRAY_BYTES = 24
-"""Data pointer, number of dimensions (4 bytes and padding), pointer to the dimensions."""
+"""Size of three fields: data pointer, number of dimensions (4 bytes and padding), pointer to the dimensions."""
 DIGEST_BYTES = 16
 
 GuardRange = tuple[int, int]
-"""(address in the producing process, bytes)"""
+"""Range of memory: (address in the producing process, size in bytes)."""
 
 
 class _TorchLayout(NamedTuple):
-    """Offsets in bytes: the storage pointer in a TensorImpl; the data pointer and the size in a StorageImpl."""
+    """Offsets in bytes of the storage pointer in a TensorImpl, and of data pointer and size in a StorageImpl."""
 
     storage_at: int
     data_at: int
@@ -57,9 +58,10 @@ class _TorchLayout(NamedTuple):
 
 
 def _peek(address: int, nbytes: int) -> bytes | None:
-    """Return bytes of this very process; None, and no crash, if nothing is mapped there."""
+    """Return bytes of this process, or None (instead of a crash) if the address is not mapped."""
     buffer = ctypes.create_string_buffer(nbytes)
     try:
+        # A system call reports EFAULT where a direct access would end this process with SIGSEGV.
         vm.read(os.getpid(), [(address, address_of(buffer), nbytes)])
     except OSError:
         return None
@@ -78,12 +80,13 @@ def _words_equal(address: int, nbytes: int, value: int) -> set[int]:
 
 
 def _counter_candidates(tensor: torch.Tensor) -> set[tuple[int, int]]:
-    """Return (offset of a pointer in the TensorImpl, offset behind it) of everything that equals the version now."""
+    """Return the offset pairs (pointer in the TensorImpl, word behind that pointer) whose word equals `_version`."""
     found = set()
     impl = _peek(tensor._cdata, _IMPL_BYTES)
     if impl is None:
         return set()
     for offset, (pointer,) in zip(range(0, _IMPL_BYTES, 8), struct.iter_unpack("<Q", impl), strict=True):
+        # Small words are sizes or flags, not pointers: Linux maps nothing below vm.mmap_min_addr (64 KiB).
         counter = _peek(pointer, _COUNTER_BYTES) if pointer > 1 << 16 else None
         if counter is not None:
             words = struct.unpack(f"<{_COUNTER_BYTES // 4}I", counter)
@@ -93,7 +96,7 @@ def _counter_candidates(tensor: torch.Tensor) -> set[tuple[int, int]]:
 
 @functools.cache
 def counter_offsets() -> tuple[int, int] | None:
-    """Return the two offsets of the write counter, or None if they cannot be told."""
+    """Return the two offsets of the write counter, or None if the experiment is ambiguous."""
     found: set[tuple[int, int]] | None = None
     for writes in (3, 1, 17):
         tensor = torch.zeros(2, device="cpu")
@@ -105,8 +108,10 @@ def counter_offsets() -> tuple[int, int] | None:
 
 
 def write_counters(tensors: Iterable[torch.Tensor]) -> list[GuardRange]:
-    """Return where the write counter of each tensor lies, views of one storage once; empty if that is unknown. The
-    counters live as long as their tensors, which the caller keeps."""
+    """Return the range of each tensor's write counter (shared by views of one tensor); empty if offsets are unknown.
+
+    The counters live as long as their tensors; the caller must keep the tensors.
+    """
     offsets = counter_offsets()
     if offsets is None:
         return []
@@ -119,11 +124,11 @@ def write_counters(tensors: Iterable[torch.Tensor]) -> list[GuardRange]:
 
 
 def owners_of(leaf: Any) -> Iterator[Any]:
-    """Yield the leaf and the arrays and tensors whose memory it borrows, to the last one known. What lies between may
-    be a memoryview (`numpy.frombuffer`) or NumPy's own holder (`as_strided`)."""
+    """Yield the leaf and then every array or tensor whose memory it borrows, up to the last known owner."""
     yield leaf
     lender = leaf
     while not isinstance(lender, torch.Tensor):
+        # Between two arrays may lie a memoryview (`numpy.frombuffer`) or NumPy's own holder (`as_strided`).
         lender = lender.obj if isinstance(lender, memoryview) else getattr(lender, "base", None)
         if lender is None:
             return
@@ -132,10 +137,10 @@ def owners_of(leaf: Any) -> Iterator[Any]:
 
 
 def footprint(leaf: Any) -> tuple[int, ...]:
-    """Return where the memory of a leaf lies now: which storage, addresses, and the sizes of what owns it. A storage
-    counts as another one also where it lies at the address of a freed one."""
+    """Return the present location of a leaf's memory: its storage object, addresses, and sizes of the owners."""
     if isinstance(leaf, torch.Tensor):
         storage = leaf.untyped_storage()
+        # `_cdata` tells a new storage from a freed one whose memory it reuses.
         return storage._cdata, leaf.data_ptr(), storage.data_ptr(), storage.nbytes()
     found: list[int] = []
     for owner in owners_of(leaf):
@@ -153,10 +158,12 @@ def footprint(leaf: Any) -> tuple[int, ...]:
 
 @functools.cache
 def torch_layout() -> _TorchLayout | None:
-    """Return the offsets behind a tensor's memory, or None if they cannot be told."""
+    """Return the offsets of a tensor's pointers and size, or None if the experiment is ambiguous."""
+    # On a tensor made here, whose every change is known; the layout is the same for all tensors of this torch build.
     tensor = torch.zeros(2, device="cpu")
     storage = tensor.untyped_storage()
     pointers = datas = sizes = None
+    # Growing and shrinking, so that no unrelated word equals the pointer and the size in all four rounds.
     for nbytes in (40, 4096, 72, 1 << 20):
         storage.resize_(nbytes)
         seen = (
@@ -167,6 +174,7 @@ def torch_layout() -> _TorchLayout | None:
         pointers = seen[0] if pointers is None else pointers & seen[0]
         datas = seen[1] if datas is None else datas & seen[1]
         sizes = seen[2] if sizes is None else sizes & seen[2]
+    # The size follows the data pointer in StorageImpl; several data pointers may be found (the context repeats it).
     if not (pointers and datas and sizes) or len(pointers) > 1 or len(sizes) > 1 or min(datas) >= min(sizes):
         return None
     return _TorchLayout(pointers.pop(), min(datas), sizes.pop())
@@ -174,12 +182,12 @@ def torch_layout() -> _TorchLayout | None:
 
 @functools.cache
 def array_layout_known() -> bool:
-    """Return True if arrays of this NumPy lie in memory as `_ARRAY_BYTES` says."""
+    """Return True if arrays of this NumPy have the layout that `_ARRAY_BYTES` describes."""
     return all(_array_header(np.zeros(shape)) is not None for shape in ((3,), (2, 5), (4, 1, 7)))
 
 
 def _array_header(array: np.ndarray[Any, Any]) -> int | None:
-    """Return the address of the dimensions of an array; None if its header is not as expected."""
+    """Return the address of an array's dimensions, or None if its header is not as expected."""
     header = _peek(id(array) + _ARRAY_HEADER, _ARRAY_BYTES)
     if header is None:
         return None
@@ -191,8 +199,11 @@ def _array_header(array: np.ndarray[Any, Any]) -> int | None:
 
 
 def guard_ranges(leaves: Iterable[Any]) -> list[GuardRange] | None:
-    """Return the ranges of this process's memory that change when the memory of any of these leaves is freed, resized
-    or re-pointed; None where they cannot be told. They are readable as long as the leaves and their storages live."""
+    """Return the ranges that change when the memory of any of these leaves is freed, resized or re-pointed.
+
+    Returns None where the ranges are unknown. The ranges are readable as long as the leaves and their storages live.
+    """
+    # A dict instead of a set: it removes duplicates and keeps the order, on which the digest depends.
     found: dict[GuardRange, None] = {}
     for leaf in leaves:
         for owner in owners_of(leaf):
@@ -218,6 +229,7 @@ def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
     if not array_layout_known():
         return None
     header = id(array) + _ARRAY_HEADER
+    # Only an array that owns its memory can shrink by a resize, and one without dimensions has none to compare.
     if not array.flags.owndata or not array.ndim:
         return [(header, 8)]
     dims = _array_header(array)
@@ -225,5 +237,5 @@ def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
 
 
 def digest(content: bytes) -> bytes:
-    """Return the digest of the content of guard ranges, one after the other."""
+    """Return the digest of the concatenated content of guard ranges."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -1,13 +1,18 @@
-"""How long published values and the actors that hold them live. Ray's own reference count decides both.
+"""Lifetimes of published values and of the actors that hold them. Ray's own reference count decides both.
 
-*Anchors.* Each published value's ticket has a tiny ObjectRef nested in it, owned by the producing process. Ray counts
-it with the ticket wherever that goes: into queued calls, borrowers, other objects. When it is out of scope everywhere,
-Ray calls back and the value is freed. (Watching the outer ref in the caller would be cheaper, and wrong: Ray copies a
-small result into the calls that take it as an argument and drops the outer ref, while those calls are still queued.)
+*Anchors.* The ticket of each published result contains a small ObjectRef, the anchor, which the producing process owns.
+Ray counts the anchor together with the ticket everywhere: in queued calls, in borrowers, in other objects. When the
+anchor is out of scope in the whole cluster, Ray calls back and the value is freed. (Watching the outer ref in the
+caller would be cheaper, but wrong: Ray copies a small result into the calls that take it as an argument and drops the
+outer ref while those calls are still queued.)
 
-*The keeper.* Ray ends an actor when its last handle is gone, although refs to what it holds are not. So the process
-that called a decorated method keeps the handle for as long as the ref lives, and then until the actor says that it
-holds nothing any more.
+*The actor keeper.* Ray ends an actor when its last handle is gone, even while refs to values in that actor exist. So
+the process that called a decorated method keeps the handle as long as the ref exists, and afterwards until the actor
+answers that it holds no more results:
+
+    caller                                              actor
+    ref goes out of scope, handle kept ── HeldQuery ──> count of results in the store
+    count is 0: drop the handle        <── HeldCount ── (asked once per second)
 """
 
 from __future__ import annotations
@@ -28,27 +33,30 @@ from raylane.errors import TransferTimeoutError
 log = logging.getLogger("raylane.transport")
 
 SPARE_ANCHORS = 32
-"""More are made, by a thread, when there are fewer than this."""
+"""Number of spare anchors below which the thread makes more."""
 BATCH = 256
+"""Number of anchors from one empty task."""
 FROM_PUT = 8
-"""The first few come from `ray.put`: an actor that publishes only some weights should not make Ray start a worker."""
+"""Number of first anchors that come from `ray.put`, so that a rare publisher does not make Ray start a worker."""
 ASK_EVERY_S = 1.0
 ASK_TIMEOUT_S = 5.0
 SESSION_CHECK_S = 2.0
 
 
 def _started(run: Callable[[], None], name: str) -> threading.Thread:
-    """Return a running daemon thread. RuntimeError if the system starts no more of them; the next call tries again."""
+    """Return a running daemon thread. RuntimeError if the system starts no more threads; the next call tries again."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
 
 
-class Anchors:
-    """Spare anchors: after the first few, the return refs of empty tasks, many from each. Whether such a task has run
-    yet, or ever does, is of no account; only its refs are used. A ref from `ray.put` does the same and costs 0.5 ms
-    instead of 0.03, as it makes, and later deletes, an object in the node's store. The thread is started by the first
-    anchor needed."""
+class AnchorPool:
+    """Spare anchors, made ahead by a thread that the first `take` starts.
+
+    After the first few, anchors are the return refs of empty tasks (BATCH each). Whether such a task has run is
+    irrelevant, because only its refs are used. A ref from `ray.put` works as well but costs 0.5 ms instead of 0.03 ms,
+    since it creates (and later deletes) an object in the node's store.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards everything below
@@ -58,11 +66,12 @@ class Anchors:
         self._error: Exception | None = None
 
     def take(self) -> Any:
-        """A fresh ObjectRef owned by this process. Waits for one if there is none; TransferTimeoutError if Ray takes no
-        tasks from this process.
+        """Return a fresh ObjectRef owned by this process; wait for one if there is none.
 
-        Never made on the calling thread: Ray is serialising there, and a nested call would lose the refs it collects.
+        TransferTimeoutError if Ray accepts no tasks from this process.
         """
+        # An anchor is never made on the calling thread: Ray is serialising there, and a nested call to Ray would lose
+        # the contained refs that Ray is collecting.
         timeout_s = default_timeout_s()
         with self._changed:
             if self._thread is None:
@@ -70,8 +79,11 @@ class Anchors:
             self._changed.wait_for(lambda: self._spare or self._closing or self._error, timeout_s)
             error, self._error = self._error, None  # the next call tries again
             if not self._spare:
-                why = error or ("it is leaving Ray" if self._closing else f"nothing within {timeout_s} s")
-                raise TransferTimeoutError(f"this process got no ref to hang a value's lifetime on: {why}") from error
+                reason = error or ("this process is leaving Ray" if self._closing else f"no ref within {timeout_s} s")
+                raise TransferTimeoutError(
+                    f"could not create the ObjectRef that tracks the lifetime of a published value: {reason}. Check "
+                    "that Ray still accepts tasks from this process, or raise RAYLANE_TIMEOUT_S"
+                ) from error
             anchor = self._spare.popleft()
             if len(self._spare) < SPARE_ANCHORS:
                 self._changed.notify_all()
@@ -88,7 +100,8 @@ class Anchors:
                     return
             try:
                 refs = _ray.empty_task_refs(BATCH) if made >= FROM_PUT else [ray.put(None)]
-            except Exception as error:  # of whatever kind: nobody else would hear of it, and `take` would wait
+            except Exception as error:
+                # Pass any exception to `take`: on this thread nobody would see it, and `take` would wait in vain.
                 with self._changed:
                     self._error, self._thread = error, None
                     self._changed.notify_all()
@@ -97,9 +110,10 @@ class Anchors:
             with self._changed:
                 self._spare.extend(refs)
                 self._changed.notify_all()
-            del refs  # or this thread would hold each of them while it waits
+            del refs  # otherwise this thread keeps the last batch referenced while it waits
 
     def close(self) -> None:
+        """Drop the spare anchors and end the thread; waits at most ASK_TIMEOUT_S seconds."""
         with self._changed:
             self._closing = True
             self._spare.clear()
@@ -110,31 +124,37 @@ class Anchors:
 
 
 HoldsAnything = Callable[[bytes, Deadline], bool]
+"""Function that asks the actor with a binary id whether it holds results; raises if the actor cannot be asked."""
 
 
-class Keeper:
-    """Holds actor handles that nothing but a value still needs. One thread, which sleeps while it holds none."""
+class ActorKeeper:
+    """Handles of actors that are needed only for the results they hold. One thread, asleep while there are none."""
 
-    def __init__(self, holds_anything: HoldsAnything, session_over: Callable[[], bool]) -> None:
+    def __init__(self, holds_anything: HoldsAnything, session_ended: Callable[[], bool]) -> None:
         self._holds_anything = holds_anything
-        self._session_over = session_over
+        self._session_ended = session_ended
         self._changed = threading.Condition()  # guards everything below
         self._kept: dict[bytes, tuple[object, int]] = {}
-        """By actor: one of the objects that hold its handle, and how many calls have ended since it was first kept."""
+        """By actor: an object that holds its handle, and the number of refs gone since the handle was first kept."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def watch(self, ref: Any, keep: object) -> None:
         """Keep `keep`, which holds the actor's handle, for the ref that the actor's method returned."""
+        # Ray holds the callback, and the callback holds `keep`, for as long as the ref exists.
         _ray.on_out_of_scope(ref, functools.partial(self._out_of_scope, _ray.actor_of(ref), keep))
 
     def _out_of_scope(self, actor: bytes, keep: object, _: bytes) -> None:
-        """On Ray's callback thread. The value may still be needed: by calls that took the ref and are queued."""
+        """Keep the handle after the ref is gone: queued calls that took the ref may still need the value.
+
+        Runs on Ray's callback thread.
+        """
         with self._changed:
             if self._closing:
                 return
             if not self._kept:
-                self._changed.notify_all()  # once for many: the thread comes round by itself while it keeps anything
+                # Wake the thread for the first handle only; with handles to check it wakes by itself every second.
+                self._changed.notify_all()
             kept, ended = self._kept.get(actor, (keep, 0))
             self._kept[actor] = kept, ended + 1
             if self._thread is None:
@@ -143,11 +163,11 @@ class Keeper:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._kept or self._closing or self._session_over()):
+                while not (self._kept or self._closing or self._session_ended()):
                     self._changed.wait(SESSION_CHECK_S)
-                # A short stay in any case: it makes one question of many calls.
+                # Wait even if a handle is there: one query then covers the refs of many calls.
                 self._changed.wait_for(lambda: self._closing, ASK_EVERY_S)
-                if self._closing or self._session_over():
+                if self._closing or self._session_ended():
                     self._kept.clear()
                     return
                 due = {actor: ended for actor, (_, ended) in self._kept.items()}
@@ -155,45 +175,32 @@ class Keeper:
                 self._drop_if_unused(actor, ended)
 
     def _drop_if_unused(self, actor: bytes, ended: int) -> None:
-        """Drop the handle of an actor that holds nothing, unless more calls have ended since it was asked."""
+        """Drop the handle of an actor that holds nothing, unless more refs have gone since it was asked."""
         try:
             if self._holds_anything(actor, Deadline(ASK_TIMEOUT_S)):
                 return
-        except Exception as error:  # stopped, or Ray's store does not answer: ask again, as nobody else would
-            log.debug("could not ask actor %s what it holds: %s", actor.hex(), error)
+        except Exception as error:  # the actor is stopped, or Ray's key-value store does not answer: ask again later
+            log.debug("could not ask actor %s how many results it holds: %s", actor.hex(), error)
             return
         with self._changed:
             dropped = self._kept.get(actor)
+            # A ref that went after the query may belong to a newer result, which the answer does not cover.
             if dropped is not None and dropped[1] == ended:
                 del self._kept[actor]
-        del dropped  # outside the lock: the last handle may go with it
+        del dropped  # outside the lock: this may drop the last handle, and Ray then runs code of its own
 
     def __len__(self) -> int:
         with self._changed:
             return len(self._kept)
 
     def close(self) -> None:
+        """Drop all handles and end the thread; waits at most ASK_TIMEOUT_S + 1 seconds."""
         with self._changed:
             self._closing = True
             kept = list(self._kept.values())
             self._kept.clear()
             self._changed.notify_all()
             thread = self._thread
-        kept.clear()
+        kept.clear()  # outside the lock, as in `_drop_if_unused`
         if thread is not None:
             thread.join(timeout=ASK_TIMEOUT_S + 1)
-
-
-def keep_actor_alive(invocation: Callable[..., Any]) -> Callable[..., Any]:
-    """Ray's invocation hook of every decorated method: stock Ray runs it in the caller. Pickled by name."""
-
-    def submit(args: Any, kwargs: Any) -> Any:
-        returned = invocation(args, kwargs)
-        from raylane.transport.endpoint import endpoint  # it imports this module
-
-        for ref in returned if isinstance(returned, list) else [returned]:
-            if type(ref) is ray.ObjectRef and _ray.is_actor_call(ref):
-                endpoint().keeper().watch(ref, invocation)
-        return returned
-
-    return submit

@@ -1,11 +1,11 @@
-"""The client's end of a link: connect, prove, ask, receive straight into memory. Knows nothing of tensors or of Ray.
+"""The client's end of a link: connect, authenticate, send requests, receive straight into memory.
 
-A link is used by one caller at a time; `LinkPool` lends idle ones. Any error closes the link it happened on: half a
-frame is never read twice.
+Independent of tensors and of Ray. A link is used by one caller at a time, and `LinkPool` lends idle links. Any error
+closes the link on which it happened, so that no caller ever continues in the middle of a frame.
 
-Only a refused connection, or a process known to be dead, means that the source is gone. A full backlog, a connection
-that ends during the handshake (a listener under attack drops strangers) and an unreachable network mean nothing yet:
-connecting is tried again until the deadline.
+Only a refused connection, or a process that is known to be dead, proves that the source is gone. A full backlog, a
+connection that ends during the handshake (a listener under attack drops unauthenticated peers) and an unreachable
+network prove nothing: connecting is repeated until the deadline.
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ from raylane.core.place import Place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
 from raylane.transport import wire
 from raylane.transport.source import Source
-from raylane.transport.wire import Address as Address  # graphs name it by this module
+from raylane.transport.wire import Address as Address  # re-exported for graphs
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_PER_SOURCE = 4
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.25
-_OWN_TROUBLE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_READER_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a connection attempt that blame this process, not the source."""
 
 
 def _connect(address: Address, deadline: Deadline) -> socket.socket:
+    # Limit a single attempt, so that `LinkPool._open` can check between attempts whether the source is dead.
     left = deadline.left_s()
     timeout = CONNECT_TIMEOUT_S if left is None else min(left, CONNECT_TIMEOUT_S)
     if timeout <= 0:
         raise TimeoutError
     if isinstance(address, tuple):
         sock = socket.create_connection(address, timeout=timeout)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and must not wait for more data
         return sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # A blocking connect waits for room in the listener's backlog (unix(7)); Python's own timeout would make the
-        # socket non-blocking, and a full backlog an EAGAIN at once.
+        # Use SO_SNDTIMEO instead of Python's own timeout, which makes the socket non-blocking. A blocking connect waits
+        # for room in the listener's backlog (unix(7)); a non-blocking one fails with EAGAIN at once.
         seconds, part = divmod(max(timeout, 1e-3), 1.0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(part * 1e6)))
         try:
             sock.connect("\0" + address)
         except BlockingIOError as error:
-            raise TimeoutError(f"its backlog stayed full for {timeout:.3g} s") from error
+            raise TimeoutError(f"the listener's backlog stayed full for {timeout:.3g} s") from error
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
     except BaseException:
         sock.close()
@@ -65,76 +67,89 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
 
 
 class Link:
-    """One proven connection. Raises SourceLostError, TransferTimeoutError or ProtocolError, all naming `who`."""
+    """One authenticated connection to a listener.
 
-    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, who: str, peer: str) -> None:
+    Methods raise SourceLostError, TransferTimeoutError, ProtocolError or TransportError; each message names the peer.
+    """
+
+    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, client: str, peer: str) -> None:
+        """Connect and authenticate before the deadline. `client` labels this process, `peer` the listener's process."""
         self.peer = peer
         self.deadline = deadline
         with self._translated("connect to"):
             self.socket = _connect(address, deadline)
         try:
-            self._shake_hands(secret, who, address)
+            self._shake_hands(secret, client, address)
         except BaseException:
             self.close()
             raise
 
-    def _shake_hands(self, secret: bytes, who: str, address: Address) -> None:
-        challenge = self.receive(wire.MAX_STRANGER_FRAME_BYTES)
+    def _shake_hands(self, secret: bytes, client: str, address: Address) -> None:
+        """Exchange proofs in the order that `wire` describes. ProtocolError if the peer fails to prove itself."""
+        challenge = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if not isinstance(challenge, wire.Challenge):
             if isinstance(challenge, wire.Refusal):
+                # The peer has proved nothing yet, so its text is untrusted.
                 raise ProtocolError(f"{self.peer} refused the link: {_quoted(challenge.reason)}")
-            raise ProtocolError(f"{self.peer} opened with {type(challenge).__name__} instead of a challenge")
+            raise ProtocolError(
+                f"could not connect to {self.peer}: the peer opened with {type(challenge).__name__} instead of "
+                "Challenge"
+            )
         if challenge.version != wire.VERSION:
             raise ProtocolError(
-                f"{self.peer} speaks version {challenge.version} of the protocol, this process {wire.VERSION}: "
-                "install one version of raylane in all environments"
+                f"could not connect to {self.peer}: the peer speaks version {challenge.version} of the protocol, this "
+                f"process version {wire.VERSION}. Install one version of raylane in all environments"
             )
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        proof = wire.proof(secret, "client", challenge.nonce, nonce, address)
-        self.send(wire.Hello(wire.VERSION, nonce, proof, who[:200]))
-        answer = self.receive(wire.MAX_STRANGER_FRAME_BYTES)
+        proof = wire.make_proof(secret, "client", challenge.nonce, nonce, address)
+        # Cut the label: the frame has to stay within the limit of the handshake.
+        self.send(wire.Hello(wire.VERSION, nonce, proof, client[:200]))
+        answer = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
         if isinstance(answer, wire.Refusal):
             raise ProtocolError(f"{self.peer} refused the link: {_quoted(answer.reason)}")
-        expected = wire.proof(secret, "listener", challenge.nonce, nonce, address)
-        if not (isinstance(answer, wire.Welcome) and wire.proves(answer.proof, expected)):
+        expected = wire.make_proof(secret, "listener", challenge.nonce, nonce, address)
+        if not (isinstance(answer, wire.Welcome) and wire.proofs_equal(answer.proof, expected)):
             raise ProtocolError(f"{self.peer} could not prove that it belongs to this Ray cluster")
 
     @contextlib.contextmanager
     def _translated(self, attempt: str) -> Iterator[None]:
-        """Foreign errors become ours, once, here."""
+        """Translate operating-system errors into transport errors; the only place where a link does so."""
         try:
             yield
         except TimeoutError as error:
             raise TransferTimeoutError(
-                f"could not {attempt} {self.peer} within {self.deadline.timeout_s} s; "
-                "raise the timeout (or RAYLANE_TIMEOUT_S) if the value is that large, or look whether it hangs"
+                f"could not {attempt} {self.peer} within {self.deadline.timeout_s} s. Raise the timeout (or "
+                "RAYLANE_TIMEOUT_S) if the value is that large, or check whether that process hangs"
             ) from error
         except OSError as error:
-            if error.errno in _OWN_TROUBLE:
+            if error.errno in _READER_EXHAUSTED:
                 raise TransportError(
                     f"could not {attempt} {self.peer}: {error.strerror}. Free descriptors (ulimit -n) or memory in "
                     "this process"
                 ) from error
             raise SourceLostError(f"could not {attempt} {self.peer}: {error}") from error
 
-    def _arm(self) -> None:
+    def _set_timeout(self) -> None:
+        """Give the socket the time that is left. TimeoutError if none is left: a timeout of 0 means non-blocking."""
         left = self.deadline.left_s()
         if left is not None and left <= 0:
             raise TimeoutError
         self.socket.settimeout(left)
 
     def send(self, message: wire.Message) -> None:
+        """Send one message; wait at most until the deadline."""
         with self._translated("send to"):
-            self._arm()
-            self.socket.sendall(wire.pack(message))
+            self._set_timeout()
+            self.socket.sendall(wire.pack_frame(message))
 
     def receive(self, limit: int = wire.MAX_FRAME_BYTES) -> wire.Message:
+        """Return the next message; wait at most until the deadline. ProtocolError for an invalid or larger frame."""
         try:
             with self._translated("receive from"):
                 head = self._exactly(4)
-                return wire.unpack(self._exactly(wire.frame_length(head, limit)))
+                return wire.unpack_body(self._exactly(wire.frame_length(head, limit)))
         except wire.WireError as error:
-            raise ProtocolError(f"{self.peer} sent something else than our protocol: {error}") from error
+            raise ProtocolError(f"{self.peer} sent bytes that are not this protocol: {error}") from error
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray(count)
@@ -143,7 +158,8 @@ class Link:
 
     def _fill(self, view: memoryview) -> None:
         while view.nbytes:
-            self._arm()
+            # The deadline covers the whole transfer, and the socket's timeout each call only: compute it every time.
+            self._set_timeout()
             got = self.socket.recv_into(view, min(view.nbytes, 1 << 24))
             if not got:
                 raise ConnectionError("connection closed")
@@ -156,35 +172,39 @@ class Link:
                 self._fill(memoryview(buffer).cast("B"))
 
     def close(self) -> None:
-        # No lingering: what is still under way is of no use to anybody.
+        """Close the connection at once and discard data in transit."""
         with contextlib.suppress(OSError):
+            # A linger time of 0 resets the connection, so that a full send buffer does not delay the close.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self.socket.shutdown(socket.SHUT_RDWR)  # also for the copies of it that forked children hold
+            # Forked children hold copies of the descriptor; only a shutdown ends the connection in spite of them.
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
 def _quoted(reason: str) -> str:
-    """Return a stranger's words as they may stand in a message: short, and without control characters."""
+    """Return text from an unauthenticated peer in a form safe for messages: short, control characters escaped."""
     return repr(reason[:200])
 
 
 def is_gone(error: BaseException) -> bool:
-    """Return True if a link failed because its source does not exist any more: nobody listens at its address, or its
-    process is known to be dead. Any other failure may pass."""
+    """Return True if an error proves that the source no longer exists; any other failure may be temporary.
+
+    The proof is that no process listens at the address, or that the process is known to be dead.
+    """
     return isinstance(error, SourceLostError) and (
         isinstance(error.__cause__, ConnectionRefusedError) or bool(error.fields.get("dead"))
     )
 
 
 class LinkPool:
-    """Idle links by address, at most a few for each. Thread-safe.
+    """Idle links by address, at most MAX_IDLE_PER_SOURCE each. Thread-safe.
 
-    A thread, started with the first idle link, closes those whose other end has gone.
+    A thread, started with the first idle link, closes idle links whose peer has closed them.
     """
 
-    def __init__(self, secret: bytes, who: str, here: Place) -> None:
+    def __init__(self, secret: bytes, client: str, here: Place) -> None:
         self._secret = secret
-        self._who = who
+        self._client = client
         self._here = here
         self._lock = threading.Lock()  # guards everything below
         self._idle: dict[Address, collections.deque[Link]] = {}
@@ -193,40 +213,41 @@ class LinkPool:
         self._watcher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake = -1
+        """Eventfd that wakes the thread for `close`."""
         self._closed = False
 
     @contextlib.contextmanager
     def borrow(self, address: Address, source: Source, deadline: Deadline) -> Iterator[Link]:
-        """Lend a link to `source` for the block; it is kept for the next one if the block ends well, closed if not."""
+        """Lend a link to `source` for a `with` block; keep the link afterwards, or close it if the block raised."""
         link = self._take(address) or self._open(address, source, deadline)
-        link.deadline = deadline
+        link.deadline = deadline  # an idle link still has the deadline of its last borrower
         try:
             yield link
         except BaseException:
-            link.close()
+            link.close()  # it may be in the middle of a frame
             raise
         self._put_back(address, link)
 
     def _open(self, address: Address, source: Source, deadline: Deadline) -> Link:
-        """Connect, again and again until the deadline if the way is blocked. SourceLostError as soon as it is known
-        that the source is gone."""
+        """Connect; repeat until the deadline unless the source is known to be gone (SourceLostError)."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return Link(address, self._secret, deadline, who=self._who, peer=str(source))
+                return Link(address, self._secret, deadline, client=self._client, peer=str(source))
             except (SourceLostError, TransferTimeoutError, ProtocolError) as error:
                 if is_gone(error):
                     raise
                 if place.known_dead(source.place, self._here):
                     raise SourceLostError(f"{source} died", source=source.label, dead=True) from error
                 left = deadline.left_s()
+                # A peer that fails the handshake would fail it again, unlike one that cannot be reached.
                 if isinstance(error, ProtocolError) or left == 0:
                     raise
                 obstacle = error
             if left is not None and left <= pause_s:
                 raise TransferTimeoutError(
-                    f"{source} could not be reached within {deadline.timeout_s} s, although nothing says that it is "
-                    f"gone: {obstacle}. Look at the network between the two, or raise the timeout",
+                    f"could not connect to {source} within {deadline.timeout_s} s, although nothing proves that it is "
+                    f"gone: {obstacle}. Check the network between the two hosts, or raise the timeout",
                     source=source.label,
                 ) from obstacle
             time.sleep(pause_s)
@@ -235,7 +256,7 @@ class LinkPool:
     def _put_back(self, address: Address, link: Link) -> None:
         with self._lock:
             surplus: Link | None = link
-            # Out of descriptors (OSError) or threads (RuntimeError): the link is closed instead of kept.
+            # Without descriptors (OSError) or threads (RuntimeError) the link is closed instead of kept.
             with contextlib.suppress(OSError, RuntimeError):
                 if not self._closed:
                     epoll = self._epoll or self._start_watching()
@@ -248,6 +269,7 @@ class LinkPool:
             surplus.close()
 
     def _start_watching(self) -> select.epoll:
+        """Start the thread. Call with the lock held; the pool is unchanged if this raises."""
         epoll = select.epoll()
         wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -262,18 +284,24 @@ class LinkPool:
         return epoll
 
     def _take(self, address: Address) -> Link | None:
+        """Return an idle link that is still open, or None."""
         while True:
             with self._lock:
                 idle = self._idle.get(address)
                 if not idle:
                     return None
+                # The most recently used link: its peer is most likely to be alive.
                 link = self._remove(address, idle[-1])
-            if _quiet(link.socket):
+            # The thread may not have seen the end of the connection yet, so check once more.
+            if _is_open(link.socket):
                 return link
-            link.close()  # its other end is gone: a process that died, or a restarted actor
+            link.close()  # the peer died, or its actor was restarted
 
     def _remove(self, address: Address, link: Link) -> Link:
-        """Take a link out of the idle ones, under the lock."""
+        """Remove a link from the idle ones. Call with the lock held.
+
+        The link is unregistered before it is lent: the thread would take the first answer for the end of the link.
+        """
         idle = self._idle[address]
         idle.remove(link)
         if not idle:
@@ -284,16 +312,17 @@ class LinkPool:
         return link
 
     def _watch(self, epoll: select.epoll) -> None:
-        """Close idle links as soon as anything arrives on them: nothing is expected but their end."""
+        """Close an idle link as soon as it becomes readable: a peer sends nothing unasked, so that is the end."""
         while not self._closed:
             ready = epoll.poll()
             with self._lock:
+                # A link may have been lent between the event and the lock; then it is not in `_watched` any more.
                 ended = [self._remove(*self._watched[fd]) for fd, _ in ready if fd in self._watched]
             for link in ended:
                 link.close()
 
     def close(self) -> None:
-        """Close the idle links and join the thread; links that are lent are closed when they come back."""
+        """Close the idle links and join the thread; lent links are closed when they are returned."""
         with self._lock:
             self._closed = True
             links = [self._remove(address, link) for address, link in list(self._watched.values())]
@@ -303,6 +332,7 @@ class LinkPool:
         if watcher is not None and epoll is not None:
             os.eventfd_write(self._wake, 1)
             watcher.join()
+            # Only after the join: the thread waits on both descriptors.
             epoll.close()
             os.close(self._wake)
 
@@ -311,8 +341,8 @@ class LinkPool:
             return sum(len(idle) for idle in self._idle.values())
 
 
-def _quiet(sock: socket.socket) -> bool:
-    """Whether an idle connection is still open: nothing to read, not even its end."""
+def _is_open(sock: socket.socket) -> bool:
+    """Return True if an idle connection is open and has nothing to read, not even its end."""
     sock.setblocking(False)
     try:
         sock.recv(1, socket.MSG_PEEK)

@@ -1,12 +1,12 @@
-"""The source's end of all links: one thread, one selector, no matter how many peers.
+"""The source's end of all links: one thread and one selector for any number of peers.
 
-The listener answers reads from the store, and drops every peer that does not prove membership of this cluster in
-time. It never calls user code and never waits for one peer. Putting values into Ray's object store waits, and runs on a
-second thread, one value after the other. A peer that asks for a stream is handed over, socket and all, to whoever has
-registered for the stream's key (`endpoint.streams`); the listener has nothing to do with it from then on.
+The listener answers requests from the store, and drops every peer that does not authenticate in time. Its thread never
+calls user code and never waits for a single peer. Putting values into Ray's object store can wait, so it runs on a
+second thread, one value after the other. A peer that asks for a stream is passed, with its socket, to the component
+that registered for the stream's key (`endpoint.streams`); the listener does not touch that connection again.
 
-Back-pressure: one request of a peer is served at a time. Until its answer has left for the kernel nothing more is read
-from that peer, so a peer that asks and never reads costs one answer, however much it asks for.
+Back-pressure: the listener serves one request of a peer at a time. It reads nothing more from that peer until the
+answer has been passed to the kernel, so a peer that sends requests without reading costs the memory of one answer.
 
     reading ──request──> answering (out is not empty) or putting (busy) ──answer sent──> next request, or reading
 """
@@ -36,51 +36,59 @@ from raylane.transport.store import Entry, Store
 log = logging.getLogger("raylane.transport")
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_STRANGERS = 256
-"""Connections that have not proven themselves. One more, and the oldest of them is dropped."""
+MAX_UNAUTHENTICATED = 256
+"""Number of connections before authentication; a further one makes the listener drop the oldest of them."""
 SESSION_CHECK_S = 2.0
-DEAF_S = 0.5
+ACCEPT_PAUSE_S = 0.5
+"""Seconds without accepting after this process ran out of descriptors."""
 _SEND_BYTES = 4 << 20
 _MAX_PARTS = 256
 _MAX_REASON = 500
-"""Characters of an error that a peer is told."""
+"""Length of an error's text, in characters, when it is sent to a peer."""
 
 PutEntry = Callable[[Entry], "tuple[bytes, bytes, object] | None"]
-"""Puts an entry's blocks into Ray's object store; returns (object id, owner address, what keeps it alive), or None if
-their memory was freed, resized or re-pointed meanwhile."""
+"""Function that puts an entry's blocks into Ray's object store.
+
+Returns (object id, owner address, object that keeps it alive), or None if the memory was freed, resized or re-pointed.
+"""
 TakeStream = Callable[[socket.socket, int, int], None]
-"""Takes over a proven connection (blocking, no timeout) from `member`, with its `level`. Must not wait: it runs on the
-listener's thread."""
+"""Function that takes over an authenticated, blocking socket; its other arguments are Stream's `member` and `level`.
+
+It runs on the listener's thread and must not wait.
+"""
 
 
 _Part = tuple["memoryview | Callable[[], memoryview]", object]
-"""Bytes to send, or what makes them at their turn, with what keeps them alive."""
+"""Bytes to send (or a function that makes them when it is their turn), and the object that keeps them alive."""
 _ZEROS = memoryview(bytes(_SEND_BYTES))
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
+    """One connection and the state of its requests. Belongs to the listener's thread."""
+
     number: int
     socket: socket.socket
     deadline: float
     nonce: bytes
     address: wire.Address
-    """Of this listener, as the peer must have known it to connect."""
-    proven: bool = False
-    frames: wire.FrameBuffer = field(default_factory=lambda: wire.FrameBuffer(wire.MAX_STRANGER_FRAME_BYTES))
+    """Address of this listener that the peer connected to; the proofs cover it."""
+    authenticated: bool = False
+    frames: wire.FrameBuffer = field(default_factory=lambda: wire.FrameBuffer(wire.MAX_HANDSHAKE_FRAME_BYTES))
     inbox: collections.deque[wire.Message] = field(default_factory=collections.deque)
-    """Requests that were read with the one being served."""
+    """Requests that arrived together with the one being served."""
     out: collections.deque[_Part] = field(default_factory=collections.deque)
+    """Parts of the answer that are not sent yet."""
     busy: bool = False
-    """True while the other thread puts a value for this peer."""
+    """True while the second thread puts a value for this peer."""
     watched: int = 0
-    """The events for which the socket is registered; 0 if it is not."""
+    """Events for which the socket is registered; 0 if it is not registered."""
     held: dict[bytes, object] = field(default_factory=dict)
-    """Objects put for this peer, until it sends Done."""
+    """Objects put for this peer, by key, until the peer sends Release."""
 
 
 class Listener:
-    """Starts listening when made; `close` ends the thread and every link. All state belongs to the thread."""
+    """A listener on a Unix and a TCP socket, from construction to `close`. Its state belongs to its thread."""
 
     def __init__(
         self,
@@ -90,7 +98,7 @@ class Listener:
         name: str,
         host: str,
         put_entry: PutEntry,
-        session_over: Callable[[], bool],
+        session_ended: Callable[[], bool],
         streams: Mapping[bytes, TakeStream] | None = None,
     ) -> None:
         self._store = store
@@ -98,19 +106,20 @@ class Listener:
         self._put_entry = put_entry
         self._puts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._putter: threading.Thread | None = None
-        self._session_over = session_over
+        self._session_ended = session_ended
         self._streams = {} if streams is None else streams
-        """Takers of connections by key. Written by other threads."""
+        """Components that accept streams, by key. Written by other threads."""
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
-        self._strangers: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
+        self._unauthenticated: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
         self._next_number = 1
-        self._done: collections.deque[Callable[[], None]] = collections.deque()
-        """Results of other threads, run by the loop."""
+        self._callbacks: collections.deque[Callable[[], None]] = collections.deque()
+        """Callbacks from other threads, run by the listener's thread."""
         self._closing = False
-        self._deaf_until = 0.0
-        """When to accept again after running out of descriptors; 0 while accepting."""
+        self._accept_after = 0.0
+        """Time (monotonic clock) from which to accept again after running out of descriptors; 0 while accepting."""
         self.name = name
+        # If a step fails (no descriptors, no threads), the stack undoes the earlier ones and nothing stays open.
         with contextlib.ExitStack() as undo:
             undo.callback(self._selector.close)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -119,48 +128,61 @@ class Listener:
             self._unix.bind("\0" + name)
             self._tcp = undo.enter_context(socket.create_server((host, 0), backlog=512))
             self._unix.listen(512)
+            # The proofs cover this address, and readers connect to it: use the real port instead of 0.
             self.host, self.port = self._tcp.getsockname()[:2]
             for sock in (self._unix, self._tcp):
                 sock.setblocking(False)
-                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+            self._register_servers()
             self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
             self._thread = threading.Thread(target=self._run, name="raylane-listener", daemon=True)
             self._thread.start()
-            undo.pop_all()  # the thread closes them
+            undo.pop_all()  # from now on the thread owns the descriptors and closes them
         _listening.add(self)
 
     def close(self) -> None:
-        """Stop and join (within seconds). Links are closed, which is how peers learn of it."""
+        """Stop the threads and close all links; wait a few seconds at most."""
         self._closing = True
-        self.nudge()
+        self.wake()
         self._thread.join(timeout=5)
         if self._putter is not None:
+            # After the join above: no new work can come behind this end mark.
             self._puts.put(None)
             self._putter.join(timeout=5)
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
+        """Wake the listener's thread; may be called from any thread."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    def strangers(self) -> int:
-        """Connections that have not proven themselves yet."""
-        return len(self._strangers)
+    def unauthenticated(self) -> int:
+        """Return the number of connections that have not authenticated yet."""
+        return len(self._unauthenticated)
 
     # The loop
 
     def _run(self) -> None:
         try:
-            while not self._closing and not self._session_over():
-                for key, events in self._selector.select(self._pause_s()):
+            while not self._closing and not self._session_ended():
+                # Wake at the next deadline even if no socket is ready. A new deadline is never earlier than the first.
+                now = time.monotonic()
+                until = now + (ACCEPT_PAUSE_S if self._accept_after else SESSION_CHECK_S)
+                if self._unauthenticated:
+                    until = min(until, next(iter(self._unauthenticated.values())).deadline)
+                for key, events in self._selector.select(max(0.0, until - now)):
                     if isinstance(key.data, _Peer):
                         self._serve(key.data, events)
                     else:
                         key.data(key.fileobj)
-                while self._done:
-                    self._done.popleft()()
-                self._drop_late_strangers(time.monotonic())
-                self._listen_again(time.monotonic())
+                while self._callbacks:
+                    self._callbacks.popleft()()
+                now = time.monotonic()
+                while self._unauthenticated and (oldest := next(iter(self._unauthenticated.values()))).deadline <= now:
+                    self._drop(oldest, "no proof in time")
+                if self._accept_after and now >= self._accept_after:
+                    self._accept_after = 0.0
+                    self._register_servers()
         finally:
+            # Closed by this thread, not by `close`: closing a socket that a selector waits on is a race.
             for peer in list(self._peers.values()):
                 self._drop(peer, None)
             _listening.discard(self)
@@ -170,24 +192,14 @@ class Listener:
             os.close(self._wake)
 
     def close_in_child(self) -> None:
-        """Close a forked child's copies of all sockets: they would keep addresses and links of a dead parent alive."""
+        """Close a forked child's copies of all sockets; open copies would keep a dead parent's addresses in use."""
         for peer in self._peers.values():
             peer.socket.close()
         self._unix.close()
         self._tcp.close()
 
-    def _pause_s(self) -> float:
-        now = time.monotonic()
-        until = now + (DEAF_S if self._deaf_until else SESSION_CHECK_S)
-        if self._strangers:
-            until = min(until, next(iter(self._strangers.values())).deadline)
-        return max(0.0, until - now)
-
-    def _drop_late_strangers(self, now: float) -> None:
-        while self._strangers and (oldest := next(iter(self._strangers.values()))).deadline <= now:
-            self._drop(oldest, "no proof in time")
-
     def _woken(self, _: object) -> None:
+        # Reset the eventfd, or the selector reports it for ever. The callbacks run after all events of this round.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
@@ -199,7 +211,8 @@ class Listener:
         except OSError as error:
             log.debug("accept: %s", error)
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._turn_deaf()  # the peer stays in the queue, and would be announced again at once
+                # The connection stays in the backlog, so the selector would report it again at once.
+                self._pause_accepting()
             return
         sock.setblocking(False)
         address: wire.Address = self.name
@@ -207,12 +220,15 @@ class Listener:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = self.host, self.port
         elif _uid_of(sock) not in (os.geteuid(), 0):
-            # Names of abstract sockets are public (/proc/net/unix); a cluster's processes run as one user, or root.
+            # Any user can find the names of abstract sockets (/proc/net/unix) and connect. The processes of a cluster
+            # run as one user, or as root.
             with contextlib.suppress(OSError), sock:
-                sock.send(wire.pack(wire.Refusal(f"only processes of user {os.geteuid()} are served here")))
+                sock.send(wire.pack_frame(wire.Refusal(f"only processes of user {os.geteuid()} are served here")))
             return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._drop(next(iter(self._strangers.values())), "too many connections without proof")
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            # Drop the oldest: a member of the cluster authenticates within milliseconds, so new ones are more likely
+            # to be members.
+            self._drop(next(iter(self._unauthenticated.values())), "too many connections without proof")
         peer = _Peer(
             number=self._next_number,
             socket=sock,
@@ -221,39 +237,40 @@ class Listener:
             address=address,
         )
         self._next_number += 1
-        self._peers[peer.number] = self._strangers[peer.number] = peer
+        # Keyed by a number of its own: descriptors are reused, and callbacks of the second thread come late.
+        self._peers[peer.number] = self._unauthenticated[peer.number] = peer
         self._send(peer, wire.Challenge(wire.VERSION, peer.nonce))
         self._advance(peer)
 
-    def _turn_deaf(self) -> None:
-        """Accept nobody for a while; those who are linked are served."""
-        if self._deaf_until:  # the other socket's peer was announced with this one's
+    def _pause_accepting(self) -> None:
+        """Accept no connection for ACCEPT_PAUSE_S; existing links are served meanwhile."""
+        if self._accept_after:  # the selector reported both sockets at once, and the other one came first
             return
         for sock in (self._unix, self._tcp):
             self._selector.unregister(sock)
-        self._deaf_until = time.monotonic() + DEAF_S
+        self._accept_after = time.monotonic() + ACCEPT_PAUSE_S
 
-    def _listen_again(self, now: float) -> None:
-        if self._deaf_until and now >= self._deaf_until:
-            self._deaf_until = 0.0
-            for sock in (self._unix, self._tcp):
-                self._selector.register(sock, selectors.EVENT_READ, self._accept)
+    def _register_servers(self) -> None:
+        for sock in (self._unix, self._tcp):
+            self._selector.register(sock, selectors.EVENT_READ, self._accept)
 
     def _drop(self, peer: _Peer, why: str | None) -> None:
         if self._peers.pop(peer.number, None) is None:
             return
-        self._strangers.pop(peer.number, None)
+        self._unauthenticated.pop(peer.number, None)
         if why:
             log.debug("dropping link %d: %s", peer.number, why)
         self._watch(peer, 0)
         peer.socket.close()
+        # Drop the references to tensors and Ray objects now; a callback may still refer to the peer.
         peer.out.clear()
         peer.held.clear()
 
     def _serve(self, peer: _Peer, events: int) -> None:
-        if peer.number not in self._peers:  # dropped while an earlier event of the same batch was served
+        if peer.number not in self._peers:  # dropped by an earlier event of the same batch
             return
         try:
+            # Do not read while an answer is pending; this is the back-pressure on the peer.
             if events & selectors.EVENT_READ and not peer.out:
                 data = peer.socket.recv(1 << 16)
                 if not data:
@@ -268,18 +285,20 @@ class Listener:
         self._advance(peer)
 
     def _advance(self, peer: _Peer) -> None:
-        """Send what the socket takes, serve the requests that have come in one by one, and wait for what is next."""
+        """Send what the socket accepts, serve the received requests one by one, and register for the next event."""
         try:
             self._flush(peer)
             while peer.inbox and not peer.out and not peer.busy and peer.number in self._peers:
                 self._handle(peer, peer.inbox.popleft())
                 self._flush(peer)
             if peer.number in self._peers:
+                # With a request in hand the socket is not watched at all: a readable socket would wake the thread
+                # again and again without being read.
                 waiting = peer.busy or peer.inbox
                 self._watch(peer, selectors.EVENT_WRITE if peer.out else 0 if waiting else selectors.EVENT_READ)
         except OSError as error:
             self._drop(peer, str(error))
-        except Exception:  # a defect of ours costs this peer its link, not every peer the listener
+        except Exception:  # a defect in this code must end only this peer's link, not the listener
             log.exception("serving link %d", peer.number)
             self._drop(peer, "internal error")
 
@@ -297,12 +316,13 @@ class Listener:
 
     def _send(self, peer: _Peer, message: wire.Message) -> None:
         """Queue a message; `_advance` sends it."""
-        peer.out.append((memoryview(wire.pack(message)), None))
+        peer.out.append((memoryview(wire.pack_frame(message)), None))
 
     def _flush(self, peer: _Peer) -> None:
-        """Send what the socket takes of a peer's answer, some of it at a time: the other peers have their turn."""
+        """Send as much of a peer's answer as the socket accepts, at most 16 batches of _SEND_BYTES."""
+        # sendmsg accepts at most IOV_MAX (1024) parts; fewer keep the lists short.
         most = _MAX_PARTS
-        for _ in range(16):
+        for _ in range(16):  # limited, so that a fast peer does not delay the others
             parts = _next_parts(peer.out, most)
             if not parts:
                 return
@@ -313,9 +333,11 @@ class Listener:
             except OSError as error:
                 if error.errno != errno.EFAULT:
                     raise
+                # A part's memory is unmapped: its owner freed it. EFAULT does not tell which part, so send single
+                # parts until one fails, and replace that one.
                 if len(parts) == 1:
                     _blank(peer.out)
-                most = 1  # find the part that is not mapped any more
+                most = 1
                 continue
             most = _MAX_PARTS
             _consume(peer.out, sent)
@@ -323,33 +345,34 @@ class Listener:
     # Messages
 
     def _handle(self, peer: _Peer, message: wire.Message) -> None:
-        if not peer.proven:
-            self._prove(peer, message)
+        if not peer.authenticated:
+            self._authenticate(peer, message)
         elif isinstance(message, wire.Read):
             self._read(peer, message.key)
-        elif isinstance(message, wire.Holding):
-            self._send(peer, wire.Held(self._store.held_for_callers()))
+        elif isinstance(message, wire.HeldQuery):
+            self._send(peer, wire.HeldCount(self._store.held_for_callers()))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
-        elif isinstance(message, wire.Done):
+        elif isinstance(message, wire.Release):
             peer.held.pop(message.key, None)
         elif isinstance(message, wire.Stream):
             self._hand_over(peer, message)
         else:
             self._drop(peer, f"sent {type(message).__name__}, which only a listener sends")
 
-    def _prove(self, peer: _Peer, message: wire.Message) -> None:
+    def _authenticate(self, peer: _Peer, message: wire.Message) -> None:
+        """Check the client's proof and answer with this listener's own, or refuse the peer."""
         if not isinstance(message, wire.Hello) or message.version != wire.VERSION:
             reason = "expected a Hello of version " + str(wire.VERSION)
-        elif not wire.proves(
-            message.proof, wire.proof(self._secret, "client", peer.nonce, message.nonce, peer.address)
+        elif not wire.proofs_equal(
+            message.proof, wire.make_proof(self._secret, "client", peer.nonce, message.nonce, peer.address)
         ):
             reason = "wrong proof: not of this Ray cluster, or meant for another listener"
         else:
-            peer.proven = True
+            peer.authenticated = True
             peer.frames.limit = wire.MAX_FRAME_BYTES
-            self._strangers.pop(peer.number, None)
-            proof = wire.proof(self._secret, "listener", peer.nonce, message.nonce, peer.address)
+            self._unauthenticated.pop(peer.number, None)
+            proof = wire.make_proof(self._secret, "listener", peer.nonce, message.nonce, peer.address)
             self._send(peer, wire.Welcome(proof))
             return
         self._refuse(peer, reason)
@@ -358,6 +381,7 @@ class Listener:
         if peer.number not in self._peers:
             return
         self._send(peer, wire.Refusal(reason))
+        # Try once to send the reason; a peer that does not read it is dropped all the same.
         with contextlib.suppress(OSError):
             self._flush(peer)
         self._drop(peer, reason)
@@ -365,23 +389,28 @@ class Listener:
     def _hand_over(self, peer: _Peer, message: wire.Stream) -> None:
         take = self._streams.get(message.key)
         if take is None:
-            self._refuse(peer, "nobody here expects this stream: it has ended, or never began")
+            self._refuse(peer, "this process has no such stream: the stream has ended, or was never announced")
             return
         if peer.inbox:
-            self._drop(peer, "sent more before it knew that its stream was taken")
+            # Bytes after the request belong to the stream's own protocol, and this buffer cannot be passed on.
+            self._drop(peer, "sent more before its Stream request was answered")
             return
+        # Forget the peer before the hand-over: from then on the socket belongs to the component.
         self._watch(peer, 0)
         del self._peers[peer.number]
-        peer.socket.setblocking(True)
+        peer.socket.setblocking(True)  # the component uses threads that block
         take(peer.socket, message.member, message.level)
 
     def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
-        """Return what a peer asks for, marked as read, and whether its creator has read it. If it is not there any
-        more, the peer is told so instead."""
+        """Return the requested entry, marked as read, and whether its creator has read it before.
+
+        If the value was freed, send Gone to the peer and return None.
+        """
         entry = self._store.get(key)
-        if entry is None or not entry.in_place():
+        if entry is None or not entry.is_intact():
             self._send(peer, wire.Gone(key, moved=entry is not None))
             return None
+        # Marked before the transfer: a transfer that fails costs at most one needless warning in the producer.
         by_creator, _ = self._store.mark_read(entry, creator=False)
         return entry, by_creator
 
@@ -391,61 +420,66 @@ class Listener:
             return
         entry, by_creator = found
 
-        def sent() -> memoryview:
-            # Only after the last byte was read can anything be said of all of them.
-            return memoryview(wire.pack(wire.Sent(entry.in_place(), entry.mutated(), by_creator)))
+        def trailer() -> memoryview:
+            # Checked when all bytes before it are sent: only then does the result cover all of them.
+            return memoryview(wire.pack_frame(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator)))
 
         self._send(peer, wire.Data(entry.nbytes))
         peer.out.extend(entry.views())
-        peer.out.append((sent, entry))
+        peer.out.append((trailer, entry))
 
     def _put(self, peer: _Peer, key: bytes) -> None:
         found = self._find(peer, key)
         if found is None:
             return
         entry, by_creator = found
-        peer.busy = True
+        peer.busy = True  # until `finish`, no other request of this peer is served
 
         def work() -> None:
+            """Put the value, on the second thread; the result goes back to the listener's thread as a callback."""
             try:
                 put = self._put_entry(entry)
             except Exception as error:
                 log.exception("could not put a value of %d bytes into the object store", entry.nbytes)
                 reason = f"object store put failed: {error!r}"[:_MAX_REASON]
-                self._done.append(lambda: self._refuse(peer, reason))
+                self._callbacks.append(lambda: self._refuse(peer, reason))
             else:
-                self._done.append(lambda: finish(put))
-            self.nudge()
+                self._callbacks.append(lambda: finish(put))
+            self.wake()
 
         def finish(put: tuple[bytes, bytes, object] | None) -> None:
-            if peer.number not in self._peers:
+            """Answer the peer, on the listener's thread."""
+            if peer.number not in self._peers:  # the peer was dropped meanwhile
                 return
             peer.busy = False
             if put is None:
                 self._send(peer, wire.Gone(key, moved=True))
             else:
                 object_id, owner, peer.held[key] = put
-                self._send(peer, wire.PutReply(object_id, owner, entry.mutated(), by_creator))
+                self._send(peer, wire.PutReply(object_id, owner, entry.is_mutated(), by_creator))
             self._advance(peer)
 
         if self._putter is None:
             putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
-            putter.start()  # RuntimeError if the system starts no more threads: the next put tries again
+            putter.start()  # RuntimeError if the system starts no more threads; the next Put then tries again
             self._putter = putter
         self._puts.put(work)
 
     def _run_puts(self) -> None:
         while (work := self._puts.get()) is not None:
             work()
-            del work
+            del work  # a waiting thread must not keep the entry alive
 
 
 def _next_parts(out: collections.deque[_Part], most: int) -> list[memoryview]:
-    """Return up to `most` parts, and _SEND_BYTES, from the head of the queue. A part that is made at its turn is made
-    when it is the head, which is when everything before it has left."""
+    """Return up to `most` parts of together at most _SEND_BYTES from the head of the queue.
+
+    A part given as a function is made when it is the head, i.e. when everything before it has been sent.
+    """
     if out and not isinstance(out[0][0], memoryview):
         made, keep = out.popleft()
         out.appendleft((made() if callable(made) else made, keep))
+    # Cut to _SEND_BYTES, so that one system call does not occupy the thread for long.
     parts: list[memoryview] = []
     room = _SEND_BYTES
     for data, _ in itertools.islice(out, most):
@@ -457,7 +491,7 @@ def _next_parts(out: collections.deque[_Part], most: int) -> list[memoryview]:
 
 
 def _consume(out: collections.deque[_Part], sent: int) -> None:
-    """Take `sent` bytes off the head of the queue."""
+    """Remove `sent` bytes from the head of the queue."""
     while sent:
         data, keep = out.popleft()
         if not isinstance(data, memoryview):
@@ -468,7 +502,7 @@ def _consume(out: collections.deque[_Part], sent: int) -> None:
 
 
 def _blank(out: collections.deque[_Part]) -> None:
-    """Replace the head of the queue by zeros: its memory is not mapped any more. The reader learns it from Sent."""
+    """Replace the head of the queue, whose memory is unmapped, by zeros; the Trailer will declare the value invalid."""
     data, _ = out.popleft()
     left = data.nbytes if isinstance(data, memoryview) else 0
     while left:
@@ -477,7 +511,7 @@ def _blank(out: collections.deque[_Part]) -> None:
 
 
 def _uid_of(sock: socket.socket) -> int:
-    """Return the user of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
+    """Return the user id of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
     found: int = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     return found
 
@@ -486,6 +520,7 @@ _listening: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
+    # A copy, because a weak set can shrink during the iteration.
     for found in list(_listening):
         found.close_in_child()
 

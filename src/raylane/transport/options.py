@@ -1,4 +1,4 @@
-"""How a value is published: what `raylane.method` and `raylane.put` take. Pure."""
+"""Options of publication, as accepted by `raylane.method` and `raylane.put`. Pure."""
 
 from __future__ import annotations
 
@@ -11,32 +11,35 @@ ON_MUTATION = ("warn", "error", "allow")
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
+    """Checked options of one method or one put."""
+
     tensor_transport: str = "auto"
+    """Name of the transport that readers use; `auto` lets each reader choose."""
     snapshot: bool = False
-    """Copy once into sealed shared memory at publication: later writes by the producer are never seen."""
+    """True to copy the tensors once into sealed shared memory, so that readers never see later writes."""
     on_mutation: str = "warn"
-    """What a read does that finds a tensor written to since publication."""
+    """Reaction of a read that finds a tensor written to since publication: `warn`, `error` or `allow`."""
 
 
 def publish_options(
     tensor_transport: str | None, alias: str | None, snapshot: bool, on_mutation: str, *, where: str
 ) -> PublishOptions:
-    """Checked options. ValueError or TypeError names the argument, its value and what would do."""
+    """Return the checked options. ValueError or TypeError names the argument, its value and the accepted values."""
     if alias is not None:
         if tensor_transport is not None and tensor_transport != alias:
             raise ValueError(
                 f"{where} got tensor_transport={tensor_transport!r} and _tensor_transport={alias!r}: the second is "
-                "another spelling of the first, pass one"
+                "another spelling of the first. Pass one of them"
             )
         tensor_transport = alias
     name = check_name("auto" if tensor_transport is None else tensor_transport)
     if on_mutation not in ON_MUTATION:
-        raise ValueError(f"{where}: on_mutation={on_mutation!r} must be one of {', '.join(ON_MUTATION)}")
+        raise ValueError(f"{where}: on_mutation must be one of {', '.join(ON_MUTATION)}, got {on_mutation!r}")
     if not isinstance(snapshot, bool):
-        raise TypeError(f"{where}: snapshot={snapshot!r} must be True or False")
+        raise TypeError(f"{where}: snapshot must be True or False, got {snapshot!r}")
     if snapshot and name not in ("auto", "host"):
         raise ValueError(
-            f"{where}: snapshot=True keeps the value in shared memory, which tensor_transport={name!r} does not use; "
-            "take auto or host, or drop snapshot"
+            f"{where}: snapshot=True keeps the value in shared memory, which tensor_transport={name!r} does not use. "
+            "Use tensor_transport='auto' or 'host', or omit snapshot"
         )
     return PublishOptions(tensor_transport=name, snapshot=snapshot, on_mutation=on_mutation)

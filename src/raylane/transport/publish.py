@@ -1,8 +1,12 @@
-"""Turns a returned or put value into a ticket, at the moment Ray pickles it.
+"""Conversion of a returned or put value into a ticket, at the moment when Ray pickles it.
 
-That late moment is the point: Ray then knows which refs and handles the value contains, a result that is split by
-`num_returns` is published piece by piece, and what Ray never pickles is never published. The unpickling side is
-`reader.materialize`.
+Publishing at pickling time has three effects: Ray counts the refs and handles inside the value; a result that is split
+by `num_returns` is published piece by piece; and a value that Ray never pickles is never published. Unpickling a ticket
+calls `reader.materialize`.
+
+    method returns ── PublishOnPickle ──> Ray pickles ── reduce ──> small:    ticket with the bytes
+                                                                    carried:  ticket + buffers for Ray's object store
+                                                                    else:     entry in the store + ticket with its key
 """
 
 from __future__ import annotations
@@ -21,47 +25,52 @@ import torch
 from raylane import _ray
 from raylane.core import vm
 from raylane.core.segment import bytes_at, write_segment
-from raylane.core.spans import Span
 from raylane.errors import TransportError
 from raylane.transport import codec
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.guards import digest, footprint, guard_ranges, write_counters
 from raylane.transport.options import PublishOptions
+from raylane.transport.reader import materialize
 from raylane.transport.store import Entry
-from raylane.transport.ticket import VERSION, Ticket, checksum, encode
+from raylane.transport.ticket import VERSION, Ticket, checksum, encode_ticket
 
 INLINE_BYTES = 96 << 10
-"""Up to here the tensors travel inside the ticket."""
+"""Largest size of all tensors together that travels inside the ticket."""
 REPLY_BYTES = 100_000
-"""A ticket and its skeleton together stay below this where tensors travel inside: Ray carries a result in the reply
-itself if it takes less than 102,400 bytes (`max_direct_call_object_size`), of which its own framing takes some."""
+"""Largest size of an inline ticket with its skeleton.
+
+Ray carries a result in the reply itself if it takes less than 102,400 bytes (`max_direct_call_object_size`), including
+Ray's own framing.
+"""
 OUT_OF_BAND_BYTES = 1 << 16
-"""Data from this size on is handed to Ray as a buffer of its own, which it does not copy twice."""
+"""Size from which data is passed to Ray as a separate buffer, which Ray copies only once."""
 
 
 class Publication:
-    """One call's results, or one put: under which keys its values are kept, and what frees them."""
+    """The results of one call, or the value of one put: their keys in the store, and the event that frees them."""
 
     __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options")
 
     def __init__(self, options: PublishOptions, *, anchored: bool, streams: bool = False) -> None:
         self.options = options
         self.anchored = anchored
-        """Whether the tickets carry an anchor. A put needs none: the ref that it returns is this process's own."""
+        """True if the tickets carry an anchor. A put needs none, because this process owns the ref it returns."""
         self.carried = streams or options.tensor_transport == "object_store"
-        """Whether Ray carries the bytes. A generator's items have no choice: in one of a hundred streamed items Ray
-        2.60 loses count of the refs nested in it, and would have us free values that are still referenced."""
+        """True if Ray carries the bytes.
+
+        Ray must carry the items of a generator: in about one of a hundred streamed items Ray 2.60 loses count of the
+        nested refs, so this process would free values that are still referenced.
+        """
         self.held: list[codec.Layout] = []
         """Memory that Ray is about to copy."""
         self.anchor: Any = None
-        """One for all results of a call: they are freed with the last of them."""
+        """Anchor shared by all results of a call, which are freed together with the last of them."""
         self.keys: list[bytes] = []
-        """What was published; empty as long as everything went inline."""
+        """Keys of the published values; empty as long as every value is inline."""
 
     def free_after(self, ref: Any) -> None:
-        """Free what is published under this, now and later, when a ref of this process is out of scope everywhere.
-
-        The callback holds the list of keys alone: holding this object it would hold the anchor, for ever."""
+        """Free the values of this publication, present and future, when a ref of this process is out of scope."""
+        # The callback gets the list of keys only. A reference to this object would keep its anchor alive for ever.
         _ray.on_out_of_scope(ref, functools.partial(_free, self.keys))
 
 
@@ -70,9 +79,12 @@ def _free(keys: list[bytes], _: object = None) -> None:
         endpoint().store.free(keys)
 
 
-class Returned:
-    """Stands for one value until Ray pickles it. With one return Ray pickles it whole; with `num_returns` it asks for
-    its length and takes its items one by one, as from the value itself."""
+class PublishOnPickle:
+    """Stand-in for one value until Ray pickles it.
+
+    For one return Ray pickles the stand-in whole; for `num_returns` Ray asks for its length and takes its items one by
+    one, so the stand-in behaves like the value itself.
+    """
 
     __slots__ = ("_publication", "_value")
 
@@ -84,43 +96,52 @@ class Returned:
         return len(self._value)
 
     def __iter__(self) -> Iterator[Any]:
-        return (Returned(item, self._publication) for item in self._value)
+        return (PublishOnPickle(item, self._publication) for item in self._value)
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        return Returned(self._value[index], self._publication)
+        return PublishOnPickle(self._value[index], self._publication)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self._value, self._publication)
 
 
 def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
-    from raylane.transport.reader import materialize  # they name each other: a ticket says who redeems it
-
-    skeleton, leaves = codec.encode(value)
-    if not leaves:
+    """Publish a value, and return the function and arguments by which its reader restores it."""
+    skeleton, leaves = codec.encode_value(value)
+    if not leaves:  # no tensors: an ordinary pickle, which needs no raylane to unpickle
         return pickle.loads, (_buffer(skeleton),)
-    layout = codec.plan(leaves)
+    layout = codec.plan_layout(leaves)
     size = sum(block.nbytes for block in layout.blocks)
     here = endpoint()
     options = publication.options
     if size <= INLINE_BYTES and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
+        # A copy, so that later writes of the producer do not reach the ticket before Ray sends it.
         inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
-        payload = encode(ticket)
+        payload = encode_ticket(ticket)
         if len(payload) + len(skeleton) <= REPLY_BYTES:
             here.counts["inline"] += 1
             return materialize, (_buffer(payload), _buffer(skeleton))
     if publication.carried:
+        # Ray copies the buffers after this function returns, so the layout keeps their memory alive until then.
         here.counts["carried"] += 1
         publication.held.append(layout)
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks)
-        return materialize, (encode(ticket), _buffer(skeleton), None, [_view(block) for block in layout.blocks])
-    anchor = _anchor(here, publication) if publication.anchored else None  # first: what it cannot get is not published
+        # As NumPy arrays, because Ray 2.60 crashes when it unpacks a buffer with the format that ctypes gives. Ray
+        # copies each buffer once, straight into its object store.
+        arrays: list[Any] = [np.frombuffer(bytes_at(b.start, b.nbytes), dtype=np.uint8) for b in layout.blocks]
+        buffers = [pickle.PickleBuffer(array) for array in arrays]
+        return materialize, (encode_ticket(ticket), _buffer(skeleton), None, buffers)
+    if publication.anchored and publication.anchor is None:
+        # Take the anchor first: on failure nothing is published.
+        publication.anchor = here.anchors().take()
+        publication.free_after(publication.anchor)
     ticket = _publish(here, leaves, layout, publication)
-    return materialize, (encode(ticket), _buffer(skeleton), anchor)
+    return materialize, (encode_ticket(ticket), _buffer(skeleton), publication.anchor)
 
 
 def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
+    """Put a value into the store and return its ticket."""
     options = publication.options
     source = here.source()
     blocks = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
@@ -128,18 +149,26 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     counters = b""
     guards: bytes | None = b""
     if options.snapshot and blocks:
-        entry.segment = _write_segment(layout, blocks)
-        layout.held.clear()  # the copy is what counts from here on; the producer's memory is its own again
+        entry.segment = _write_snapshot(layout, blocks)
+        layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
-        entry.copies = frozenset(i for i, leaf in enumerate(leaves) if not _shares(leaf, layout.held[i]))
+        # A leaf whose layout has other memory was copied (CUDA, sparse views). A copy cannot change, so the checks
+        # below cover only the other leaves.
+        entry.copies = frozenset(
+            i
+            for i, (leaf, held) in enumerate(zip(leaves, layout.held, strict=True))
+            if leaf is not held and not (isinstance(leaf, torch.Tensor) and leaf.data_ptr() == held.data_ptr())
+        )
         shared = [leaf for i, leaf in enumerate(leaves) if i not in entry.copies]
+        # Inference tensors have no write counter, and reading it raises.
         entry.versions = [(t, t._version) for t in shared if isinstance(t, torch.Tensor) and not t.is_inference()]
         entry.footprints = [footprint(leaf) for leaf in leaves]
         ranges = guard_ranges(shared)
-        guards = None if ranges is None else vm.packed(ranges)
-        counters = vm.packed(write_counters(tensor for tensor, _ in entry.versions))
+        guards = None if ranges is None else vm.pack_ranges(ranges)
+        counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
         entry.checksum = checksum(blocks) if options.on_mutation == "error" else None
+    # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     here.store.publish(entry)
     publication.keys.append(entry.key)
     return Ticket(
@@ -161,8 +190,8 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     )
 
 
-def _write_segment(layout: codec.Layout, blocks: list[memoryview]) -> int:
-    """A snapshot's memfd. TransportError if this process has no descriptor or memory for it."""
+def _write_snapshot(layout: codec.Layout, blocks: list[memoryview]) -> int:
+    """Return the memfd of a snapshot. TransportError if this process has no descriptor or memory for it."""
     try:
         return write_segment(blocks)
     except OSError as error:
@@ -172,25 +201,5 @@ def _write_segment(layout: codec.Layout, blocks: list[memoryview]) -> int:
         ) from error
 
 
-def _shares(leaf: Any, held: Any) -> bool:
-    """Return True if the producer's own memory is published for this leaf, False if a copy of it is."""
-    return leaf is held or bool(isinstance(leaf, torch.Tensor) and leaf.data_ptr() == held.data_ptr())
-
-
-def _view(block: Span) -> pickle.PickleBuffer:
-    """A block's bytes, for Ray to copy once, straight into its object store. By way of NumPy: Ray 2.60 crashes on
-    unpacking the buffer format that ctypes gives."""
-    array: Any = np.frombuffer(bytes_at(block.start, block.nbytes), dtype=np.uint8)
-    return pickle.PickleBuffer(array)
-
-
 def _buffer(data: bytes) -> bytes | pickle.PickleBuffer:
     return pickle.PickleBuffer(data) if len(data) >= OUT_OF_BAND_BYTES else data
-
-
-def _anchor(here: Endpoint, publication: Publication) -> Any:
-    """The ref that is nested in this call's tickets: Ray frees it after the last of them, and then so do we."""
-    if publication.anchor is None:
-        publication.anchor = here.anchors().take()
-        publication.free_after(publication.anchor)
-    return publication.anchor

@@ -1,4 +1,4 @@
-"""Who holds something, and where it listens. Knows nothing of tensors: graphs need not import torch for it."""
+"""Identity and addresses of a process that holds values. Imports no torch, because graphs use this module too."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from raylane.core.place import Place
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
-    """The process that holds a value, and where it listens."""
+    """A process that holds published values, and the addresses of its listener."""
 
     place: Place
     label: str
-    """How messages name it: `Actor(Trainer, 1f...)`."""
+    """Name of the process in messages, such as `Actor(Trainer, 1f...)`."""
     unix: str
-    """Abstract Unix socket (without the leading NUL), for its host and network namespace."""
+    """Name of the listener's abstract Unix socket (without the leading NUL); valid in its network namespace."""
     host: str
     port: int
 

@@ -1,8 +1,8 @@
-"""What this process has published and not yet been told to let go of.
+"""The values that this process has published and must keep until they are freed.
 
-The store keeps the producer's own tensor objects (no copy) under the key that the ticket carries. It knows nothing of
-sockets or of Ray: `publish` fills it, Ray's reference count empties it. One lock, held only to decide; memory is
-released and descriptors are closed after it.
+The store keeps the producer's own tensor objects (no copy) under the key in the ticket. It is independent of sockets
+and of Ray: `publish` adds entries, and Ray's reference count (through `lifetime`) removes them. One lock protects the
+decisions; memory is released and descriptors are closed after the lock is released.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import HeaderSlots, address_of, bytes_at, map_segment
 from raylane.core.spans import Span
 
-if TYPE_CHECKING:  # graphs use the listener, and need not import torch for it
+# Graphs import this module through the listener, and must not load torch for it: importing torch costs an actor two
+# seconds. The functions below import `codec` and `guards` when a value with tensors exists, so torch is loaded already.
+if TYPE_CHECKING:
     import torch
 
     from raylane.transport.codec import Layout
@@ -34,16 +36,18 @@ class Entry:
     """The producer's own objects, in the order of the skeleton's numbers; empty for a snapshot."""
     layout: Layout
     for_callers: bool
-    """Whether it is a call's result, which its caller may keep this actor alive for; not so a put of its own."""
+    """True for the result of a call, because its caller may keep this actor alive for it; False for a put."""
     footprints: list[tuple[int, ...]] = field(default_factory=list)
-    """Where the memory of each leaf lay at publication; empty for a snapshot."""
+    """Location of each leaf's memory at publication; empty for a snapshot."""
     copies: frozenset[int] = frozenset()
-    """Numbers of the leaves of which a copy was published."""
+    """Numbers of the leaves of which a copy was published instead of the producer's memory."""
     segment: int = -1
-    """The memfd of a snapshot; -1 for a value in the producer's own memory."""
+    """Descriptor of a snapshot's memfd; -1 for a value in the producer's own memory."""
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Tensors with their write counts at publication."""
     checksum: int | None = None
     slot: int = -1
+    """Number of the entry's slot in `HeaderSlots`."""
     header_address: int = 0
     nonce: int = 0
     _mapped: list[Any] | None = None
@@ -51,38 +55,45 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Size of all blocks together."""
         return sum(block.nbytes for block in self.layout.blocks)
 
-    def mutated(self) -> bool:
-        """Return True if torch counted an in-place write to a leaf since publication (NumPy arrays keep no count)."""
+    def is_mutated(self) -> bool:
+        """Return True if torch counted an in-place write to a leaf since publication (NumPy arrays have no counter)."""
         return any(tensor._version != version for tensor, version in self.versions)
 
-    def in_place(self, *, leaves_too: bool = False) -> bool:
-        """Return True if the published memory is where it was: not freed, resized or re-pointed by its owner.
+    def is_intact(self, *, include_copied: bool = False) -> bool:
+        """Return True if the published memory was not freed, resized or re-pointed by its owner.
 
-        `leaves_too` asks the same of leaves of which a copy was published (CUDA tensors, sparse views).
+        `include_copied` also checks the leaves of which a copy was published (CUDA tensors, sparse views).
         """
         from raylane.transport.guards import footprint
 
         return all(
             footprint(leaf) == then
             for i, (leaf, then) in enumerate(zip(self.leaves, self.footprints, strict=True))
-            if leaves_too or i not in self.copies
+            if include_copied or i not in self.copies
         )
 
     def overlaps(self, spans: Sequence[Span]) -> bool:
-        """Return True if the producer's own tensors (device addresses for CUDA) share memory with any of these spans.
-        Memory that was given up is none: what lies at its address now is another's."""
-        from raylane.transport.codec import span
+        """Return True if the producer's own tensors (device addresses for CUDA) share memory with one of these spans.
 
+        An entry whose owner gave up the memory overlaps nothing: its old addresses belong to other objects.
+        """
+        from raylane.transport.codec import leaf_span
+
+        # Computed once: the memory of an intact entry does not move, and others are excluded below.
         if self._spans is None:
-            self._spans = [span(leaf) for leaf in self.leaves]
+            self._spans = [leaf_span(leaf) for leaf in self.leaves]
         touched = any(ours.start < theirs.stop and theirs.start < ours.stop for ours in self._spans for theirs in spans)
-        return touched and self.in_place()
+        return touched and self.is_intact()
 
     def views(self) -> list[tuple[memoryview, Any]]:
-        """Return the bytes of the blocks, each with what keeps them alive. Only system calls may touch those of a
-        value in the producer's own memory: its owner can unmap them at any time."""
+        """Return the bytes of each block, with the object that keeps them alive.
+
+        Pass the bytes of a value in the producer's own memory only to system calls: the owner can unmap the memory at
+        any time, and then a system call reports EFAULT where a direct access crashes this process.
+        """
         if self.segment < 0:
             return [(bytes_at(block.start, block.nbytes), self) for block in self.layout.blocks]
         if self._mapped is None:
@@ -90,24 +101,28 @@ class Entry:
         return [(memoryview(array).cast("B"), array) for array in self._mapped]
 
     def copy_to(self, buffers: Sequence[Any]) -> bool:
-        """Copy the blocks into these ctypes arrays of their sizes. Returns False if their owner has meanwhile freed,
-        resized or re-pointed the memory: the content of the buffers means nothing then."""
+        """Copy the blocks into these ctypes arrays of the same sizes.
+
+        Returns False if the owner has meanwhile freed, resized or re-pointed the memory; the content of the buffers is
+        then invalid.
+        """
         if self.segment >= 0:
-            for mine, (theirs, _) in zip(buffers, self.views(), strict=True):
-                memoryview(mine).cast("B")[:] = theirs
+            for target, (source, _) in zip(buffers, self.views(), strict=True):
+                memoryview(target).cast("B")[:] = source
             return True
         ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(self.layout.blocks, buffers, strict=True)]
         try:
-            vm.read(os.getpid(), ranges)  # by the kernel: it fails where a copy by this process would crash
+            vm.read(os.getpid(), ranges)  # copied by the kernel: EFAULT for unmapped memory instead of a crash
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
             return False
-        return self.in_place()
+        # Checked after the copy: only then does an unchanged footprint cover all copied bytes.
+        return self.is_intact()
 
 
 class Store:
-    """Keys to entries, and who waits for which memory to be free. Thread-safe."""
+    """Published entries by key, with a way to wait until memory is free again. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards everything below
@@ -118,7 +133,7 @@ class Store:
         self.nbytes = 0
 
     def publish(self, entry: Entry) -> None:
-        """Keep an entry, whose key is new, until `free`. Fills in where its header is."""
+        """Keep an entry with a new key until `free`, and set the address and nonce of its header."""
         with self._lock:
             entry.slot, entry.header_address, entry.nonce = self._headers.open()
             self._entries[entry.key] = entry
@@ -126,18 +141,31 @@ class Store:
             self.nbytes += entry.nbytes
 
     def get(self, key: bytes) -> Entry | None:
+        """Return the entry with this key, or None."""
         with self._lock:
             return self._entries.get(key)
 
     def free(self, keys: Iterable[bytes]) -> None:
-        """Let go of these; keys that are not here are none."""
+        """Remove these entries and release their memory; unknown keys are ignored."""
+        removed = []
         with self._freed:
-            dropped = [entry for key in keys if (entry := self._take_out(key)) is not None]
-            if dropped:
+            for key in keys:
+                entry = self._entries.pop(key, None)
+                if entry is not None:
+                    # Clear the header before the memory is released: a one-sided reader reads the header last, so a
+                    # nonce that still matches proves that all data read before was this value's.
+                    self._headers.close(entry.slot)
+                    self.nbytes -= entry.nbytes
+                    removed.append(entry)
+            if removed:
                 self._freed.notify_all()
-        _release(dropped)
+        # Outside the lock: dropping the last reference to a tensor may run arbitrary finalizers.
+        for entry in removed:
+            if entry.segment >= 0:
+                os.close(entry.segment)
 
     def clear(self) -> None:
+        """Free all entries."""
         with self._lock:
             keys = list(self._entries)
         self.free(keys)
@@ -147,19 +175,17 @@ class Store:
             return len(self._entries)
 
     def held_for_callers(self) -> int:
+        """Return the number of entries that are results of calls."""
         with self._lock:
             return sum(entry.for_callers for entry in self._entries.values())
 
-    def _take_out(self, key: bytes) -> Entry | None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._headers.close(entry.slot)  # before the memory: see HeaderSlots
-            self.nbytes -= entry.nbytes
-        return entry
-
     def mark_read(self, entry: Entry, *, creator: bool) -> tuple[bool, bool]:
-        """Note who received the value; returns (by its creator before, by another process before)."""
+        """Record a read by the value's creator or by another process.
+
+        Returns the earlier state: (read by its creator before, read by another process before).
+        """
         with self._lock:
+            # The slot of a freed entry may belong to another value already.
             if self._entries.get(entry.key) is not entry:
                 return False, False
             _, by_creator, by_remote = self._headers.read(entry.slot)
@@ -168,23 +194,17 @@ class Store:
             return by_creator, by_remote
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
-        """Wait until no entry holds memory that overlaps these spans. False when the deadline came first."""
+        """Wait until no entry holds memory that overlaps these spans. Returns False if the deadline passed first."""
         with self._freed:
-            return self._freed.wait_for(lambda: not self._held(spans), deadline.left_s())
-
-    def _held(self, spans: Sequence[Span]) -> bool:
-        return any(entry.overlaps(spans) for entry in self._entries.values())
+            return self._freed.wait_for(
+                lambda: not any(entry.overlaps(spans) for entry in self._entries.values()), deadline.left_s()
+            )
 
     def stats(self) -> dict[str, int]:
+        """Return the number of entries, their bytes, and the number of values published so far."""
         with self._lock:
             return {"entries": len(self._entries), "entry_bytes": self.nbytes, "published": self.published}
 
     def __repr__(self) -> str:
         with self._lock:
             return f"Store({len(self._entries)} entries, {self.nbytes} bytes)"
-
-
-def _release(entries: list[Entry]) -> None:
-    for entry in entries:
-        if entry.segment >= 0:
-            os.close(entry.segment)

@@ -1,4 +1,7 @@
-"""The record that travels in place of the tensors. Pure: who writes it is `publish`, who redeems it `reader`."""
+"""Tickets: the records that Ray carries in place of published tensors.
+
+Pure data with its encoding. `publish` writes tickets, `reader` redeems them (replaces them by the tensors).
+"""
 
 from __future__ import annotations
 
@@ -17,71 +20,88 @@ VERSION = 2
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader needs to fetch one value. `inline` carries small values whole, and then nothing needs fetching."""
+    """Everything a reader needs to fetch one published value.
+
+    A ticket with `inline` blocks carries a small value whole, so its reader fetches nothing.
+    """
 
     version: int
     wanted: str
-    """The transport that the producer asked for (`auto` and so on)."""
+    """Transport that the producer asked for, such as `auto`."""
     on_mutation: str
+    """Reaction of a reader to a write since publication: `warn`, `error` or `allow`."""
     specs: list[LeafSpec]
     blocks: list[Span]
-    """Addresses in the source; for a snapshot only their sizes mean something."""
+    """Addresses of the blocks in the source; for a snapshot only the sizes are meaningful."""
     inline: list[bytes] | None = None
+    """Content of the blocks, or None if the reader has to fetch it."""
     key: bytes = b""
+    """Key of the value in the store of its source."""
     source: Source | None = None
+    """Process that holds the value; None for an inline ticket."""
     header_address: int = 0
+    """Address in the source of the value's slot in `HeaderSlots`."""
     nonce: int = 0
+    """Number that the header slot holds for as long as the value is published."""
     segment: int = -1
     """Descriptor in the source of a snapshot's sealed memfd, which holds the blocks at their `segment_offsets`."""
     counters: bytes = b""
-    """Ranges in the source (as `vm.packed` writes them) of torch's 32-bit write counters."""
+    """Ranges in the source (packed by `vm.pack_ranges`) of torch's 32-bit write counters."""
     counted: bytes = b""
-    """The counters' content at publication."""
+    """Content of the write counters at publication."""
     guards: bytes | None = b""
-    """Ranges in the source that change when its memory is freed, resized or re-pointed; None where the source could not
-    find them, and then nobody may read its memory one-sidedly."""
+    """Ranges in the source that change when its memory is freed, resized or re-pointed.
+
+    None means that the source could not find these ranges; its memory must then not be read one-sidedly.
+    """
     guarded: bytes = b""
-    """Digest of the guards' content at publication."""
+    """Digest of the content of the guards at publication."""
     checksum: int | None = None
-    """CRC-32 over all blocks at publication, under `on_mutation="error"`; None otherwise."""
+    """CRC-32 over all blocks at publication under `on_mutation="error"`; None otherwise."""
 
     @property
     def nbytes(self) -> int:
+        """Size of all blocks together."""
         return sum(block.nbytes for block in self.blocks)
 
     def origin(self) -> Source:
-        """The source of a ticket that is not inline."""
+        """Return the source. AssertionError for an inline ticket, which has none."""
         if self.source is None:
             raise AssertionError("an inline ticket has no source")
         return self.source
 
 
 HEADER_BYTES = HeaderSlots.SIZE
+# array_like structs have no field names on the wire, so a ticket stays small. A change of fields needs a new VERSION.
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
 
 
 def checksum(blocks: Iterable[Any]) -> int:
-    """Return the CRC-32 of buffers, one after the other: about 3.5 GB/s, without the GIL. A change escapes it once in
-    four thousand million times."""
+    """Return the CRC-32 over buffers, in order.
+
+    Runs at about 3.5 GB/s and releases the GIL. A random change stays unnoticed with a probability of 2**-32.
+    """
     found = 0
     for block in blocks:
         found = zlib.crc32(block, found)
     return found
 
 
-def encode(ticket: Ticket) -> bytes:
+def encode_ticket(ticket: Ticket) -> bytes:
+    """Return the msgpack encoding of a ticket."""
     return _encoder.encode(ticket)
 
 
-def decode(data: Any) -> Ticket:
-    """ValueError if these bytes are no ticket of this version."""
+def decode_ticket(data: Any) -> Ticket:
+    """Return the ticket that `encode_ticket` packed. ValueError if the bytes are no ticket of this version."""
     try:
         ticket = _decoder.decode(data)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"not a ticket: {error}; do all processes run the same raylane?") from error
+        raise ValueError(f"could not read a ticket: {error}. Install one version of raylane everywhere") from error
     if ticket.version != VERSION:
         raise ValueError(
-            f"a ticket of version {ticket.version}, this raylane reads {VERSION}: run one raylane everywhere"
+            f"could not read a ticket: its version is {ticket.version}, this raylane reads version {VERSION}. "
+            "Install one version of raylane everywhere"
         )
     return ticket

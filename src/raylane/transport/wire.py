@@ -1,20 +1,22 @@
-"""Messages of a link: typed frames, bounded in size, never pickle. Pure; `listener` and `link` do the I/O.
+"""Messages of a link: typed, size-limited msgpack frames, never pickle. Pure; `listener` and `link` do the I/O.
 
     frame  =  length (4 bytes, little-endian)  +  msgpack of one of the messages below
-    Data is followed by the raw bytes of the blocks, one after the other, outside any frame, and then by a Sent frame.
+    Data is followed by the raw bytes of the blocks in order, outside any frame, and then by a Trailer frame.
 
-A link opens with a mutual proof that both ends know the secret of this Ray cluster; nothing else is answered before:
+A link opens with a handshake. Both ends prove that they know the secret of this Ray cluster before any request is
+answered:
 
     listener -> Challenge(listener's nonce)
     client   -> Hello(client's nonce, HMAC(secret, "client", both nonces, address))
     listener -> Welcome(HMAC(secret, "listener", both nonces, address))   or Refusal, and the link is closed
 
-`address` is the one that the client connected to, and the listener's own: a proof made for one listener is worth
-nothing at another. Frames carry no integrity check of their own; `docs/reference/security.md` says which network is
-trusted. A client sends one request and reads its answer before the next one.
+`address` is the listener's address as the client connected to it. The HMAC covers the address so that a proof recorded
+at one listener is invalid at another. Frames after the handshake have no integrity check of their own;
+`docs/reference/security.md` describes the networks on which this is safe. A client sends one request at a time and
+reads the answer before the next request.
 
-A link may then become somebody else's: after Stream the listener hands the connection over to whoever has registered
-for that key in this process, who answers Streaming and speaks a protocol of his own (`graph.channels.frames`).
+After a Stream request the listener passes the connection to the component that registered for the given key in its
+process. That component answers Streaming and uses its own protocol from then on (`graph.channels.frames`).
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ import msgspec
 
 VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
-MAX_STRANGER_FRAME_BYTES = 1 << 12
-"""Limit before the proof, in either direction."""
+MAX_HANDSHAKE_FRAME_BYTES = 1 << 12
+"""Limit of a frame's size before the peer is authenticated, in either direction."""
 NONCE_BYTES = 16
+# msgspec checks these limits while decoding, so a peer cannot make a listener keep long keys.
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -38,81 +41,103 @@ _LENGTH = struct.Struct("<I")
 
 
 class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
+    """First message of a link: the listener's protocol version and nonce."""
+
     version: int
     nonce: _Nonce
 
 
 class Hello(msgspec.Struct, tag=1, array_like=True, frozen=True):
+    """The client's answer to the Challenge: its own nonce and its proof."""
+
     version: int
     nonce: _Nonce
     proof: _Proof
-    who: str
+    client: str
+    """Label of the client's process, for messages."""
 
 
 class Welcome(msgspec.Struct, tag=2, array_like=True, frozen=True):
+    """The listener's own proof; the link accepts requests from now on."""
+
     proof: _Proof
 
 
 class Refusal(msgspec.Struct, tag=3, array_like=True, frozen=True):
+    """Reason why the listener does not serve a peer or a request; the listener then closes the link."""
+
     reason: str
 
 
 class Read(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """Send me this value's blocks."""
+    """Request for the blocks of one value; answered by Data or Gone."""
 
     key: _Key
 
 
 class Data(msgspec.Struct, tag=5, array_like=True, frozen=True):
-    """The next `nbytes` bytes of the link are the blocks, then comes Sent."""
+    """Announcement of `nbytes` raw bytes: the blocks in order, followed by a Trailer frame."""
 
     nbytes: int
 
 
-class Sent(msgspec.Struct, tag=14, array_like=True, frozen=True):
-    """What the source found after the last byte had left its memory. With `in_place` False the bytes mean nothing: the
-    memory was freed, resized or re-pointed."""
+class Trailer(msgspec.Struct, tag=14, array_like=True, frozen=True):
+    """State of the source's memory, checked after the last byte of Data left that memory.
 
-    in_place: bool
+    With `intact` False the received bytes are invalid: the memory was freed, resized or re-pointed.
+    """
+
+    intact: bool
     mutated: bool
     creator_read: bool
 
 
 class Gone(msgspec.Struct, tag=6, array_like=True, frozen=True):
-    """The value is not held any more; or, if `moved`, its memory was freed, resized or re-pointed by its owner."""
+    """Answer for a value that cannot be read: freed or, if `moved`, freed, resized or re-pointed by its owner."""
 
     key: _Key
     moved: bool = False
 
 
 class Put(msgspec.Struct, tag=7, array_like=True, frozen=True):
-    """Put this value's blocks into Ray's object store; the reply names the object, held until the link says Done."""
+    """Request to put a value's blocks into Ray's object store; answered by PutReply, Gone or Refusal."""
 
     key: _Key
 
 
 class PutReply(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Name of the object that a Put created; the source keeps its ref until the client sends Release."""
+
     object_id: bytes
     owner: bytes
     mutated: bool
     creator_read: bool
 
 
-class Done(msgspec.Struct, tag=9, array_like=True, frozen=True):
+class Release(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Message that the client no longer needs the object of a PutReply; has no answer."""
+
     key: _Key
 
 
-class Holding(msgspec.Struct, tag=10, array_like=True, frozen=True):
-    """Do you hold results of calls? Asked by a process that keeps an actor alive only for what it may hold."""
+class HeldQuery(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """Request for the number of call results that a process holds; answered by HeldCount.
+
+    Sent by a process that keeps an actor alive only because of the results that the actor may still hold.
+    """
 
 
-class Held(msgspec.Struct, tag=11, array_like=True, frozen=True):
+class HeldCount(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """Number of call results that the answering process holds."""
+
     count: int
 
 
 class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
-    """Hand this connection over to who has registered for `key`. I am `member` there; `level` tells my connections
-    apart."""
+    """Request to pass this connection to the component that registered for `key`; answered by Streaming.
+
+    `member` identifies the client there, and `level` distinguishes the connections of one client.
+    """
 
     key: _Key
     member: int
@@ -120,8 +145,11 @@ class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """Go on. `expected` are pairs of a channel and the number of its next message; a channel that is not named begins.
-    `clock_s` is time.perf_counter() of the sender."""
+    """Acceptance of a Stream request.
+
+    `expected` holds pairs of a channel and the number of its next message; a channel that is not listed begins with its
+    first message. `clock_s` is the sender's time.perf_counter().
+    """
 
     expected: list[tuple[int, int]]
     clock_s: float
@@ -134,25 +162,27 @@ Message: TypeAlias = (
     | Refusal
     | Read
     | Data
-    | Sent
+    | Trailer
     | Gone
     | Put
     | PutReply
-    | Done
-    | Holding
-    | Held
+    | Release
+    | HeldQuery
+    | HeldCount
     | Stream
     | Streaming
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
+# The tags are part of the protocol: keep the number of a message when it is renamed.
 
 
 class WireError(ValueError):
-    """These bytes are not a frame of ours."""
+    """Received bytes are not a valid frame of this protocol."""
 
 
-def pack(message: Message) -> bytes:
+def pack_frame(message: Message) -> bytes:
+    """Return a message as one frame, its length in front."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise AssertionError(f"a {type(message).__name__} frame of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
@@ -160,23 +190,23 @@ def pack(message: Message) -> bytes:
 
 
 def frame_length(head: bytes, limit: int = MAX_FRAME_BYTES) -> int:
-    """Return the bytes of the frame's body, from its first four bytes. WireError if that cannot be one of ours."""
+    """Return the size of a frame's body in bytes, from the first four bytes. WireError if it is outside the limit."""
     length: int = _LENGTH.unpack(head)[0]
     if not 0 < length <= limit:
-        raise WireError(f"a frame of {length} bytes was announced; 1 to {limit} are allowed")
+        raise WireError(f"the announced size of a frame is {length} bytes; 1 to {limit} are allowed")
     return length
 
 
-def unpack(body: bytes | bytearray | memoryview) -> Message:
-    """Return the message. WireError for anything else, of whatever kind msgspec's own complaint is."""
+def unpack_body(body: bytes | bytearray | memoryview) -> Message:
+    """Return the message in the body of a frame. WireError if the bytes are not a message, however msgspec fails."""
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise WireError(f"not a message of ours: {type(error).__name__}: {error}") from error
+        raise WireError(f"not a message of this protocol: {type(error).__name__}: {error}") from error
 
 
 class FrameBuffer:
-    """Collects bytes as they arrive and gives out whole messages of at most `limit` bytes."""
+    """Buffer of received bytes that returns complete messages of at most `limit` bytes each."""
 
     __slots__ = ("_bytes", "limit")
 
@@ -185,30 +215,34 @@ class FrameBuffer:
         self.limit = limit
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages completed by `data`. WireError as soon as something cannot be ours."""
+        """Return the messages that `data` completes. WireError as soon as the bytes cannot be a valid frame."""
         self._bytes += data
         messages = []
         while len(self._bytes) >= _LENGTH.size:
+            # The length is checked before the body has arrived, so a peer cannot make this buffer grow without limit.
             end = _LENGTH.size + frame_length(bytes(self._bytes[: _LENGTH.size]), self.limit)
             if len(self._bytes) < end:
                 break
-            messages.append(unpack(self._bytes[_LENGTH.size : end]))
+            messages.append(unpack_body(self._bytes[_LENGTH.size : end]))
             del self._bytes[:end]
         return messages
 
 
 Address: TypeAlias = str | tuple[str, int]
-"""An abstract Unix socket's name (without the leading NUL), or (host, port)."""
+"""Address of a listener: the name of an abstract Unix socket (without the leading NUL), or (host, port)."""
 
 
-def proof(secret: bytes, role: str, listeners_nonce: bytes, clients_nonce: bytes, address: Address) -> bytes:
-    """Return the HMAC-SHA256 over the role, both nonces and the listener's address: good for one role in one handshake
-    with one listener."""
+def make_proof(secret: bytes, role: str, listeners_nonce: bytes, clients_nonce: bytes, address: Address) -> bytes:
+    """Return the HMAC-SHA256 over the role, both nonces and the listener's address.
+
+    The result is valid for one role in one handshake with one listener.
+    """
     where = f"unix:{address}" if isinstance(address, str) else f"tcp:{address[0]}:{address[1]}"
+    # The role is included so that a listener's proof cannot be sent back to it as a client's proof.
     text = f"raylane/{VERSION}/{role}/".encode() + listeners_nonce + clients_nonce + where.encode()
     return hmac.digest(secret, text, hashlib.sha256)
 
 
-def proves(claimed: bytes, expected: bytes) -> bool:
-    """Compare two proofs in constant time."""
+def proofs_equal(claimed: bytes, expected: bytes) -> bool:
+    """Compare two proofs in constant time, so that timing does not reveal how many bytes match."""
     return hmac.compare_digest(claimed, expected)

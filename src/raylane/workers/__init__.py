@@ -1,1 +1,1 @@
-"""Worker groups: actors on named axes, and what goes to whom."""
+"""Worker groups: actors laid out on named axes, and the distribution of arguments among them."""

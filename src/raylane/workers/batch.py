@@ -1,10 +1,10 @@
-"""A batch: a dict whose values are tensors [B, ...] or lists of length B, with what is done to batches along B.
+"""Batches: dicts whose values are tensors [B, ...] or lists of length B, with operations along B.
 
-Plain: a subclass of dict that pickles as it stands and copies no tensor unless rows must move. Pure but for torch;
-knows nothing of Ray or of worker groups. Used by drivers that cut batches for workers, and by workers that cut them
+A batch is a plain subclass of dict that can be pickled, and copies tensors only where rows have to move. This module
+uses torch, and is independent of Ray and of worker groups. Drivers split batches for workers, and workers split them
 further into micro-batches.
 
-B = rows of a batch. A token budget counts rows x longest row, i.e. what a padded micro-batch really computes.
+B = number of rows of a batch. A token budget counts rows x longest row, which is the cost of a padded micro-batch.
 """
 
 from __future__ import annotations
@@ -20,45 +20,48 @@ __all__ = ["BatchDict", "inverse_order", "plan_token_budget"]
 
 
 class BatchDict(dict[str, Any]):
-    """Values are torch tensors [B, ...] of any dtype and device, or lists of length B; B is the same for all keys.
+    """A dict of torch tensors [B, ...] of any dtype and device, or lists of length B, with the same B for all keys.
 
-    Methods return new batches and leave this one alone; `slice`, `chunk` and unreordered shards share its storage.
-    Methods raise ValueError naming key and sizes when the values do not agree, TypeError for any other kind of value.
+    Methods return new batches and do not change this one; `slice`, `chunk` and shards without reordering share its
+    storage. Methods raise ValueError with key and sizes if the values have different B, and TypeError for any other
+    kind of value.
     """
 
     @property
     def size(self) -> int:
-        """B, the number of rows; 0 for a batch with no key."""
+        """Number of rows, B; 0 for a batch without keys."""
         sizes: dict[str, int] = {}
         for key, value in self.items():
             sizes[key] = _rows(key, value)
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"the values of a batch have one number of rows, these differ: {sizes}")
+            raise ValueError(f"the values of a batch must have the same number of rows, got {sizes}")
         return next(iter(sizes.values()), 0)
 
     @classmethod
     def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_values: Mapping[str, float] = {}) -> BatchDict:
-        """Put batches behind one another.
+        """Concatenate batches along B.
 
-        Tensors of one key whose sizes differ behind B are padded at their ends to the largest, with `pad_values[key]`
-        (0 where the key is not named). Raises ValueError when batches have different keys, a key has different
-        dtypes, kinds or numbers of dimensions, or `pad_values` names a key that no batch has.
+        Tensors of one key whose sizes differ in later dimensions are padded at their ends to the largest size, with
+        `pad_values[key]` (default 0). Raises ValueError if batches have different keys, if a key has different dtypes,
+        kinds or numbers of dimensions, or if `pad_values` names a key that no batch has.
         """
         parts = [cls(batch) for batch in batches]
         if not parts:
             raise ValueError("from_batches needs at least one batch, got none")
         keys = list(parts[0])
         for i, part in enumerate(parts):
-            part.size  # noqa: B018 - the property raises when the part does not agree with itself
+            part.size  # noqa: B018 - the property raises if values of the batch differ in B
             if set(part) != set(keys):
-                raise ValueError(f"batch {i} has the keys {sorted(part)}, batch 0 has {sorted(keys)}")
+                raise ValueError(
+                    f"batches must have the same keys: batch {i} has {sorted(part)}, batch 0 has {sorted(keys)}"
+                )
         _check_keys("pad_values", pad_values, keys)
         return cls({key: _join(key, [part[key] for part in parts], pad_values.get(key, 0)) for key in keys})
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> BatchDict:
-        """These rows in this order, repeats allowed; copies tensors.
+        """Return these rows in this order as a copy; rows may be repeated.
 
-        ValueError for a row that is not there, TypeError for a mask or fractions.
+        ValueError for a row outside the batch, TypeError for a mask or fractions.
         """
         picked = _indices(rows)
         size = self.size
@@ -73,32 +76,32 @@ class BatchDict(dict[str, Any]):
         )
 
     def slice(self, start: int, stop: int) -> BatchDict:
-        """Rows start to stop (not included) as views. ValueError unless 0 <= start <= stop <= size."""
+        """Return rows `start` to `stop` (excluded) as views. ValueError unless 0 <= start <= stop <= size."""
         if not 0 <= start <= stop <= self.size:
             raise ValueError(f"slice {start}:{stop} does not lie in a batch of {self.size} rows")
         return self._map(lambda value: value[start:stop])
 
     def chunk(self, index: int, chunks: int) -> BatchDict:
-        """The index-th of `chunks` equal, contiguous parts, as views. ValueError when the rows cannot be split so."""
+        """Return one of `chunks` equal, contiguous parts as views. ValueError if the rows cannot be divided evenly."""
         if not 0 <= index < chunks:
-            raise ValueError(f"chunk {index} of {chunks}: the index goes from 0 to {chunks - 1}")
+            raise ValueError(f"chunk index must be from 0 to {chunks - 1}, got {index}")
         rows = _divided(self.size, chunks, "chunks")
         return self.slice(index * rows, (index + 1) * rows)
 
     def shard(self, shards: int, *, batch_size: int | None = None, allow_uneven: bool = False) -> list[BatchDict]:
-        """One batch per shard.
+        """Split the batch into one batch per shard.
 
         With `batch_size`, each run of that many rows is split over all shards, so that shard i holds its part of every
-        global batch, in order. `allow_uneven` gives the first shards one row more where the rows do not divide (not
-        together with `batch_size`); otherwise such sizes raise ValueError.
+        global batch, in order. With `allow_uneven`, the first shards get one row more if the rows do not divide evenly
+        (not together with `batch_size`); without it, such sizes raise ValueError.
         """
         size = self.size
         if shards < 1:
-            raise ValueError(f"a batch is cut into at least 1 shard, got {shards}")
+            raise ValueError(f"shards must be at least 1, got {shards}")
         if allow_uneven:
             if batch_size is not None:
-                raise ValueError("allow_uneven and batch_size contradict each other; give one of them")
-            edges = [_edge(size, shards, i) for i in range(shards + 1)]
+                raise ValueError("allow_uneven and batch_size contradict each other. Pass one of them")
+            edges = [i * (size // shards) + min(i, size % shards) for i in range(shards + 1)]
             return [self.slice(edges[i], edges[i + 1]) for i in range(shards)]
         batch_size = size if batch_size is None else batch_size
         if batch_size < 1:
@@ -107,19 +110,20 @@ class BatchDict(dict[str, Any]):
             _divided(size, batch_size, "rows per global batch", sized=True),
             _divided(batch_size, shards, "shards"),
         )
-        if steps == 1:
+        if steps == 1:  # contiguous rows: views instead of copies
             return [self.slice(i * rows, (i + 1) * rows) for i in range(shards)]
+        # Rows of a shard are not contiguous now: shard i takes its part out of each global batch.
         starts = [[step * batch_size + i * rows for step in range(steps)] for i in range(shards)]
         return [self.select([at + row for at in own for row in range(rows)]) for own in starts]
 
     def reorder(self, order: Sequence[int]) -> BatchDict:
-        """Row i of the result is row order[i]; `inverse_order(order)` undoes it. ValueError if it is no permutation."""
+        """Return a batch whose row i is row order[i]; `inverse_order` undoes it. ValueError unless a permutation."""
         if sorted(order) != list(range(self.size)):
             raise ValueError(f"order has {len(order)} entries and is not a permutation of {self.size} rows")
         return self.select(order)
 
     def pad(self, size: int, fill: Mapping[str, Any] = {}) -> BatchDict:
-        """Grow to `size` rows: tensors get rows of `fill[key]` (default 0), lists get `fill[key]` (default None)."""
+        """Return a batch grown to `size` rows, filled with `fill[key]` (default 0 for tensors, None for lists)."""
         missing = size - self.size
         if missing < 0:
             raise ValueError(f"cannot pad {self.size} rows to {size}")
@@ -133,24 +137,27 @@ class BatchDict(dict[str, Any]):
         return grown
 
     def micro_batches(self, rows: int) -> Iterator[BatchDict]:
-        """Contiguous parts of `rows` rows each, as views. ValueError when they do not divide the batch."""
+        """Return contiguous parts of `rows` rows each, as views. ValueError if the batch does not divide evenly."""
         count = _divided(self.size, rows, "rows per micro-batch", sized=True)
         return (self.slice(i * rows, (i + 1) * rows) for i in range(count))
 
     def token_budget_micro_batches(
         self, lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, at_least: int = 1
     ) -> tuple[list[BatchDict], list[int]]:
-        """Micro-batches of at most `max_tokens` tokens, and the order of rows that they come in.
+        """Return micro-batches of at most `max_tokens` tokens, and the order of their rows.
 
-        `lengths[i]` is row i's length in tokens. Padding columns are not cut here. See `plan_token_budget`.
+        `lengths[i]` is row i's length in tokens. The columns of padding stay. `plan_token_budget` describes the other
+        arguments and the errors.
         """
         if len(lengths) != self.size:
-            raise ValueError(f"there are {len(lengths)} lengths for a batch of {self.size} rows")
+            raise ValueError(
+                f"there are {len(lengths)} lengths for a batch of {self.size} rows. Pass one length for each row"
+            )
         plan = plan_token_budget(lengths, max_tokens, round_to=round_to, at_least=at_least)
         return [self.select(rows) for rows in plan], [row for rows in plan for row in rows]
 
     def to(self, device: torch.device | str) -> BatchDict:
-        """Tensors on this device (those that are there already are not copied); lists as they are."""
+        """Return the batch with its tensors on a device. Tensors that are on it already are shared, and lists too."""
         return self._map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value)
 
     def _map(self, cut: Any) -> BatchDict:
@@ -158,7 +165,7 @@ class BatchDict(dict[str, Any]):
 
 
 def inverse_order(order: Sequence[int]) -> list[int]:
-    """The order that undoes this one; ValueError if it is no permutation."""
+    """Return the order that undoes this one. ValueError if it is not a permutation."""
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"order has {len(order)} entries and is not a permutation of 0 to {len(order) - 1}")
     inverse = [0] * len(order)
@@ -170,11 +177,11 @@ def inverse_order(order: Sequence[int]) -> list[int]:
 def plan_token_budget(
     lengths: Sequence[int], max_tokens: int, *, round_to: int = 1, at_least: int = 1
 ) -> list[tuple[int, ...]]:
-    """Group rows so that rows x longest length (rounded up to `round_to`) stays within `max_tokens`.
+    """Group rows so that rows x longest length (rounded up to `round_to`) is at most `max_tokens` in each group.
 
     Rows are taken from long to short (equal ones by index), so the plan is deterministic and wastes little padding.
-    `at_least` asks for that many groups, since ranks that train together need equally many: the largest are halved.
-    Raises ValueError naming the row that is too long by itself, or when there are fewer rows than groups asked for.
+    `at_least` requests a number of groups, because ranks that train together need equally many; the largest groups are
+    halved for it. Raises ValueError for a row that is too long by itself, and for fewer rows than requested groups.
     """
     if round_to < 1:
         raise ValueError(f"round_to must be at least 1 token, got {round_to}")
@@ -188,11 +195,13 @@ def plan_token_budget(
         tokens = math.ceil(lengths[row] / round_to) * round_to
         if tokens > max_tokens:
             raise ValueError(f"row {row} has {lengths[row]} tokens ({tokens} rounded); the budget is {max_tokens}")
+        # Rows come from long to short, so the first row of a group decides its padded length.
         if groups and (len(groups[-1]) + 1) * longest <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
             longest = tokens
+    # Halving the largest group keeps every group within the budget. `at_least` <= rows, so the loop ends.
     while len(groups) < at_least:
         widest = max(range(len(groups)), key=lambda i: len(groups[i]))
         half = len(groups[widest]) // 2
@@ -201,12 +210,13 @@ def plan_token_budget(
 
 
 def _indices(rows: Sequence[int] | torch.Tensor) -> list[int]:
-    """Return row numbers as integers. A mask would pass for the rows 0 and 1, and a fraction for the row below it."""
+    """Return row numbers as integers. TypeError for booleans and fractions."""
+    # Without this check a mask would select only the rows 0 and 1, and a fraction the row below it.
     listed = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
     for row in listed:
         if isinstance(row, (bool, np.bool_)) or not hasattr(row, "__index__"):
             raise TypeError(
-                f"rows are integers, got {row!r}; for a mask write mask.nonzero().flatten(), which lists its rows"
+                f"rows are integers, got {row!r}. For a mask pass mask.nonzero().flatten(), which lists its rows"
             )
     return [int(row) for row in listed]
 
@@ -214,7 +224,9 @@ def _indices(rows: Sequence[int] | torch.Tensor) -> list[int]:
 def _rows(key: str, value: Any) -> int:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
-            raise ValueError(f"{key!r} is a tensor without dimensions; the first dimension of every value is the rows")
+            raise ValueError(
+                f"{key!r} is a tensor without dimensions; the first dimension of every value must be the rows"
+            )
         return value.shape[0]
     if isinstance(value, list):
         return len(value)
@@ -246,11 +258,7 @@ def _divided(size: int, by: int, what: str, *, sized: bool = False) -> int:
     return size // by
 
 
-def _edge(size: int, shards: int, i: int) -> int:
-    return i * (size // shards) + min(i, size % shards)
-
-
 def _check_keys(argument: str, named: Iterable[str], known: Iterable[str]) -> None:
     unknown = sorted(set(named) - set(known))
     if unknown:
-        raise ValueError(f"{argument} names {unknown}; the batch has the keys {sorted(known)}")
+        raise ValueError(f"{argument} names unknown keys {unknown}; the batch has the keys {sorted(known)}")

@@ -1,13 +1,13 @@
-"""Who is called with which slice of the arguments, and whose result comes back: decided here, on values alone.
+"""Planning of calls: the workers to call, the slice of the arguments for each, and the workers that return a result.
 
-Pure. `plan_sharded` turns axis lists into a `Plan`; `check_nesting` and `take` cut arguments along it. Every way to run
-a worker group goes by the same plan, so that they cannot differ. Called by `WorkerGroup`.
+Pure. `plan_sharded` turns axis lists into a `DispatchPlan`; `check_nesting` and `take` slice arguments along the plan.
+All methods that run a worker group use the same kind of plan, so that they behave alike. Called by `WorkerGroup`.
 
-The three roles that an axis can have in one call:
+An axis has one of three roles in a call:
 
     sharded     each coordinate gets its own slice; arguments are nested once per sharded axis, in the list's order
     replicated  every coordinate gets the same slice
-    free        (neither) only coordinate 0 is called; the rest are left out, or called with None when asked
+    free        (neither) only coordinate 0 is called; the others are skipped, or called with None on request
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylane.workers.sharding import NamedSharding
 
-__all__ = ["Call", "Plan", "check_nesting", "plan_sharded", "plan_some", "take"]
+__all__ = ["DispatchPlan", "WorkerCall", "check_nesting", "plan_sharded", "plan_some", "take"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One worker's part in a call."""
+class WorkerCall:
+    """The part of one worker in a dispatched call."""
 
     rank: int
     path: tuple[int, ...] | None
-    """Index into the nested arguments, one coordinate per sharded axis; None: a dummy call, every argument is None."""
+    """Index into the nested arguments, one coordinate per sharded axis; None for a dummy call, with None arguments."""
     returns: bool
-    """Whether its result is wanted. If not, the worker drops it and only the news that it is done travels."""
+    """True if the worker sends its result; False if it drops the result and only reports that the call is done."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All calls of one dispatch, by ascending rank, and the axes that arguments are nested along."""
+class DispatchPlan:
+    """All calls of one dispatch by ascending rank, and the axes along which arguments are nested."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[WorkerCall, ...]
     nesting: tuple[tuple[str, int], ...]
-    """(axis, size) from the outermost level of the arguments inwards; empty: arguments are not nested."""
+    """Pairs (axis, size) from the outermost level of the arguments inwards; empty if arguments are not nested."""
 
     @property
     def called_ranks(self) -> tuple[int, ...]:
+        """Ranks of the called workers, ascending."""
         return tuple(call.rank for call in self.calls)
 
     @property
     def returning_ranks(self) -> tuple[int, ...]:
+        """Ranks of the workers that send a result, ascending."""
         return tuple(call.rank for call in self.calls if call.returns)
 
 
@@ -56,12 +58,12 @@ def plan_sharded(
     replicate_on_axes: Sequence[str] = (),
     output_is_replicated: Sequence[str] = (),
     make_dummy_calls_to_free_axes: bool = False,
-) -> Plan:
-    """Decide a call whose arguments are nested lists over `in_sharded_axes`.
+) -> DispatchPlan:
+    """Return the plan of a call whose arguments are nested lists over `in_sharded_axes`.
 
-    `output_is_replicated` names the axes along which results are equal, so that only coordinate 0 returns; it decides
-    alone who returns, for dummy calls too. Raises ValueError for an unknown or repeated axis in any list (with the
-    known axes), and for an axis that is both sharded and replicated.
+    `output_is_replicated` names the axes along which results are equal, so that only coordinate 0 returns. This list
+    alone decides which workers return, for dummy calls too. Raises ValueError for an unknown or repeated axis in any
+    list (with the known axes), and for an axis that is both sharded and replicated.
     """
     in_sharded_axes, replicate_on_axes = _axes(in_sharded_axes), _axes(replicate_on_axes)
     output_is_replicated = _axes(output_is_replicated)
@@ -71,35 +73,39 @@ def plan_sharded(
     both = [axis for axis in in_sharded_axes if axis in replicate_on_axes]
     if both:
         raise ValueError(
-            f"axes {both} stand in in_sharded_axes and in replicate_on_axes; an axis is either cut or copied "
+            f"axes {both} are in both in_sharded_axes and replicate_on_axes; an axis is either sharded or replicated "
             f"(the axes are {list(sharding.names)})"
         )
     free = [axis for axis in sharding.names if axis not in (*in_sharded_axes, *replicate_on_axes)]
     calls = []
     for rank in sharding.ranks:
         coords = sharding.get_worker_coords(rank)
-        fed = all(coords[axis] == 0 for axis in free)
-        if fed or make_dummy_calls_to_free_axes:
-            path = tuple(coords[axis] for axis in in_sharded_axes) if fed else None
-            calls.append(Call(rank, path, returns=all(coords[axis] == 0 for axis in output_is_replicated)))
-    return Plan(tuple(calls), tuple((axis, sharding.get_axis_size(axis)) for axis in in_sharded_axes))
+        # A worker gets data if it has coordinate 0 on every free axis; a dummy call gets None for every argument.
+        gets_data = all(coords[axis] == 0 for axis in free)
+        if gets_data or make_dummy_calls_to_free_axes:
+            path = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
+            calls.append(WorkerCall(rank, path, returns=all(coords[axis] == 0 for axis in output_is_replicated)))
+    return DispatchPlan(tuple(calls), tuple((axis, sharding.get_axis_size(axis)) for axis in in_sharded_axes))
 
 
-def plan_some(sharding: NamedSharding, run_rank_0_only_axes: Sequence[str] = (), *, one_each: bool = False) -> Plan:
-    """Call every rank, or on each of the given axes only coordinate 0; all that are called return.
+def plan_some(
+    sharding: NamedSharding, run_rank_0_only_axes: Sequence[str] = (), *, one_each: bool = False
+) -> DispatchPlan:
+    """Return the plan of a call to every rank, or only to coordinate 0 on the given axes; all called workers return.
 
-    With `one_each` the arguments are lists with one entry per *called* worker, by ascending rank; else every called
-    worker gets the same arguments. Raises ValueError for unknown or repeated axes.
+    With `one_each` the arguments are lists with one entry per *called* worker, by ascending rank; otherwise every
+    called worker gets the same arguments. Raises ValueError for unknown or repeated axes.
     """
     run_rank_0_only_axes = _axes(run_rank_0_only_axes)
     sharding.check_axes(run_rank_0_only_axes, "run_rank_0_only_axes")
+    # With `one_each` the arguments have one level, indexed by the position among the called ranks.
     ranks = [rank for rank in sharding.ranks if sharding.is_axis_zero(rank, run_rank_0_only_axes)]
-    calls = tuple(Call(rank, (i,) if one_each else (), returns=True) for i, rank in enumerate(ranks))
-    return Plan(calls, (("called workers", len(ranks)),) if one_each else ())
+    calls = tuple(WorkerCall(rank, (i,) if one_each else (), returns=True) for i, rank in enumerate(ranks))
+    return DispatchPlan(calls, (("called workers", len(ranks)),) if one_each else ())
 
 
 def check_nesting(argument: str, value: Any, nesting: Sequence[tuple[str, int]]) -> None:
-    """Raise ValueError or TypeError unless `value` is lists or tuples, nested as deep and as long as `nesting` says."""
+    """Raise ValueError or TypeError unless `value` is lists or tuples with the depth and lengths of `nesting`."""
     _check_level(argument, value, nesting, ())
 
 
@@ -111,7 +117,7 @@ def _check_level(argument: str, value: Any, nesting: Sequence[tuple[str, int]], 
     if not isinstance(value, (list, tuple)):
         raise TypeError(
             f"{place}: expected a list with one entry for each of the {size} coordinates of {axis!r}, found "
-            f"{type(value).__name__}; arguments are nested once per sharded axis, in the order of the list"
+            f"{type(value).__name__}. Nest arguments once per sharded axis, in the order of in_sharded_axes"
         )
     if len(value) != size:
         raise ValueError(f"{place}: expected {size} entries, one for each coordinate of {axis!r}, found {len(value)}")
@@ -120,7 +126,7 @@ def _check_level(argument: str, value: Any, nesting: Sequence[tuple[str, int]], 
 
 
 def take(value: Any, path: tuple[int, ...] | None) -> Any:
-    """The slice of a nested argument that one call gets (None for a dummy call). `check_nesting` comes first."""
+    """Return one call's slice of a nested argument that `check_nesting` has checked; None for a dummy call."""
     if path is None:
         return None
     for i in path:
@@ -129,6 +135,7 @@ def take(value: Any, path: tuple[int, ...] | None) -> Any:
 
 
 def _axes(axes: Sequence[str] | None) -> tuple[str, ...]:
+    # A string is a sequence of strings too, and would pass for a list of one-letter axes.
     if isinstance(axes, str):
-        raise TypeError(f"axes are given as a list of names; for one axis write [{axes!r}]")
+        raise TypeError(f"axes must be a list of names. For one axis write [{axes!r}]")
     return tuple(axes or ())

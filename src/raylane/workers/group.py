@@ -1,9 +1,9 @@
-"""A group of workers: one Ray actor per rank in one placement group, called together along named axes.
+"""Worker groups: one Ray actor per rank in one placement group, called together along named axes.
 
-Owns the actors and the placement group from construction to `shutdown`. What goes to whom is decided in `dispatch`,
-what can be called in `methods`; this module sends. Called by trainers and by users' drivers.
+A group owns its actors and placement group from construction to `shutdown`. `dispatch` plans the calls, `methods`
+checks them, and this module sends them. Used by trainers and by users' drivers.
 
-A call never waits: `run_*` send and return a `GroupFuture`; `get_all_worker_results` waits for it.
+Calls do not wait: the `run_*` methods send and return a `GroupFuture`, and `get_all_worker_results` waits for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raylane import _ray
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
-from raylane.workers.dispatch import Call, Plan, check_nesting, plan_sharded, plan_some, take
+from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_sharded, plan_some, take
 from raylane.workers.future import GroupFuture
 from raylane.workers.host import Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
@@ -41,20 +41,21 @@ __all__ = ["WorkerGroup", "WorkerOptions"]
 _log = logging.getLogger(__name__)
 
 _KILL_RESERVE_S = 5.0
-"""Part of shutdown's time (at most half of it) that a cleanup method cannot use up: killing needs some too."""
+"""Seconds of shutdown's time (at most half of it) that are reserved for killing the actors after a cleanup."""
 
 
 class WorkerGroup:
-    """Starts the workers and waits until all are constructed.
+    """A group of workers. The constructor starts the workers and waits until all are constructed.
 
-    `worker_class` is a plain class; each worker is `worker_class(*init_args, **init_kwargs)` in a process of its own,
-    with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in its environment. The
-    port belongs to a store that rank 0's process already serves, and `torch.distributed.init_process_group(backend)`
-    joins it (TORCHELASTIC_USE_AGENT_STORE). `sharding` holds the ranks 0..n-1 on named axes; a number n is one axis
+    `worker_class` is a plain class; each worker is `worker_class(*init_args, **init_kwargs)` in its own process, with
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment. The port
+    is that of a store which rank 0's process already serves; `torch.distributed.init_process_group(backend)` joins the
+    store (TORCHELASTIC_USE_AGENT_STORE). `sharding` holds the ranks 0..n-1 on named axes; a number n means one axis
     "worker". Needs an initialised Ray.
 
-    Raises ValueError or TypeError for bad arguments, WorkerGroupError when the cluster cannot place the workers in
-    time, WorkerCallError when a constructor raised, WorkerLostError when a worker died; nothing is left behind then.
+    Raises ValueError or TypeError for bad arguments, WorkerGroupError if the cluster cannot place the workers in time,
+    WorkerCallError if a constructor raised, and WorkerLostError if a worker died. No actor or placement group remains
+    after an error.
     """
 
     def __init__(
@@ -75,40 +76,41 @@ class WorkerGroup:
         self._init = (tuple(init_args), dict(init_kwargs or {}))
         check_constructor(worker_class, *self._init)
         self._actors: list[Any] = []
-        """Actor handles by rank; empty once shut down."""
+        """Actor handles by rank; empty after `shutdown`."""
         self._env: list[dict[str, str]] = []
-        """Rank variables by rank."""
+        """Environment variables of each worker, by rank."""
         self._placement: PlacementGroup | None = None
         self._dropped: weakref.finalize[..., Any] | None = None
-        """Gives the placement group back if this object is dropped without `shutdown`."""
+        """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
         self._closed = False
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
+            # No reference to the group reaches the caller, so nobody else could shut down what was started.
             self.shutdown(timeout_s=10)
             raise
 
     @property
     def sharding(self) -> NamedSharding:
-        """The ranks on their axes."""
+        """Ranks of the group on their named axes."""
         return self._sharding
 
     @property
     def size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self._sharding.size
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
     def run_single_worker_single_data(self, method: str, worker_idx: int, *args: Any, **kwargs: Any) -> GroupFuture:
-        """Call one rank. Results come as a list of one."""
+        """Call one rank. The future's results are a list with one item."""
         self._sharding.get_index(worker_idx)
-        return self._send(method, Plan((Call(worker_idx, (), returns=True),), ()), args, kwargs, {})
+        return self._send(method, DispatchPlan((WorkerCall(worker_idx, (), returns=True),), ()), args, kwargs, {})
 
     def run_all_workers_single_data(
         self, method: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> GroupFuture:
-        """Call every rank (on `run_rank_0_only_axes` only coordinate 0) with the same arguments."""
+        """Call every rank (only coordinate 0 on `run_rank_0_only_axes`) with the same arguments."""
         return self._send(method, plan_some(self._sharding, run_rank_0_only_axes or ()), args, kwargs, {})
 
     def run_all_workers_multiple_data(
@@ -119,7 +121,7 @@ class WorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Sequence[Any],
     ) -> GroupFuture:
-        """Like `run_all_workers_single_data`, but arguments are lists with one entry per *called* worker, by rank."""
+        """Do as `run_all_workers_single_data`, with lists of one entry per *called* worker (by rank) as arguments."""
         plan = plan_some(self._sharding, run_rank_0_only_axes or (), one_each=True)
         return self._send(method, plan, args, kwargs, common_kwargs or {})
 
@@ -134,12 +136,13 @@ class WorkerGroup:
         common_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> GroupFuture:
-        """Call along axes: arguments are lists nested once per axis of `in_sharded_axes`, in that list's order.
+        """Call workers with arguments that are lists nested once per axis of `in_sharded_axes`, in that list's order.
 
-        Workers along `replicate_on_axes` get the same slice; of an axis in neither list only coordinate 0 is called
-        (the others with None, if `make_dummy_calls_to_free_axes`). Along `output_is_replicated` only coordinate 0
-        returns: what the others return never leaves their process. `common_kwargs` are not nested. Every argument is
-        checked before anything is sent: ValueError, TypeError, AttributeError name what is wrong and where.
+        Workers along `replicate_on_axes` get the same slice. On an axis in neither list only coordinate 0 is called
+        (the other coordinates are called with None if `make_dummy_calls_to_free_axes`). Along `output_is_replicated`
+        only coordinate 0 returns; the results of the others never leave their processes. `common_kwargs` are not
+        nested. All arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the
+        argument and the reason.
         """
         plan = plan_sharded(
             self._sharding,
@@ -151,32 +154,45 @@ class WorkerGroup:
         return self._send(method, plan, args, kwargs, common_kwargs or {})
 
     def get_all_worker_results(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
-        """Wait for a call; the results of those workers that return, by ascending rank. See `GroupFuture.results`."""
+        """Wait for a call and return the results by ascending rank; raises the errors of `GroupFuture.results`."""
         if not isinstance(future, GroupFuture):
-            raise TypeError(f"get_all_worker_results takes what a run_* method returned, got {type(future).__name__}")
+            raise TypeError(
+                f"get_all_worker_results takes the GroupFuture of a run_* method, got {type(future).__name__}"
+            )
         return future.results(timeout_s)
 
     def _send(
         self,
         method: str,
-        plan: Plan,
+        plan: DispatchPlan,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         common: Mapping[str, Any],
     ) -> GroupFuture:
+        """Check a call, put the tensors among its arguments once each, and send it to the workers of the plan."""
         if self._closed:
-            raise WorkerGroupError(f"{self!r}: {method!r} cannot be called any more; start a new group")
+            raise WorkerGroupError(f"{self!r}: {method!r} cannot be called after shutdown. Start a new group")
         both = sorted(set(kwargs) & set(common))
         if both:
-            raise TypeError(f"{method}: {both} are given both for each worker and in common_kwargs")
+            raise TypeError(
+                f"{method}: {both} are given both for each worker and in common_kwargs. Pass each argument once"
+            )
         check_call(self._class, method, len(args), (*kwargs, *common))
         for name, value in (*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()):
             check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
-        slices = {path: _packed(_cut(args, kwargs, path)) for path in {call.path for call in plan.calls}}
-        shared = _packed(dict(common))
-        if len(slices) > 1:  # one that cannot be pickled must not be found after others were sent
+        # Workers with the same path share one slice, so that its tensors are put only once.
+        slices = {path: _put_arrays(_slice_of(args, kwargs, path)) for path in {call.path for call in plan.calls}}
+        shared = _put_arrays(dict(common))
+        if len(slices) > 1:
+            # Try to pickle all slices first: otherwise a bad one could be found after others were sent, and the
+            # workers that were called would wait for the others in a collective.
             for one in slices.values():
-                _try_pickling(f"{self._class.__name__}.{method}", one)
+                try:
+                    _TrialPickler(_NullFile(), protocol=5).dump(one)
+                except Exception as error:
+                    raise TypeError(
+                        f"{self._class.__name__}.{method}: an argument cannot be pickled, so nothing was sent: {error}"
+                    ) from error
         refs = tuple(
             self._actors[call.rank].call.remote(method, call.returns, slices[call.path], shared) for call in plan.calls
         )
@@ -188,14 +204,15 @@ class WorkerGroup:
         bundles, strategy = self._options.bundles(self.size)
         self._placement = placement_group(bundles, strategy=strategy)
         self._dropped = weakref.finalize(self, _release, self._placement)
-        self._dropped.atexit = False
+        self._dropped.atexit = False  # Ray ends the placement group with the driver
         if not self._placement.wait(max(0.0, deadline - time.monotonic())):
             limit = self._options.start_timeout_s
             raise WorkerGroupError(
                 f"the cluster could not place {self.size} workers of {self._options.bundle()} ({len(bundles)} bundles, "
-                f"{strategy}) within {limit} s; free now: {_amounts(ray.available_resources())}, "
-                f"in all: {_amounts(ray.cluster_resources())}"
+                f"{strategy}) within {limit} s. Free now: {_amounts(ray.available_resources())}, "
+                f"total: {_amounts(ray.cluster_resources())}. Add nodes, or ask for fewer resources"
             )
+        # Create all actors before waiting for any of them, so that their processes start in parallel.
         remote_host = ray.remote(WorkerHost)
         for rank, bundle in enumerate(_bundle_of_each_rank(self._placement, self.size)):
             seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
@@ -212,8 +229,9 @@ class WorkerGroup:
         return self._actors[rank].build.remote(self._class, args, kwargs, self._env[rank])
 
     def _first_calls(self, what: str, refs: list[Any], deadline: float) -> list[Any]:
-        calls = tuple(Call(rank, (), returns=True) for rank in range(len(refs)))
-        future = GroupFuture(f"{self._class.__name__}.{what}", Plan(calls, ()), tuple(refs))
+        """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""
+        calls = tuple(WorkerCall(rank, (), returns=True) for rank in range(len(refs)))
+        future = GroupFuture(f"{self._class.__name__}.{what}", DispatchPlan(calls, ()), tuple(refs))
         try:
             return future.results(max(0.0, deadline - time.monotonic()))
         except WorkerCallError as error:
@@ -221,55 +239,55 @@ class WorkerGroup:
                 raise
             limit = self._options.start_timeout_s
             raise WorkerCallError(
-                f"{future.label}: ranks {error.fields['ranks']} are not ready {limit} s after the start. Look at "
+                f"{future.label}: ranks {error.fields['ranks']} are not ready {limit} s after the start. Check "
                 "the logs of their processes, or raise start_timeout_s",
                 ranks=error.fields["ranks"],
                 timeout_s=limit,
             ) from error
 
     def rebuild_worker(self, rank: int, timeout_s: float | None = None) -> None:
-        """Construct the worker of a rank again, after Ray restarted its process (`max_restarts`); waits.
+        """Construct the worker of a rank again after Ray restarted its process (`max_restarts`), and wait for it.
 
-        Its state starts anew, and a process group of torch.distributed that it was in does not come back by itself.
+        The state of the worker is lost, and so is its membership in a process group of torch.distributed.
         """
         self._sharding.get_index(rank)
         if self._closed:
-            raise WorkerGroupError(f"{self!r}: nothing to rebuild")
+            raise WorkerGroupError(f"{self!r}: a worker cannot be rebuilt after shutdown. Start a new group")
         label = f"{self._class.__name__}.__init__"
-        GroupFuture(label, Plan((Call(rank, (), returns=True),), ()), (self._build(rank),)).results(timeout_s)
+        plan = DispatchPlan((WorkerCall(rank, (), returns=True),), ())
+        GroupFuture(label, plan, (self._build(rank),)).results(timeout_s)
 
     def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
-        """End all workers and give the placement group back; waits at most about `timeout_s` seconds.
+        """End all workers and remove the placement group; wait at most about `timeout_s` seconds.
 
-        `cleanup_method` is called on every worker first; what it raises, or that it takes too long, is logged, and the
-        workers are killed all the same. Returns whether all went as it should. A second call does nothing: True.
+        `cleanup_method` is called on every worker first. An error or timeout of this method is logged, and the workers
+        are killed all the same. Returns True if everything succeeded. A second call does nothing and returns True.
         """
         if self._closed:
             return True
         deadline = time.monotonic() + timeout_s
         clean = True
         if cleanup_method is not None and self._actors and ray.is_initialized():
-            clean = self._clean_up(cleanup_method, timeout_s - min(_KILL_RESERVE_S, timeout_s / 2))
+            limit_s = timeout_s - min(_KILL_RESERVE_S, timeout_s / 2)
+            try:
+                self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method), limit_s)
+            except (WorkerGroupError, AttributeError, TypeError) as error:
+                _log.warning("%r: cleanup before shutdown failed: %s", self, error)
+                clean = False
         self._closed = True
         if self._dropped is not None:
             self._dropped.detach()
         actors, self._actors = self._actors, []
         placement, self._placement = self._placement, None
-        if not ray.is_initialized():  # Ray took everything with it
+        if not ray.is_initialized():  # the actors ended with the Ray session
             return clean
+        # Kill all actors before waiting for any of them: dying takes time.
         for actor in actors:
             ray.kill(actor)
         if placement is not None:
             remove_placement_group(placement)
-        return clean & _gone(actors, deadline) & _removed(placement, deadline)
-
-    def _clean_up(self, method: str, timeout_s: float) -> bool:
-        try:
-            self.get_all_worker_results(self.run_all_workers_single_data(method), timeout_s)
-        except (WorkerGroupError, AttributeError, TypeError) as error:
-            _log.warning("%r: cleanup before shutdown failed: %s", self, error)
-            return False
-        return True
+        # `&` instead of `and`: wait for the placement group even if an actor is late.
+        return clean & _wait_dead(actors, deadline) & _wait_removed(placement, deadline)
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -284,52 +302,47 @@ class WorkerGroup:
         return f"WorkerGroup({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
 
 
-def _cut(args: Sequence[Any], kwargs: Mapping[str, Any], path: tuple[int, ...] | None) -> tuple[Any, ...]:
+def _slice_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: tuple[int, ...] | None) -> tuple[Any, ...]:
+    """Return the (args, kwargs) of the calls with one path."""
     return tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()}
 
 
-class _NoFile:
-    """A file that keeps nothing."""
+class _NullFile:
+    """A file that discards everything written to it."""
 
     def write(self, data: Any) -> int:
         return len(memoryview(data))
 
 
-class _Trial(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
-    """Finds out whether a value can be pickled. Leaves references out: Ray never frees one that is pickled by hand."""
+class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
+    """A pickler that only tests whether a value can be pickled; it skips ObjectRefs.
+
+    Ray never frees an object whose ref was pickled outside of Ray's own serialisation.
+    """
 
     def persistent_id(self, value: Any) -> str | None:
         return "" if isinstance(value, ray.ObjectRef) else None
 
 
-def _try_pickling(call: str, value: Any) -> None:
-    try:
-        _Trial(_NoFile(), protocol=5).dump(value)
-    except Exception as error:
-        raise TypeError(f"{call}: an argument cannot be pickled, so nothing was sent: {error}") from error
-
-
 def _release(placement: PlacementGroup) -> None:
-    """Give back the placement group of a WorkerGroup that nobody shut down.
-
-    On a thread: this runs wherever the garbage collector does, and removing takes a call to Ray.
-    """
+    """Remove the placement group of a WorkerGroup that was dropped without `shutdown`; runs as a finalizer."""
     warnings.warn("a WorkerGroup was dropped without shutdown()", ResourceWarning, stacklevel=2)
+    # On a thread: the garbage collector may run this anywhere, even inside a call to Ray, and removing calls Ray.
     threading.Thread(target=_remove_quietly, args=(placement,), name="raylane-release", daemon=True).start()
 
 
 def _remove_quietly(placement: PlacementGroup) -> None:
-    with suppress(Exception):  # Ray may have ended meanwhile, and took everything with it
+    with suppress(Exception):  # the Ray session may have ended meanwhile
         remove_placement_group(placement)
 
 
-def _packed(value: Any) -> Any:
-    """What stands for an argument in the call: itself if it is plain, else a reference to it, put once."""
+def _put_arrays(value: Any) -> Any:
+    """Return an ObjectRef to a value with arrays, which is put once for all its workers; a plain value as it is."""
     return put(value) if _carries_arrays(value) else value
 
 
 def _carries_arrays(value: Any) -> bool:
-    """Whether a tensor or an array lies in here, looking through plain containers."""
+    """Return True if a value is, or contains in plain containers, a tensor or an array."""
     if isinstance(value, (torch.Tensor, np.ndarray, BatchDict)):
         return True
     if isinstance(value, Mapping):
@@ -338,10 +351,10 @@ def _carries_arrays(value: Any) -> bool:
 
 
 def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
-    """Return the bundle of each rank, so that ranks on one node are consecutive.
+    """Return the number of each rank's bundle, chosen so that ranks on one node are consecutive.
 
-    Ray numbers bundles without regard to nodes. With ranks that alternate between nodes, the neighbours of a mesh axis
-    would exchange everything over the network.
+    Ray numbers bundles without regard to nodes. If ranks alternated between nodes, neighbours on a mesh axis would
+    exchange all their data over the network.
     """
     nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
     first = {node: min(index for index, other in nodes.items() if other == node) for node in nodes.values()}
@@ -351,7 +364,7 @@ def _bundle_of_each_rank(placement: PlacementGroup, size: int) -> list[int]:
 
 
 def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:
-    """Rank variables of each rank, from where each process runs; nodes are numbered as ranks first meet them."""
+    """Return the environment variables of each rank; nodes are numbered in the order of their first rank."""
     nodes = list(dict.fromkeys(seat.node_id for seat in seats))
     local: dict[str, list[int]] = {node: [] for node in nodes}
     for rank, seat in enumerate(seats):
@@ -371,8 +384,9 @@ def _rank_variables(seats: Sequence[Seat]) -> list[dict[str, str]]:
     ]
 
 
-def _gone(actors: Sequence[Any], deadline: float) -> bool:
-    """Wait until no actor answers any more: a call to a dead actor fails at once, one to a dying actor may not."""
+def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:
+    """Wait until all actors are dead. Returns False if the deadline passed first."""
+    # A call to a dead actor fails at once, while a dying actor may still answer: repeat the calls until all fail.
     alive = list(actors)
     while alive:
         probes = {actor.take_seat.remote(False): actor for actor in alive}
@@ -391,16 +405,17 @@ def _is_dead(ref: Any) -> bool:
     return False
 
 
-def _removed(placement: PlacementGroup | None, deadline: float) -> bool:
+def _wait_removed(placement: PlacementGroup | None, deadline: float) -> bool:
+    """Wait until Ray has removed the placement group. Returns False if the deadline passed first."""
     while placement is not None:
         if placement_group_table(placement).get("state") == "REMOVED":
             break
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)  # Ray offers no event for this
+        time.sleep(0.01)  # Ray has no event for this
     return True
 
 
 def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without Ray's own entries for nodes and placement groups."""
+    """Return resources without Ray's own entries for nodes and placement groups."""
     return {name: amount for name, amount in resources.items() if ":" not in name and "_group_" not in name}

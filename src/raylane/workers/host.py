@@ -1,7 +1,8 @@
-"""The actor that holds one worker: it sets the worker's environment, builds it, and runs its methods.
+"""The actor that holds one worker: it sets the worker's environment, constructs the worker, and runs its methods.
 
-The worker itself stays a plain class that knows nothing of Ray. Runs in the worker's process; `WorkerGroup` is its only
-caller. torch is imported here, at the top, so that all workers of a group load it at the same time while they start.
+The worker itself is an object of a plain class, independent of Ray. This module runs in the worker's process and is
+called only by `WorkerGroup`. It imports torch at the top, so that all workers of a group load torch at the same time
+while they start.
 """
 
 from __future__ import annotations
@@ -27,32 +28,30 @@ __all__ = ["Seat", "WorkerHost"]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a worker's process runs."""
+    """Location of a worker's process."""
 
     node_id: str
     address: str
     """IP address of the node."""
     pid: int
     store_port: int | None
-    """Port of the rendezvous store, in the process that opened it (rank 0)."""
+    """Port of the rendezvous store in the process that opened it (rank 0); None in the other processes."""
 
 
 class WorkerHost:
-    """One per rank. `take_seat` comes first, then `build`, then any number of `call`."""
+    """Actor of one rank. Call `take_seat` first, then `build`, then `call` any number of times."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
-        """The user's object; None until `build`, and again after Ray has restarted this process."""
+        """The user's object; None before `build`, and again after Ray has restarted this process."""
         self._store: TCPStore | None = None
-        """The group's rendezvous (rank 0 only); lives as long as this process."""
+        """Rendezvous store of the group (rank 0 only), open as long as this process runs."""
 
     def take_seat(self, opens_store: bool) -> Seat:
-        """Say where this process runs; on rank 0 also open the store that MASTER_PORT names.
-
-        The system picks a free port and the store listens on it from then on, so nobody can take it in between (as
-        they can when a port is looked up, let go and bound again later).
-        """
+        """Return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
+        # The store listens on a port from the moment the system chooses it. A port that is looked up, closed and bound
+        # again later can be taken by another process in between.
         address = ray.util.get_node_ip_address()
         if opens_store and self._store is None:
             self._store = _open_store(address)
@@ -66,30 +65,28 @@ class WorkerHost:
             self._worker = worker_class(*args, **kwargs)
 
     def call(self, method: str, returns: bool, own: tuple[tuple[Any, ...], dict[str, Any]], common: Any) -> Any:
-        """Run a method with this worker's own arguments and the common ones; a result that nobody wants stays here.
+        """Run a method with this worker's own arguments and the common ones; return its result only if `returns`.
 
-        An argument that is an ObjectRef arrives as the value it stands for, as in any call of Ray's.
+        An ObjectRef among the arguments is replaced by its value, as in any call of Ray.
         """
         if self._worker is None:
             raise WorkerLostError(
-                f"rank {self._rank} was started again by Ray and is empty; call rebuild_worker({self._rank})",
+                f"rank {self._rank} has no worker: Ray restarted its process. Call rebuild_worker({self._rank})",
                 rank=self._rank,
             )
         args, kwargs = own
         named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
         with _raised_as_sendable():
             result = getattr(self._worker, method)(*map(_value, args), **named)
-            if inspect.isgenerator(result):  # Ray would take its first item for the result (2.60)
+            if inspect.isgenerator(result):  # Ray 2.60 would use its first item as the result
                 raise TypeError(f"{method} returned a generator; return a list instead")
         return result if returns else None
 
 
 def _open_store(address: str) -> TCPStore:
-    """Return a store that listens on a free port of this node's address alone.
-
-    Left to itself, TCPStore listens on every interface, and it asks nobody who connects for a proof. torch takes the
-    socket over, so it is detached here (torch 2.13, TCPStore's master_listen_fd).
-    """
+    """Return a rendezvous store that listens on a free port of this node's address only."""
+    # By default TCPStore listens on every interface, and it does not authenticate its clients. torch owns the socket
+    # from here on, so it is detached (torch 2.13, TCPStore's master_listen_fd).
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family, backlog=512) as listening:
         port: int = listening.getsockname()[1]
@@ -106,10 +103,8 @@ def _open_store(address: str) -> TCPStore:
 
 @contextmanager
 def _raised_as_sendable() -> Iterator[None]:
-    """Raise a RuntimeError with the same text in place of an exception that cannot be pickled and unpickled.
-
-    Ray 2.60 ends the actor when an exception raises in its own `__reduce__`, and the group would be told of a death.
-    """
+    """Replace an exception that cannot be pickled and unpickled by a RuntimeError with the same text."""
+    # Ray 2.60 ends the actor when an exception's own `__reduce__` raises, and the group would report a dead worker.
     try:
         yield
     except Exception as error:

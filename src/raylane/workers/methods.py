@@ -1,4 +1,4 @@
-"""Checks a call against the worker class, on the driver, before anything is sent. Pure; called by `WorkerGroup`."""
+"""Checks of a call against the worker class, on the driver, before anything is sent. Pure; used by `WorkerGroup`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["check_call", "check_constructor", "check_worker_class"]
 
 
 def check_worker_class(worker_class: object) -> None:
-    """Raise TypeError unless this is a plain class."""
+    """Raise TypeError unless `worker_class` is a plain class."""
     if not isinstance(worker_class, type):
         raise TypeError(
-            f"a worker group takes a plain class, got {type(worker_class).__name__}; "
-            "if it is decorated with @ray.remote, take the decorator off: the group makes the actors itself"
+            f"worker_class must be a plain class, got {type(worker_class).__name__}. "
+            "If it is decorated with @ray.remote, take the decorator off: the group makes the actors itself"
         )
 
 
 def check_call(worker_class: type, method: str, num_positional: int, keywords: Iterable[str]) -> None:
     """Raise unless `worker_class` has this public method and it accepts these arguments.
 
-    AttributeError: no such method (the close names are given); TypeError: an argument is missing, unknown or given
-    twice, or the method is a coroutine or a generator, whose results could not be sent as one value.
+    AttributeError if the method does not exist (the message suggests a similar name). TypeError if an argument is
+    missing, unknown or given twice, or if the method is a coroutine or a generator, which has no single result.
     """
     function = _method(worker_class, method)
     where = f"{worker_class.__name__}.{method}"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"{where} is asynchronous; workers of a group run plain methods")
+        raise TypeError(f"{where} is asynchronous; workers of a group run plain methods. Make the method synchronous")
     if inspect.isgeneratorfunction(function):
-        raise TypeError(f"{where} is a generator; return a list instead")
+        raise TypeError(f"{where} is a generator. Return a list instead")
     signature = inspect.signature(function)
     bound_to_self = not isinstance(inspect.getattr_static(worker_class, method), (staticmethod, classmethod))
     try:
@@ -40,7 +40,7 @@ def check_call(worker_class: type, method: str, num_positional: int, keywords: I
 
 
 def check_constructor(worker_class: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError when the class cannot be constructed with these arguments."""
+    """Raise TypeError if the class cannot be constructed with these arguments."""
     signature = inspect.signature(worker_class)
     try:
         signature.bind(*args, **kwargs)
@@ -49,6 +49,7 @@ def check_constructor(worker_class: type, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _method(worker_class: type, method: str) -> Callable[..., Any]:
+    """Return a public method of the class. AttributeError with a suggestion if there is no such method."""
     function: Any = getattr(worker_class, method, None)
     if callable(function) and not method.startswith("_"):
         return function  # type: ignore[no-any-return]

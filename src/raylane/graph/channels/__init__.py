@@ -1,1 +1,1 @@
-"""How values travel along edges: rings and leased buffers within a host, hops between hosts."""
+"""Channels of a graph: rings and leased memory within a host, peer links between hosts."""

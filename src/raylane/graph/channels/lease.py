@@ -141,6 +141,7 @@ class LeasePool:
         self.timeout_s = timeout_s
         """Seconds that `lend` waits for readers to return memory."""
         self.read_within = read_within
+        # A pool of its own (in tests) is never told to end.
         self.lifecycle = lifecycle or Lifecycle()
         self._granted = 0
         self._numbers = itertools.count()

@@ -30,12 +30,12 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from raylane.core.deadline import Deadline
+from raylane.core.watcher import Watch, watcher
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
 from raylane.graph.channels.ring import RingWriter
 from raylane.graph.lifecycle import Lifecycle
 from raylane.graph.values.message import Message
-from raylane.graph.watch import Watch, watcher
 from raylane.transport import wire
 from raylane.transport.link import Address, Link
 
@@ -173,7 +173,7 @@ class PeerLink:
     def _connect(self, deadline: Deadline) -> None:
         target = self.target
         try:
-            link = Link(target.address, target.secret, deadline, who=target.own_name, peer=target.name)
+            link = Link(target.address, target.secret, deadline, client=target.own_name, peer=target.name)
         except TransportError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
                 raise PeerRefused(f"no process listens at {target.address} any more") from error

@@ -113,6 +113,7 @@ class PeerNetwork:
             ]
             channel = InboundChannel(RingWriter(segment, ring_spec, doorbells, self._pools[relay.source]))
             self._inbound[relay.channel] = channel
+            # Links are not open yet: the relay gets its onward writer in `connect`.
             if relay.onward.links:
                 self._relays.append((channel, relay.channel, relay.onward.links, relay.slots))
         endpoints.endpoint().streams[spec.key] = self._accept  # last: from now on peers may connect
@@ -146,12 +147,14 @@ class PeerNetwork:
             link = self.links[to.member, to.level] = PeerLink(target, spec.timeout_s, self)
             try:
                 link.open(deadline)
-            except PeerRefused as error:
-                raise GraphClosedError(
-                    f"{target.own_name} cannot connect to {target.name}, which ended or left the graph while it was "
-                    f"compiled: {error}"
-                ) from error
-            except TransportError as error:
+            except (PeerRefused, TransportError) as error:
+                # A peer that fails to join closes its connections. That is a consequence: its own error is the cause,
+                # and the driver prefers any other error to GraphClosedError.
+                if isinstance(error, PeerRefused) or isinstance(error.__cause__, ConnectionError):
+                    raise GraphClosedError(
+                        f"{target.own_name} cannot connect to {target.name}, which ended or left the graph while it "
+                        f"was compiled: {error}"
+                    ) from error
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
                     f"{target.own_name} cannot connect to {target.name} at {target.address}: {error}. The hosts of a "

@@ -132,7 +132,7 @@ class Receiver:
             if sock.family != socket.AF_UNIX:
                 enable_keepalive(sock)
             # The sender waits for this answer before its first frame, so no frame can arrive before it.
-            sock.sendall(wire.pack(wire.Streaming(list(self._expected.items()), time.perf_counter())))
+            sock.sendall(wire.pack_frame(wire.Streaming(list(self._expected.items()), time.perf_counter())))
             reader = FrameReader(sock)
             while True:
                 header = frames.unpack_header(reader.exactly(frames.HEADER_BYTES))

@@ -57,11 +57,13 @@ class AsyncioBridge:
 
         The caller resolves the future when the result is done; the timer resolves it after `timeout_s`.
         """
+        # Attached at the first await, not at compile: only then is it known which event loop waits.
         if self._loop is not loop and not self._attach(loop):
             return None
         future: asyncio.Future[None] = loop.create_future()
         if self._timeout_s is not None:
             deadlines = self._deadlines
+            # Results usually arrive long before their deadline: drop them here, so that the timer finds few entries.
             while deadlines and deadlines[0][1].done():
                 deadlines.popleft()
             deadlines.append((time.monotonic() + self._timeout_s, future))
@@ -130,6 +132,7 @@ class AsyncioBridge:
 
 def _detach(loop: asyncio.AbstractEventLoop, fd: int, timer: asyncio.TimerHandle | None) -> None:
     """Remove the reader from the loop. Runs on the loop's own thread, or while the loop does not run."""
+    # Remove first: after the close another file could get the number, and the loop would watch that one.
     loop.remove_reader(fd)
     if timer is not None:
         timer.cancel()

@@ -71,6 +71,7 @@ class ChannelSetup:
             for name, who in zip(self._plan.members, [str(here()), *(info.name for info in infos)], strict=True)
         )
         """Name of each member for messages."""
+        # Compare hosts by kernel, pid namespace and user, not by name: two containers of one machine differ.
         self._hosts = [host_of(here(), os.environ.get(HOST_VARIABLE, ""))]
         self._hosts += [host_of(info.place, info.host) for info in infos]
         self._routes = connections.routes = routing.routes(self._plan, self._hosts)
@@ -85,6 +86,7 @@ class ChannelSetup:
         self._sources: dict[int, Source] = {}
         """Address of each process with a link."""
         inputs = [edge for edge in self._plan.edges if edge.writer == DRIVER]
+        # Inputs of `max_inflight` executions may be unread; each execution leases at most once for each input edge.
         connections.pool = LeasePool(
             max_lent_bytes, timeout_s, max_inflight * len(inputs), lifecycle=connections.lifecycle
         )
@@ -249,6 +251,7 @@ class ChannelSetup:
             graph=self.graph,
             member=member,
             plan=share_of(self._plan, member),
+            # A driver on another host has another pid namespace or kernel: its link notices its end.
             owner=here() if same_host else None,
             owner_name=_ray.describe_self(),
             inbound={edge.index: self._inbound(edges[edge.index], member) for edge in self._plan.edges_to(member)},

@@ -19,6 +19,7 @@ def complete_result(plan: Plan, result: GraphResult, values: list[Any]) -> None:
         _report_leaves(plan, result, values)
     if result._done:
         return
+    # The first error in the order of the output, so that the same failure gives the same error each time.
     for value in plan.output_values:
         if type(values[value]) is Failure:
             output, error = None, values[value].error

@@ -12,6 +12,7 @@ from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
 from raylane.core.place import alive, here
+from raylane.core.watcher import Watch, watcher
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -24,7 +25,6 @@ from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER, Plan
 from raylane.graph.plan.routing import CONTROL_LEVEL, Routes
-from raylane.graph.watch import Watch, watcher
 from raylane.graph.worker.program import ActorInfo
 
 EXIT_S = 1.0
@@ -54,6 +54,7 @@ class Connections:
         self.pool: LeasePool | None = None
         """Memory for inputs."""
         self.leases = LeaseReader()
+        # Looked up now: an error message must not need a handle whose actor is dead.
         ids = [_ray.actor_id_of(actor) for actor in self.actors]
         self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle)
         self._watches: list[Watch] = []
@@ -102,6 +103,7 @@ class Connections:
         """
         self.control.on_failure = on_failure
 
+        # Called on the watcher's thread or on that of a link.
         def ended(member: int) -> None:
             self.control.dead.add(member)
             on_end(self.control.died(member))

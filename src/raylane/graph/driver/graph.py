@@ -72,9 +72,11 @@ class CompiledGraph:
             left = deadline.left_s()
             if left is not None and left <= 0:
                 raise self._submitter.timeout_error() from None
+            # Readers post no doorbell when they return memory, so this is the one wait that polls.
             if reason is NoMemory:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
+            # Another thread holds the submit lock, perhaps pickling a large input: wait on a thread, not in the loop.
             if reason is SubmitBusy:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(None, self._submitter.wait_until_unlocked, left)
@@ -137,6 +139,7 @@ class CompiledGraph:
         this at exit and, without waiting, when the graph is garbage.
         """
         self._collector.fail(GraphClosedError("the graph was torn down; compile it again"))
+        # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
         self._connections.close(timeout)
 

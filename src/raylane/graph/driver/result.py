@@ -187,6 +187,7 @@ class GraphResult:
         assert error is not None
         raised = _ray.raised_form(error)
         if raised is error and isinstance(error, RaylaneError):
+            # `copy` does not copy the cause, which holds the remote traceback.
             raised = copy.copy(error)
             raised.__cause__ = error.__cause__
         raise raised.with_traceback(None)
@@ -250,6 +251,7 @@ def _collect_all(sources: list[ResultSource], ready: Callable[[], bool], deadlin
             if other is not source:
                 other.notify()
 
+    # A thread for each further graph: one thread cannot wait for two semaphores.
     threads = [
         threading.Thread(target=collect, args=(source,), name="raylane-wait", daemon=True) for source in sources[1:]
     ]

@@ -79,6 +79,7 @@ def draw(plan: Plan, channels: Channels | None = None, *, max_inflight: int | No
     under the mouse pointer.
     """
     ways = {edge.index: list((channels or {}).get(edge.index, ())) for edge in plan.edges}
+    # Columns, then tracks, then coordinates: each step needs only those before it.
     boxes = _boxes(plan)
     page = _Page(plan, boxes, ways)
     lines = [line for edge in plan.edges for line in page.edge(edge)]

@@ -168,6 +168,7 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     """Return the width of each column: that of its widest cell, with the widest columns narrowed until all fit."""
     widths = [max(1, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
     room = WIDTH - 2 * len(widths)
+    # Narrow the widest column one by one: short columns such as names keep their width.
     while sum(widths) > room and max(widths) > LEAST_CELL:
         widths[widths.index(max(widths))] -= 1
     return widths

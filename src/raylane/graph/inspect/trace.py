@@ -101,6 +101,7 @@ class _Trace:
         """Add the slice of an execution, in the first free row of the driver."""
         start = self._ns(submitted_s)
         end = max(self._ns(completed_s), start + 1)
+        # Reuse the rows of executions that have ended, lowest number first: the picture stays compact.
         while self.busy_rows and self.busy_rows[0][0] <= start:
             heapq.heappush(self.free_rows, heapq.heappop(self.busy_rows)[1])
         row = heapq.heappop(self.free_rows) if self.free_rows else len(self.busy_rows)
@@ -112,6 +113,7 @@ class _Trace:
     def add_call(self, task: int, number: int, ready_s: float, start_s: float, end_s: float, sent_s: float) -> None:
         """Add the slices of a call: waiting, the call itself, sending."""
         member = self.plan.tasks[task].member
+        # Time before the submission is idle time of the actor, not a wait for inputs.
         ready = max(self._ns(ready_s), self.until[member], self.submitted.get(number, (0, 0))[0])
         start = max(self._ns(start_s), self.until[member])
         end = max(self._ns(end_s), start + 1)
@@ -130,6 +132,7 @@ class _Trace:
         begins = self.submitted if source == INPUT else self.sent[source]
         for reader in edge.readers:
             ends = self.submitted if reader == DRIVER else self.called[reading_task(self.plan, edge.index, reader)]
+            # Records are kept for a limited number of executions, so one end may be missing.
             for number in begins.keys() & ends.keys():
                 self._arrow(edge, reader, number, begins[number][0], ends[number])
 

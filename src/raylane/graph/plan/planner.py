@@ -1,4 +1,4 @@
-"""Planner: makes a `Plan` from nodes. It decides which calls belong to a graph and which values go to whom. Pure.
+"""Planner: makes a `Plan` from nodes. It decides which calls belong to a graph and which member gets which value. Pure.
 
 Calls are found from the output backwards, and from the input forwards (calls that no output needs are *leaves*). The
 member that computes a value applies selections, so that `x["a"]` or one part of a scatter is sent alone. Results that
@@ -72,6 +72,7 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
         source = node if isinstance(node, n.InputNode) else node.input if isinstance(node, n.CallNode) else None
         if source is not None and id(source) not in inputs:
             inputs[id(source)] = source
+            # The input knows every call bound to it, so calls that no output needs (leaves) are found too.
             waiting.extend(source._calls)
         waiting.extend(_nodes_of(node))
     _refuse_cycles(seen)
@@ -79,6 +80,7 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
         raise GraphPlanError(
             f"the graph has {len(inputs)} InputNodes; use one, and x[0], x[1], x.name for several inputs"
         )
+    # The order of binding is the default order of each actor, as in a program that makes the calls itself.
     calls = sorted((node for node in seen.values() if isinstance(node, n.CallNode)), key=lambda call: call.number)
     if not calls:
         raise GraphPlanError(f"compile({output!r}): the graph calls no actor; bind at least one method")
@@ -116,6 +118,7 @@ class _Planner:
 
     def build(self, output: n.Node, order: Mapping[Any, Sequence[n.Node]]) -> Plan:
         member_of = [self.keys[self.identify(call.actor)] for call in self.calls]
+        # Arguments and output first: every value that is sent gets its number while they are converted.
         drafts = [self._draft(call) for call in self.calls]
         if isinstance(output, n.MultiOutputNode):
             result: Expression = Build("list", tuple(self._expression(node) for node in output.nodes))
@@ -124,6 +127,8 @@ class _Planner:
         used = {self.numbered[value].source for draft in drafts for value in draft[2]}
         used |= {self.numbered[value].source for value in values_in(result)}
         needed = self._needed_by(result, drafts)
+        # The driver must learn that a leaf has ended, or its slots would be written again too early: it collects a
+        # value without content, which also carries the error of a leaf that failed.
         leaves = tuple((self._value(task, DONE), task) for task in range(len(self.calls)) if task not in used)
         tasks = tuple(
             Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed)
@@ -151,6 +156,7 @@ class _Planner:
         args = tuple(self._argument(arg) for arg in call.args)
         kwargs = tuple((key, self._argument(arg)) for key, arg in call.kwargs.items())
         reads = tuple(dict.fromkeys(v for e in [*args, *(e for _, e in kwargs)] for v in values_in(e)))
+        # A call without values would run at any time: the mere arrival of the input starts it once per execution.
         return args, kwargs, reads or (self._value(INPUT, DONE),)
 
     def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
@@ -204,6 +210,7 @@ class _Planner:
             raise GraphPlanError(
                 f"an argument is a {type(value).__name__} that holds nodes and itself: remove the cycle"
             )
+        # Removed again below, so that one container may be used in several arguments.
         self.building.add(id(value))
         items = tuple(self._argument(item) for item in (value.values() if type(value) is dict else value))
         self.building.remove(id(value))
@@ -299,6 +306,7 @@ def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
 
 
 def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
+    # One edge for each value, whatever the number of readers: the value is serialised and written once.
     readers: dict[int, set[int]] = {value.index: set() for value in values}
     for task in tasks:
         for value in task.reads:
@@ -308,6 +316,7 @@ def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[in
     edges: list[Edge] = []
     for found in values:
         writer = DRIVER if found.source == INPUT else tasks[found.source].member
+        # The writer itself keeps the value as an object: nothing is sent to it.
         others = tuple(sorted(readers[found.index] - {writer}))
         if others:
             edges.append(Edge(len(edges), found.index, writer, others))

@@ -65,6 +65,7 @@ def order_of(
         assert sorted(tasks) == [t for t, m in enumerate(task_members) if m == member], f"order of {member}: {tasks}"
         for earlier, later in pairwise(tasks):
             before[later].add(earlier)
+    # Where no valid order exists, the wish of the user stands: the check then names the cycle with those calls.
     order: list[list[int]] = [[] for _ in range(max(task_members, default=DRIVER) + 1)]
     for task in _global_order(before, needs):
         order[task_members[task]].append(task)
@@ -83,7 +84,10 @@ def _global_order(before: Sequence[Collection[int]], needs: Sequence[Collection[
     order = []
     while left:
         if not ready:
+            # No task is free: the wanted orders contradict the data. Continue all the same, so that the check can name
+            # the cycle in terms of the user's calls.
             ready = [min((t for t in left if left.isdisjoint(needs[t])), default=min(left))]
+        # A heap, so that equal plans get equal orders in every process and in every run.
         task = heapq.heappop(ready)
         left.remove(task)
         order.append(task)
@@ -119,6 +123,7 @@ def _driver_arcs(plan: Plan, max_inflight: int) -> Iterable[Arc]:
         yield Arc(
             earlier, later, 0, f"{_name(plan, later)} waits for {_name(plan, earlier)}: the driver sends in this order"
         )
+    # The submit lock: one execution is submitted completely before the next one begins.
     yield Arc(turn[-1], SUBMIT, 1, f"{_name(plan, SUBMIT)} waits for the previous submission")
     for edge in plan.edges_to(DRIVER):
         collect: Event = ("collect", edge.index)
@@ -209,6 +214,7 @@ def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -
     needs = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
     kept = dict(enumerate(plan.order))
     attempts = [{m: order for m, order in kept.items() if m != member} for member in members]
+    # Prefer the smallest change: one member, else all members at once.
     for wanted in [*attempts, {}]:
         order = order_of(task_members, needs, wanted)
         if _cycle(dataclasses.replace(plan, order=order), max_inflight, slots) is None:
@@ -229,6 +235,7 @@ def _cycle(plan: Plan, max_inflight: int, slots: int) -> list[Arc] | None:
     for arc in arcs_of(plan, max_inflight, slots):
         if arc.tokens == 0:
             blocking.setdefault(arc.after, []).append(arc)
+    # First find all events that can never happen; only among them the shortest cycle is searched.
     stuck = _never_reached(blocking)
     cycles = (_shortest_from(event, blocking, stuck) for event in sorted(stuck))
     return min((cycle for cycle in cycles if cycle), key=len, default=None)
@@ -252,6 +259,7 @@ def _never_reached(blocking: Mapping[Event, Sequence[Arc]]) -> set[Event]:
 
 def _shortest_from(start: Event, blocking: Mapping[Event, Sequence[Arc]], stuck: Collection[Event]) -> list[Arc]:
     """Return the shortest path from an event, along the events it waits for, back to itself; empty if there is none."""
+    # Breadth first: the first path that returns to `start` is a shortest one.
     came_by: dict[Event, Arc] = {}
     waiting = deque([start])
     while waiting and start not in came_by:

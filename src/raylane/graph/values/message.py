@@ -112,11 +112,14 @@ class Encoder:
         """
         if value is None:
             return SIGNAL
+        # torch may be imported after the encoder was created, and then the pickler must recognise tensors.
         if not self._knows_torch and "torch" in _modules:
             self._renew()
         buffers = self._buffers
         try:
             body = self._pickled(value)
+            # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
+            # the class itself. The text may also be the user's own; then cloudpickle is only slower.
             if b"__main__" not in body:
                 if not buffers and len(body) < _KEPT_BYTES:
                     return _message(Message, (VALUE, body, (), None))
@@ -191,13 +194,15 @@ def _with_tensors(value: Any) -> Message:
     from raylane.transport import codec
 
     try:
-        skeleton, leaves = codec.encode(value)
-        layout = codec.plan(leaves)
+        skeleton, leaves = codec.encode_value(value)
+        layout = codec.plan_layout(leaves)
     except ray.exceptions.RayError:
         raise
     except Exception as error:
         raise _unpicklable(value, error) from error
+    # The dispatch table of the fast pickler refuses refs; cloudpickle has a reducer of its own for them.
     _check_for_refs(skeleton)
+    # The layout keeps the tensors alive until the message was written.
     specs, held = layout.specs, layout
     buffers: list[Any] = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
     if len(buffers) > MAX_BUFFERS:
@@ -215,6 +220,7 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
     for start, block in zip(starts, blocks, strict=True):
         joined[start : start + block.nbytes] = block
     moved = [
+        # A negative block number marks a leaf without bytes.
         spec if spec.block < 0 else msgspec.structs.replace(spec, block=0, offset=spec.offset + starts[spec.block])
         for spec in specs
     ]
@@ -233,6 +239,7 @@ def _check_for_refs(data: bytes) -> None:
 
 def _names_global(data: bytes, module: str, name: str) -> bool:
     """Return True if a pickle refers to the global `module.name`. Costs about 1 us for each operation of the pickle."""
+    # Strings reach STACK_GLOBAL either directly or through the memo, so both are followed.
     memo: dict[int, Any] = {}
     argument: Any
     below: Any = None
@@ -276,9 +283,10 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
 
     skeleton, packed = pickle.loads(body)
     specs = msgspec.msgpack.decode(packed, type=list[codec.LeafSpec])
+    # A tensor cannot be read-only, and a write into shared memory would change the value of other readers.
     if shared and any(spec.kind != codec.ARRAY for spec in specs):
         buffers = [bytearray(buffer) for buffer in buffers]
-    return codec.decode(skeleton, codec.build(specs, buffers))
+    return codec.decode_value(skeleton, codec.build_leaves(specs, buffers))
 
 
 def duplicate(message: Message) -> Any:
@@ -300,8 +308,9 @@ def encode_error(error: BaseException) -> Message:
         file = io.BytesIO()
         try:
             _ray.CloudPickler(file, protocol=5).dump(attempt)
+            # Try it here: an error that cannot be unpickled would raise a second error in every reader.
             pickle.loads(file.getvalue())
         except Exception:
             continue
         return Message(ERROR, file.getvalue())
-    raise AssertionError("an error of ours cannot be pickled")
+    raise AssertionError("an error of raylane cannot be pickled")

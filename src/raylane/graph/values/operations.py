@@ -39,6 +39,7 @@ def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = 
     if kind is Const:
         constant: Any = expression
         return copy_containers(constant.value, made) if constant.mutable else constant.value
+    # Type checks in the order of frequency: most arguments are values or constants.
     if isinstance(expression, Build):
         items = [evaluate(item, values, made) for item in expression.items]
         if expression.kind == "dict":

@@ -193,6 +193,7 @@ class Executor:
         The report lets the result fail at once: the message itself travels along the edges and waits wherever values
         wait.
         """
+        # One report for each execution: the reports ring has one slot for it.
         if report and self._reported != self.execution:
             self._reported = self.execution
             self._callbacks[1](self.execution, message, self._flags)
@@ -217,6 +218,7 @@ class Executor:
                     to_driver = DRIVER in plan.edges[edge].readers
                     found.outputs.append(_OutboundEdge(value.steps, write, value.index in plan.fatal_values, to_driver))
             seen_by_driver = any(edge.fatal and not edge.reports for edge in found.outputs)
+            # The driver reads errors on its own edges anyway; a report would only come twice.
             found.reports = index in plan.fatal_tasks and not seen_by_driver
             prepared.append(found)
         return prepared
@@ -325,6 +327,7 @@ class Executor:
             try:
                 self._send(edge, result, task)
             except PoolFull:
+                # The rest is encoded now: code of the actor may change the values before there is memory.
                 waiting = [(later, self._message(later, result, task)) for later in task.outputs[position:]]
                 self._blocked = _BlockedSend(task, waiting, Deadline(self._timeout_s), (started, returned))
                 return
@@ -346,6 +349,7 @@ class Executor:
                 message = self._failed(error_message(timeout, blocked.task.label), edge.fatal)
                 edge.write(self.execution, message, self._flags)
             except BaseException as error:
+                # Even the error cannot be written: the loop ends this graph.
                 if message.kind == ERROR:
                     raise
                 blocked.waiting[0] = edge, self._failed(error_message(error, blocked.task.label), edge.fatal)
@@ -382,6 +386,7 @@ class Executor:
                     result = task.call(*args, **kwargs)
             return self._run_coroutine(result) if type(result) is CoroutineType else result
         except (SystemExit, ray.exceptions.AsyncioActorExit):  # ray.actor.exit_actor
+            # Ray ends the actor later; until then no method of this graph may run.
             self._exiting = True
             exited = GraphError(f"{task.label} exited its actor")
             return Failure(self._failed(error_message(exited, task.label), False))

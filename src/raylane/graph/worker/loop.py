@@ -11,17 +11,14 @@ posts the process's one doorbell.
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from raylane.core.place import Place, alive, here
 from raylane.core.semaphore import post
 from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import POLL_INTERVAL_S
@@ -133,6 +130,7 @@ class GraphLoop:
         self.doorbell.consumed -= 1  # `add` has posted the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = own = equal or _SharedThreadState(state)
+        # A new tuple each time: other threads may iterate over the old one.
         self.sessions = (*self.sessions, session)
         if self._applied is None:
             self._apply(own)
@@ -154,6 +152,7 @@ class GraphLoop:
     def _run(self) -> None:
         doorbell = self.doorbell
         while True:
+            # `_arriving` is read without the lock: `add` posts the doorbell afterwards, so no entry is missed for long.
             if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
             busy = False
@@ -195,6 +194,7 @@ class GraphLoop:
             if self.sessions:
                 return True
             self._applied = None  # the next thread has default settings
+            # Under the lock: `add` either finds this thread still serving, or starts a new one.
             self._thread = None
             return False
 
@@ -222,36 +222,10 @@ class GraphLoop:
         if session.lifecycle.state is State.ORPHANED:
             log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
         self.sessions = tuple(other for other in self.sessions if other is not session)
+        # The sum over sessions shrinks by the same number: the balance of posts stays as it was.
         self.doorbell.consumed -= session.messages_read
         del self._thread_states[session]
         session.close()
-
-
-class OwnerWatch:
-    """Check whether a driver on this host still runs. Uses a pidfd, which a later process cannot take over."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._poll: select.poll | None = None
-        self._fd: int | None = None
-        mine = here()
-        if place.same_host(mine) and place.pid_namespace == mine.pid_namespace and alive(place):
-            with contextlib.suppress(OSError):
-                self._fd = os.pidfd_open(place.pid)
-                self._poll = select.poll()
-                self._poll.register(self._fd, select.POLLIN)
-
-    def ended(self) -> bool:
-        """Return True if the process has ended; False for one that cannot be watched (its link notices the end)."""
-        if self._poll is None:
-            return False
-        return bool(self._poll.poll(0)) or not alive(self._place)
-
-    def close(self) -> None:
-        """Close the pidfd. A second call does nothing."""
-        fd, self._fd, self._poll = self._fd, None, None
-        if fd is not None:
-            os.close(fd)
 
 
 _loop: GraphLoop | None = None

@@ -20,6 +20,7 @@ from typing import Any
 from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
+from raylane.core.place import alive
 from raylane.core.semaphore import Segment, try_wait
 from raylane.errors import GraphError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -32,7 +33,7 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
-from raylane.graph.worker.loop import OwnerWatch, graph_loop
+from raylane.graph.worker.loop import graph_loop
 from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -53,10 +54,12 @@ class Session:
         self.name = program.graph
         self.actor_name = _ray.describe_self()
         self.owner_name = program.owner_name
+        self._owner = program.owner
         self._network = network
         self.lifecycle = Lifecycle() if network is None else network.lifecycle
         self._exclusive_instance = instance if program.exclusive else None
         if network is not None:
+            # Links first: writers below need them.
             network.connect(program.links, Deadline(program.timeout_s))
         # The driver admits an execution only when the one `max_inflight` before it was read by every reader.
         read_within = program.max_inflight * len(program.outbound)
@@ -89,8 +92,7 @@ class Session:
             on_failure=self._report_failure,
             timeout_s=program.timeout_s,
         )
-        # Last, when nothing can fail any more: these are descriptors, and a session that was not created is not closed.
-        self._owner = None if program.owner is None else OwnerWatch(program.owner)
+        # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = None if program.wake is None else self._fetch_wake_fd(program, *program.wake)
         """Reason why this process cannot wake the driver's asyncio loop; None if it can."""
 
@@ -116,6 +118,7 @@ class Session:
     def _fetch_wake_fd(self, program: Program, pid: int, fd: int) -> str | None:
         """Fetch the driver's eventfd and give it to all writers to the driver. Return the reason if that fails."""
         try:
+            # A copy of the driver's descriptor. Fetched now, at compile, while the number certainly means the eventfd.
             self._wake_fd = wake.fetch(pid, fd)
         except OSError as error:
             return str(error)
@@ -188,15 +191,13 @@ class Session:
 
     def check_owner(self) -> None:
         """Advance the lifecycle to ORPHANED if the driver on this host has ended."""
-        if self._owner is not None and self._owner.ended():
+        if self._owner is not None and not alive(self._owner):
             self.lifecycle.advance(Event.OWNER_GONE)
 
     def close(self) -> None:
         """Release everything. Leased memory stays valid for the readers that keep it."""
         self.lifecycle.advance(Event.CLOSE)  # first: no thread of the network waits or reconnects from now on
         self.executor.close()
-        if self._owner is not None:
-            self._owner.close()
         if self._network is not None:
             self._network.close()
         fd, self._wake_fd = self._wake_fd, None

@@ -1,1 +1,1 @@
-"""One file per way to move bytes, behind the contract in `base`."""
+"""Transports: one module for each way to move the bytes of a value."""

@@ -1,7 +1,7 @@
-"""The contract of a transport: one file, one object, found by name in the registry, addable from another package.
+"""The contract of a transport: one module, one object, found by name in the registry, addable from another package.
 
-A backend moves the blocks of one value from their source into this process. What it can do is a frozen record that the
-chooser reads; whether it can connect two given places is a pure question with an answer in words.
+A backend moves the blocks of one value from their source into this process. A frozen record states its capability for
+the chooser, and `refusal` is a pure function that explains why a backend cannot connect two given places.
 """
 
 from __future__ import annotations
@@ -22,118 +22,121 @@ if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
 
 SMALL_BLOCK_BYTES = 1 << 16
-"""Blocks below this share one buffer: a thousand small tensors are one allocation."""
+"""Size below which blocks share one buffer, so that a thousand small tensors need one allocation."""
+_BLOCK_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What a transport is for; `summary` is one line for people."""
+    """The distances that a transport covers; `summary` is one line for people."""
 
     summary: str
     same_process: bool = False
     same_host: bool = False
     across_hosts: bool = False
     calls_ray: bool = False
-    """Whether a read uses Ray itself, which is not possible while Ray unpickles the ticket."""
+    """True if a read calls Ray, which is not possible while Ray unpickles the ticket."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """What a read brought."""
+class FetchResult:
+    """The blocks that a transport received, and the state of the value in its source."""
 
     blocks: list[Any]
-    """ctypes arrays, one per block of the ticket, owned by whoever holds them."""
+    """One ctypes array for each block of the ticket, owned by its holders."""
     mutated: bool
-    """Whether the source saw a write since publication (False where the transport cannot tell)."""
+    """True if the source found a write since publication; False if there was none or the transport cannot tell."""
     creator_read: bool
-    """Whether the producing process received the same value itself before."""
+    """True if the producing process itself has received the value before."""
 
 
 class Backend(abc.ABC):
-    """One way to move bytes. Stateless, or thread-safe; per-process state lives in the endpoint."""
+    """One way to move bytes. Stateless or thread-safe; state of the process belongs in the endpoint."""
 
     name: str
     capability: Capability
 
     @abc.abstractmethod
     def refusal(self, source: Source, here: Place) -> str | None:
-        """Why this transport cannot bring a value from `source` to `here`; None if it can. Pure."""
+        """Return why this transport cannot bring a value from `source` to `here`, or None if it can. Pure."""
 
     @abc.abstractmethod
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
-        """Bring the blocks. Waits, at most until the deadline. Raises SourceLostError, TensorFreedError,
-        TransferTimeoutError, ProtocolError; TransportUnavailableError when this way turns out not to exist, after which
-        `auto` takes the next."""
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Fetch the blocks of a value; wait at most until the deadline.
+
+        Raises SourceLostError, TensorFreedError, TransferTimeoutError or ProtocolError. TransportUnavailableError means
+        that this transport turned out not to work between the two processes; `auto` then tries the next one.
+        """
 
 
-def freed(ticket: Ticket) -> TensorFreedError:
-    """The error for a value that its source, which is alive, no longer holds."""
+def freed_error(ticket: Ticket) -> TensorFreedError:
+    """Return the error for a value that its source, which is alive, no longer holds."""
     source = ticket.origin()
     return TensorFreedError(
-        f"{source} has freed this value: every ref to it was gone, or the process that owned the ref has died. "
-        "Keep the ref (in a process that stays) until all readers are done",
+        f"could not read a value: {source} has freed it, because every ref to it was gone or the process that owned "
+        "the ref has died. Keep the ref (in a process that stays alive) until all readers are done",
         source=source.label,
         key=ticket.key.hex(),
     )
 
 
-def moved(ticket: Ticket) -> TensorFreedError:
-    """The error for a value whose memory its owner has freed, resized or re-pointed although refs to it live."""
+def moved_error(ticket: Ticket) -> TensorFreedError:
+    """Return the error for a value whose owner freed, resized or re-pointed the memory while refs to it exist."""
     source = ticket.origin()
     return TensorFreedError(
-        f"{source} has freed, resized or re-pointed the memory of a tensor of this value (untyped_storage().resize_, "
-        "resize_, set_, `.data =`, share_memory_, ndarray.resize) since it was published. Leave published tensors in "
-        "place until raylane.wait_tensor_freed(tensor), or publish with snapshot=True",
+        f"could not read a value: {source} has freed, resized or re-pointed the memory of one of its tensors "
+        "(untyped_storage().resize_, resize_, set_, `.data =`, share_memory_, ndarray.resize) since the value was "
+        "published. Leave published tensors in place until raylane.wait_tensor_freed(tensor), or publish with "
+        "snapshot=True",
         source=source.label,
         key=ticket.key.hex(),
     )
 
 
-def timed_out(ticket: Ticket, deadline: Deadline) -> TransferTimeoutError:
-    """The error for a transfer that its deadline ended; the value is unharmed."""
+def timeout_error(ticket: Ticket, deadline: Deadline) -> TransferTimeoutError:
+    """Return the error for a transfer that exceeded its deadline; the published value is unharmed."""
     return TransferTimeoutError(
-        f"{ticket.nbytes} bytes from {ticket.origin()} did not arrive within {deadline.timeout_s} s; raise the timeout "
+        f"could not read {ticket.nbytes} bytes from {ticket.origin()} within {deadline.timeout_s} s. Raise the timeout "
         "(or RAYLANE_TIMEOUT_S) if the value is that large",
         source=ticket.origin().label,
     )
 
 
-def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
-    """Warm memory for every block: large ones each their own, small ones in one shared buffer. TransportError if this
-    process has no more memory."""
-    try:
-        return _allocate(ticket, endpoint)
-    except OSError as error:
-        raise cannot_receive(ticket, error) from error
-
-
-def cannot_receive(ticket: Ticket, error: OSError) -> TransportError:
-    """The reader, not the source, is in trouble."""
+def receive_error(ticket: Ticket, error: OSError) -> TransportError:
+    """Return the error for a reader (not a source) that has no memory or descriptors left."""
     return TransportError(
-        f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error.strerror}; free memory, or "
-        "descriptors (ulimit -n), here",
+        f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error.strerror}. Free memory or "
+        "descriptors (ulimit -n) in this process",
         source=ticket.origin().label,
     )
 
 
-def _allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
-    small = [i for i, block in enumerate(ticket.blocks) if block.nbytes < SMALL_BLOCK_BYTES]
+def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
+    """Return pooled memory for every block: a buffer of its own for a large block, one shared buffer for small ones.
+
+    TransportError if this process has no more memory.
+    """
+    # Small blocks start at multiples of 64 bytes in the shared buffer: every dtype is aligned there.
     offsets, total = {}, 0
-    for i in small:
-        offsets[i] = total
-        total += -(-ticket.blocks[i].nbytes // 64) * 64
-    shared: Any = endpoint.pool.take(total) if total else None
-    return [
-        (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
-        if i in offsets
-        else endpoint.pool.take(block.nbytes)
-        for i, block in enumerate(ticket.blocks)
-    ]
+    for i, block in enumerate(ticket.blocks):
+        if block.nbytes < SMALL_BLOCK_BYTES:
+            offsets[i] = total
+            total += -(-block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+    try:
+        shared: Any = endpoint.pool.take(total) if total else None
+        return [
+            (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
+            if i in offsets
+            else endpoint.pool.take(block.nbytes)
+            for i, block in enumerate(ticket.blocks)
+        ]
+    except OSError as error:
+        raise receive_error(ticket, error) from error
 
 
-def copied(ticket: Ticket, endpoint: Endpoint, sources: Sequence[Any]) -> list[Any]:
-    """Blocks in warm memory with these bytes (one buffer a block), such as the read-only ones of Ray's store."""
+def copy_to_pool(ticket: Ticket, endpoint: Endpoint, sources: Sequence[Any]) -> list[Any]:
+    """Return blocks in pooled memory with a copy of these buffers, such as the read-only ones of Ray's object store."""
     blocks = allocate(ticket, endpoint)
-    for mine, theirs in zip(blocks, sources, strict=True):
-        memoryview(mine).cast("B")[:] = memoryview(theirs).cast("B")
+    for target, source in zip(blocks, sources, strict=True):
+        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
     return blocks

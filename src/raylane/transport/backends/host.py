@@ -1,7 +1,14 @@
-"""host: one-sided reads between processes of one machine; the source's Python takes no part.
+"""host: one-sided reads between processes of one machine; no Python code of the source runs.
 
-A value in ordinary memory is read with process_vm_readv into pooled memory. A snapshot lies in sealed memfds, which are
-mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes.
+A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
+is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes.
+
+Order of the reads, with no lock between the two processes:
+
+    source, on free:   clear the nonce in the header slot  ->  release the memory
+    reader:            read data  ->  read write counters and guards  ->  read the header, compare its nonce
+
+A nonce that still matches was cleared after all earlier reads, so everything read before belongs to this value.
 """
 
 from __future__ import annotations
@@ -18,14 +25,14 @@ from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment, segment_offsets
 from raylane.errors import SourceLostError, TransportUnavailableError
 from raylane.transport.backends.base import (
-    Arrival,
     Backend,
     Capability,
+    FetchResult,
     allocate,
-    cannot_receive,
-    freed,
-    moved,
-    timed_out,
+    freed_error,
+    moved_error,
+    receive_error,
+    timeout_error,
 )
 from raylane.transport.guards import digest
 from raylane.transport.source import Source
@@ -35,9 +42,12 @@ if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
 
 _REMOTE_READ_OFFSET = 12
+"""Offset of `remote_read` in a header slot; `HeaderSlots` draws the slot."""
 
 
 class HostBackend(Backend):
+    """One-sided access to the memory of another process on this host."""
+
     name = "host"
     capability = Capability(
         summary="one-sided reads of the source's memory, or copy-on-write mapping of a snapshot",
@@ -45,6 +55,7 @@ class HostBackend(Backend):
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
+        """Return why the source's memory cannot be addressed from here: other host, pid namespace or user."""
         there = source.place
         if there.same_process(here):
             return "source and reader are one process"
@@ -56,17 +67,19 @@ class HostBackend(Backend):
             return f"the source runs as user {there.uid}, this process as {here.uid}"
         return None
 
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> Arrival:
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Read the blocks out of the source's memory, or map its snapshot."""
         source = ticket.origin()
         if ticket.guards is None:
             raise TransportUnavailableError(
-                f"the memory of {source} cannot be read one-sidedly: its torch or NumPy lays objects out in a way that "
-                "this raylane does not know, so a reader could not tell whether memory was freed; tcp works",
+                f"the memory of {source} cannot be read one-sidedly: its torch or NumPy lays out objects in a way that "
+                "this raylane does not know, so a reader could not tell whether memory was freed. Use tcp",
                 source=source.label,
             )
         header = ctypes.create_string_buffer(HEADER_BYTES)
         header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
         pid, counted, guarded = source.place.pid, b"", b""
+        # Before the `try`: a lack of memory in this process must not be translated into an error of the source.
         blocks = [] if ticket.segment >= 0 else allocate(ticket, endpoint)
         try:
             if ticket.segment >= 0:
@@ -74,41 +87,44 @@ class HostBackend(Backend):
             else:
                 ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
                 vm.read(pid, ranges, deadline)
-                # Only what is read after the data says something of all of it.
+                # Read counters and guards after the data: only then does an unchanged value cover all of the data.
                 counted, guarded = vm.gather(pid, ticket.counters), vm.gather(pid, ticket.guards)
+            # Read the header last, for the same reason (see the order at the head of this module).
             vm.read(pid, [header_range])
         except TimeoutError as error:
-            raise timed_out(ticket, deadline) from error
+            raise timeout_error(ticket, deadline) from error
         except OSError as error:
             raise _translate(error, ticket) from error
         nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
         if nonce != ticket.nonce:
-            # Another process by the same pid would hold another nonce, or none.
-            raise freed(ticket) if place.alive(source.place) else _lost(source)
+            # The pid may have been reused by another process: that process has another nonce here, or none.
+            raise freed_error(ticket) if place.alive(source.place) else _lost(source)
         if ticket.guards and digest(guarded) != ticket.guarded:
-            raise moved(ticket)
-        if not remote_read:
-            _mark(ticket)
-        return Arrival(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
+            raise moved_error(ticket)
+        if not remote_read:  # one mark is enough for all readers
+            _mark_read(ticket)
+        return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:
     sizes = [block.nbytes for block in ticket.blocks]
-    # Not blocking: the descriptor may be something else by now, such as a pipe.
+    # O_NONBLOCK: after a free the descriptor's number may belong to a pipe, whose open would wait for a writer.
     fd = os.open(f"/proc/{source.place.pid}/fd/{ticket.segment}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        # A reused descriptor number is noticed by its size here, and by the nonce that is read after this function.
         if os.fstat(fd).st_size != segment_offsets(sizes)[1]:
-            raise OSError(errno.EFAULT, "that descriptor is something else by now")
+            raise OSError(errno.EFAULT, "the descriptor belongs to another file by now")
         return map_segment(fd, sizes)
     finally:
         os.close(fd)
 
 
-def _mark(ticket: Ticket) -> None:
-    """Tell the producer that another process has read this. Lost if the value goes at this moment; then nobody asks.
+def _mark_read(ticket: Ticket) -> None:
+    """Record in the source's header slot that another process has read the value.
 
-    The slot could be reused between the read and this write only after the value was freed, which its reader's own ref
-    forbids but for the death of its owner; a wrong mark costs one needless warning.
+    If the value is freed at this moment the mark is lost, which is harmless because nobody asks for it any more. The
+    slot can be reused between the read and this write only after the value was freed. The reader's own ref prevents
+    that unless the owner of the ref dies; a wrong mark costs one needless warning.
     """
     one = ctypes.c_uint32(1)
     try:
@@ -120,35 +136,41 @@ def _mark(ticket: Ticket) -> None:
 
 def _lost(source: Source) -> SourceLostError:
     return SourceLostError(
-        f"{source} died; the tensors it held died with it. Make them again, or keep a copy elsewhere",
+        f"{source} died, and the tensors it held are lost. Compute them again, or keep a copy elsewhere",
         source=source.label,
     )
 
 
 def _translate(error: OSError, ticket: Ticket) -> Exception:
-    """What a failed read means. A dying process loses its memory before its entry in /proc, so that is asked last."""
+    """Return the typed error for a failed read.
+
+    A dying process loses its memory before its entry in /proc, so a source that looks alive may still be dying; the
+    header is read once more before the error blames the value.
+    """
     source = ticket.origin()
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-        return cannot_receive(ticket, error)
+        return receive_error(ticket, error)
     if error.errno == errno.ESRCH or not place.alive(source.place):
         return _lost(source)
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return TransportUnavailableError(
-            f"the kernel forbids reading the memory of {source} ({error.strerror}): containers need CAP_SYS_PTRACE or "
+            f"the kernel forbids reading the memory of {source} ({error.strerror}). Containers need CAP_SYS_PTRACE or "
             "kernel.yama.ptrace_scope=0; tcp works without either",
             source=source.label,
         )
-    header = ctypes.create_string_buffer(HEADER_BYTES)  # a descriptor or a page is gone: with the value, or all of it?
+    # A page or a descriptor is gone. If the header is unreadable too, the whole process is gone.
+    # If the header is readable, its nonce tells a freed value from moved memory.
+    header = ctypes.create_string_buffer(HEADER_BYTES)
     try:
         vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
     except OSError:
         return _lost(source)
     if struct.unpack("<QII", header.raw)[0] != ticket.nonce:
-        return freed(ticket)
+        return freed_error(ticket)
     if ticket.segment < 0:
-        return moved(ticket)
+        return moved_error(ticket)
     return TransportUnavailableError(
-        f"the snapshot of {source} cannot be opened through /proc/{source.place.pid}/fd ({error.strerror}): is /proc "
-        "mounted with hidepid? tcp works",
+        f"the snapshot of {source} cannot be opened through /proc/{source.place.pid}/fd ({error.strerror}). Check "
+        "whether /proc is mounted with hidepid; tcp works all the same",
         source=source.label,
     )

@@ -1,5 +1,7 @@
-"""Transports by name: ours, those of other packages (entry points in the group `raylane.backends`), and those that are
-known but not here, with the reason."""
+"""Transports by name: built-in ones, those of other packages, and known ones that this version lacks.
+
+Other packages register a Backend class as an entry point in the group `raylane.backends`.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +25,43 @@ NOT_YET = {
     "nccl": "this version of raylane has no NCCL transport",
     "gloo": "this version of raylane has no Gloo transport; between CPU processes of a host, host is faster",
 }
-"""Transports that Ray users know by name and that this version does not have."""
+"""Transports that Ray users know by name and that this version does not have, with the reason."""
 
 
 @functools.lru_cache(maxsize=1)
 def backends() -> Mapping[str, Backend]:
-    """All transports of this environment by name. A broken entry point is an error here, not a silent gap."""
+    """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
     found: dict[str, Backend] = {
         backend.name: backend for backend in (LocalBackend(), HostBackend(), TcpBackend(), ObjectStoreBackend())
     }
     for point in entry_points(group="raylane.backends"):
+        # A broken entry point is an error: skipping it would silently change the choice of `auto`.
         try:
             backend = point.load()()
         except Exception as error:
             raise TransportUnavailableError(
-                f"transport {point.name!r} of {point.value} cannot be loaded: {error!r}; repair or uninstall it"
+                f"transport {point.name!r} of {point.value} cannot be loaded: {error!r}. Repair or uninstall it"
             ) from error
         found[backend.name] = backend
     return found
 
 
 def check_name(name: object) -> str:
-    """The name in its usual spelling. ValueError for an unknown one, TransportUnavailableError for one not here."""
+    """Return a transport's name in lower case.
+
+    ValueError for an unknown name, TransportUnavailableError for a known transport that this version lacks.
+    """
+    known = [AUTO, *backends()]
     if not isinstance(name, str):
-        raise TypeError(f"tensor_transport={name!r}: a transport is named by a string, one of {_known()}")
+        raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
-    if lower == AUTO or lower in backends():
+    if lower in known:
         return lower
+    # Ray users may know these names, and deserve a better answer than "unknown".
     if lower in NOT_YET:
         raise TransportUnavailableError(
-            f"tensor_transport={name!r} is not available: {NOT_YET[lower]}. Use {AUTO!r}, or one of {_known()}"
+            f"tensor_transport={name!r} is not available: {NOT_YET[lower]}. Use one of {', '.join(known)}"
         )
-    close = difflib.get_close_matches(lower, [AUTO, *backends(), *NOT_YET], n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"tensor_transport={name!r} is unknown{hint} Known here: {_known()}")
-
-
-def _known() -> str:
-    return ", ".join([AUTO, *backends()])
+    close = difflib.get_close_matches(lower, [*known, *NOT_YET], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ValueError(f"tensor_transport={name!r} is unknown{hint} Known transports: {', '.join(known)}")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from raylane.graph.watch import Watcher
+from raylane.core.watcher import Watcher
 
 Eventually = Callable[..., None]
 
@@ -27,8 +27,8 @@ def watcher(eventually: Eventually) -> Iterator[Watcher]:
     yield found
     eventually(lambda: found._thread is None)
     assert not found._watched
-    if found._nudge is not None:
-        os.close(found._nudge)
+    if found._eventfd is not None:
+        os.close(found._eventfd)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_an_error_in_what_is_told_does_not_stop_it(
         raise RuntimeError("in the callback")
 
     one, two = sleeper(), sleeper()
-    with caplog.at_level(logging.ERROR, "raylane.graph"):
+    with caplog.at_level(logging.ERROR, "raylane.core"):
         watcher.watch(one.pid, fails)
         watcher.watch(two.pid, lambda: told.append(1))
         end(one)
