@@ -129,7 +129,7 @@ def call_identity() -> tuple[str, bytes] | None:
         return None
     core = worker.core_worker
     name = core.get_current_task_function_name()
-    # Empty while Ray's worker starts, and on threads that run no task.
+    # The name is empty outside of tasks.
     if not name:
         return None
     return name, core.get_current_task_id().binary()
@@ -230,7 +230,7 @@ def _empty_task() -> Any:
 
 def empty_task_refs(count: int) -> list[Any]:
     """Return `count` (at least 2) fresh refs owned by this process: the returns of one task, which may run later."""
-    # Soft affinity: this node if it has room, for the shortest way, but any other node will do.
+    # Soft affinity: this node if it has room, otherwise any other one.
     node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
