@@ -129,6 +129,7 @@ def call_identity() -> tuple[str, bytes] | None:
         return None
     core = worker.core_worker
     name = core.get_current_task_function_name()
+    # The name is empty outside of tasks.
     if not name:
         return None
     return name, core.get_current_task_id().binary()
@@ -229,9 +230,11 @@ def _empty_task() -> Any:
 
 def empty_task_refs(count: int) -> list[Any]:
     """Return `count` (at least 2) fresh refs owned by this process: the returns of one task, which may run later."""
+    # Soft affinity: this node if it has room, otherwise any other one.
     node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=True
     )
+    # One task for many refs: a task costs about a millisecond, and its refs are used up one by one.
     task = _empty_task().options(
         num_returns=count, name="raylane anchors", scheduling_strategy=node, enable_task_events=False
     )
@@ -301,6 +304,7 @@ def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] 
     if isinstance(method, ray.actor.ActorMethod):
         shown = method._signature
         if shown is not None:
+            # Ray's tracing adds this parameter to every method; users never pass it.
             shown = inspect.Signature([parameter for parameter in shown if parameter.name != "_ray_trace_ctx"])
         return method._actor, method._method_name, method._num_returns, shown
     if inspect.ismethod(method):
@@ -319,6 +323,7 @@ def class_name_of(actor: Any) -> str:
     if not is_handle(actor):
         return type(actor).__name__
     name: str = actor._ray_actor_creation_function_descriptor.class_name
+    # A class in a function or another class has a qualified name.
     return name.rpartition(".")[2]
 
 

@@ -84,7 +84,8 @@ class Network:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, **self.environment},
+            # Ray must use the /tmp/ray of the namespace: elsewhere it would leave the address of this cluster behind.
+            env={**os.environ, "RAY_TMPDIR": "/tmp", **self.environment},
         )
         self.processes.append(process)
         return process

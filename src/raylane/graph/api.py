@@ -81,8 +81,10 @@ def compile(
 
 
 def _check_number(name: str, value: Any, kind: Any, wanted: str, *, least: int) -> None:
+    # bool is a subclass of int, and max_inflight=True would mean 1.
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {wanted}, got {value!r}")
+    # Written so that NaN, which compares false, is refused.
     if not value >= least:
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
@@ -101,6 +103,7 @@ def _identify_actor(actor: Any) -> str:
             f"{type(actor).__name__} is no actor: bind methods of actor handles, or compile with backend='inline'"
         )
     actor_id = _ray.actor_id_of(actor)
+    # The actor would have to run `join_graph` while its thread waits in `compile`.
     if actor_id == _ray.current_actor_id():
         raise GraphPlanError(
             f"{_ray.class_name_of(actor)} cannot compile a graph of its own methods: it would wait for itself. "

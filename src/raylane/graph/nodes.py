@@ -25,6 +25,7 @@ class Node:
     """Value that each execution computes. Indexing selects an item of the value: `node[0]`, `node["loss"]`."""
 
     def __getitem__(self, key: Any) -> Node:
+        # Slices and tuples would need the length of a value that does not exist yet.
         if not isinstance(key, int | str):
             raise TypeError(f"{self!r}[{key!r}]: the index of a node must be an int or a str, got {type(key).__name__}")
         return ItemNode(self, "item", key)
@@ -88,6 +89,7 @@ class CallNode(Node):
         self.args = args
         self.kwargs = kwargs
         self.num_returns = num_returns
+        # A global counter: calls of several actors keep the order in which they were bound.
         self.number = next(_numbers)
         # A call without nodes belongs to the `with` block in which it is bound.
         found = _input_of([*args, *kwargs.values()])
@@ -176,6 +178,7 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
     actor, name, num_returns, signature = target
     if signature is not None:
         try:
+            # Checked here, at the line of the mistake, not in the actor at the first execution.
             signature.bind(*args, **kwargs)
         except TypeError as error:
             shown = f"{_ray.class_name_of(actor)}.{name}{signature}"

@@ -129,6 +129,8 @@ def read(path: Path) -> Saved:
         sizes = {str(name): int(size) for name, size in dict(run.get("files", {})).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    # Sizes, not checksums: reading tens of gigabytes at every start would cost minutes, and a truncated file, the
+    # usual damage, has another size.
     found = _sizes(path)
     wrong = [
         f"{name} has {found.get(name, 'no')} bytes, {size} were written"
@@ -179,6 +181,7 @@ def find(settings: CheckpointingConfig) -> Saved | None:
     for path in _complete(Path(settings.checkpoint_dir)):
         refuse_other_owner(path, settings)
     whole, damaged = list_whole(Path(settings.checkpoint_dir))
+    # Renaming the only checkpoints would make the next start train from the beginning without a word.
     if damaged and not whole:
         raise _all_damaged(settings, damaged[0])
     for damage in damaged:
@@ -282,6 +285,7 @@ def begin(folder: Path, step: int) -> Path:
     """Create and return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
     partial = folder / f"step_{step}.partial"
     _clear(partial)
+    # A new folder has no files of an earlier attempt, whose shards would be read together with the new ones.
     partial.mkdir(parents=True)
     return partial.resolve()
 
@@ -304,6 +308,7 @@ def commit(partial: Path, step: int, metrics: Mapping[str, float], config: Mappi
     _write_durably(partial / "run.json", json.dumps(run, indent=2))
     _write_durably(partial / MARKER, "")
     _sync_folder(partial)
+    # A folder cannot replace another one in one rename, hence two of them.
     if final.exists():
         old = partial.with_name(f"step_{step}.old.partial")
         _clear(old)

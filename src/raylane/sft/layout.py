@@ -26,6 +26,7 @@ def check_layout(config: RunConfig) -> None:
         *checkpoint_problems(config),
         *model_problems(config.policy.hf_config_overrides),
     ]
+    # All problems at once: a user who mends one by one starts the program as often.
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
 

@@ -103,6 +103,7 @@ def _load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
     ranks = sorted(error.failures)
     reasons = "; ".join(sorted({str(cause) or type(cause).__name__ for cause in causes}))
     where = {"path": str(folder), "ranks": ranks}
+    # A mismatch first: it says more than the read errors that may follow from it.
     if any(type(cause) is CheckpointError for cause in causes):
         return CheckpointError(
             f"{folder} does not fit this model: {reasons}. For a new run, set another checkpointing.checkpoint_dir",
@@ -175,6 +176,7 @@ def _on_every_rank(read: Callable[[], T]) -> T:
     except CheckpointError as error:
         mine = error
     errors: list[CheckpointError | None] = [None] * dist.get_world_size()
+    # Every rank takes part, whether or not it failed: a missing rank would block the others for ever.
     dist.all_gather_object(errors, mine)
     first = next((error for error in errors if error is not None), None)
     if first is not None:

@@ -222,6 +222,7 @@ class LeasePool:
                 f"cannot send a message of {capacity} bytes: max_lent_bytes is {self.limit_bytes}. Send less at a "
                 "time, or compile with a larger max_lent_bytes"
             )
+        # A few checks in each call spread the cost: checking thousands of leases at once would take milliseconds.
         self.reclaim(RECLAIM_CHECKS)
         deadline = None
         while True:
@@ -291,6 +292,7 @@ class LeasePool:
                 found = True
             else:
                 self._without_fd.append(lease)
+        # Idle memory is bounded: a burst of large messages must not keep its memory for ever.
         while len(self._idle) > MAX_IDLE:
             self._discard_oldest()
         return found
@@ -359,6 +361,7 @@ class LeaseReader:
     def _map(self, path: str, number: int) -> Segment:
         # The path alone does not identify a segment: the kernel reuses descriptor numbers, a pool never its own.
         key = (path, number)
+        # Results may be unpickled by several threads of the driver.
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:

@@ -105,6 +105,7 @@ def make_rings(rings: Sequence[tuple[Sequence[str], int, int]]) -> list[tuple[Ri
         end += HEADER_BYTES + slots * SLOT_BYTES
     if not rings:
         return []
+    # Pages are allocated when they are first written, so unused slots cost no memory.
     segment = Segment.make(end)
     made = []
     for (readers, slots, writer), offset in zip(rings, offsets, strict=True):
@@ -273,6 +274,7 @@ class RingReader:
         SegmentGone if the message's leased memory vanished with its writer.
         """
         memory = self._memory
+        # The semaphore that the caller has waited for makes the bytes of this slot visible.
         at = self._slots_offset + self.sequence % self._slots * SLOT_BYTES
         sequence, size, kind, flags, count = _HEADER.unpack_from(memory, at)
         # A mismatch is a defect of raylane: an execution was admitted before this slot was free.

@@ -32,6 +32,7 @@ class AsyncioBridge:
 
     def __init__(self, on_wake: Callable[[], None], timeout_s: float | None) -> None:
         """Create the bridge. `on_wake`, a bound method, reads messages and never waits; it is held weakly."""
+        # The event loop holds this object as long as it watches the eventfd; it must not keep the graph alive.
         self._on_wake = weakref.WeakMethod(on_wake)
         self._timeout_s = timeout_s
         self.active = False
@@ -72,6 +73,7 @@ class AsyncioBridge:
         return future
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> bool:
+        # A second running loop is refused: one eventfd can wake one loop only.
         if not self.active or self._fd is None or (self._loop is not None and not self._loop.is_closed()):
             return False
         loop.add_reader(self._fd, self._on_readable)

@@ -75,6 +75,7 @@ class ChannelSetup:
         self._hosts = [host_of(here(), os.environ.get(HOST_VARIABLE, ""))]
         self._hosts += [host_of(info.place, info.host) for info in infos]
         self._routes = connections.routes = routing.routes(self._plan, self._hosts)
+        # An edge has a slot for each execution in flight; control channels have their own, smaller bounds.
         self._slots_of = {route.channel: CONTROL_SLOTS for route in self._routes.all}
         self._slots_of |= {route.channel: self._slots for route in self._routes.edges}
         self._slots_of |= {pair.reports.channel: report_slots(self._slots) for pair in self._routes.control}
@@ -129,6 +130,7 @@ class ChannelSetup:
             for writer, readers in self._rings(route)
             if self._creator(writer) == DRIVER
         }
+        # One segment for all rings: a descriptor for each edge would exhaust `ulimit -n` in large graphs.
         for at, made in zip(wanted, ring.make_rings(list(wanted.values())), strict=True):
             self._specs[at], self._segments[at] = made
 
@@ -143,6 +145,7 @@ class ChannelSetup:
         rings, relays = [], []
         for route in self._routes.all:
             for writer, readers in self._rings(route):
+                # Rings of the driver's host exist already; this member creates those of its own host that it writes.
                 if writer == member and self._creator(writer) == member != DRIVER:
                     names = tuple(self._names[reader] for reader in readers)
                     rings.append(RingRequest(route.channel, names, self._slots_of[route.channel]))
@@ -155,6 +158,7 @@ class ChannelSetup:
                     )
                     source = relay.source, relay.level
                     relays.append(RelaySpec(route.channel, source, onward, self._slots_of[route.channel]))
+        # Only these may connect: the listener refuses any other member and level.
         peers = tuple(sorted((source, level) for source, to, level in self._routes.links if to == member))
         return PeerSetup(self._network_spec(member), peers, tuple(rings), tuple(relays))
 
@@ -171,6 +175,7 @@ class ChannelSetup:
     def prepare_own_network(self, setup: PeerSetup) -> None:
         """Prepare the driver's own process for links."""
         network = self._connections.network = PeerNetwork(setup.network, self._connections.lifecycle)
+        # The driver relays into rings that it has created before.
         for (channel, writer), segment in self._segments.items():
             if writer == DRIVER:
                 network.rings[channel] = self._specs[channel, writer], segment

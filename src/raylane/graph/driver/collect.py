@@ -70,6 +70,7 @@ class Collector:
         self._edges = [_CollectedEdge(reader, plan.edges[edge].value) for edge, reader in connections.readers.items()]
         self.edge_count = len(self._edges)
         """Number of messages that complete one execution."""
+        # Looked up once: the plan computes such sets on first use, and every message needs them.
         self._fatal = plan.fatal_values
         self._messages_read = 0
         self._changed = threading.Condition()
@@ -107,6 +108,7 @@ class Collector:
 
         Fast path: no other thread reads, and one doorbell post brings the result.
         """
+        # The fast path below waits up to CHECK_S for the doorbell.
         if timeout_s is not None and timeout_s < CHECK_S:
             return self.collect_until(result._is_done, Deadline(timeout_s))
         start = time.monotonic()
@@ -301,6 +303,7 @@ class Collector:
         found = False
         while executions.early_failures:
             execution, body = executions.early_failures.popleft()
+            # A report may come after its execution has ended with the same error; then the index is negative.
             index = execution - executions.completed
             if 0 <= index < len(executions.pending) and not (result := executions.pending[index])._done:
                 result.fail(self._decode_error(body))
@@ -308,6 +311,7 @@ class Collector:
         return found
 
     def _decode_error(self, body: Any) -> BaseException:
+        # Every reader gets an object of its own: tracebacks grow when an exception is raised.
         error: BaseException = messages.decode(ERROR, body, ())
         if type(error) is GraphActorDiedError:  # from an actor that could not open memory of a dead one
             return self._lost(error.fields["member"])

@@ -152,6 +152,7 @@ class Connections:
 
     def close(self, timeout_s: float) -> None:
         """Let the actors leave the graph, waiting for them at most `timeout_s` seconds. A second call does nothing."""
+        # From here on no pool waits for memory and no link reconnects, so the orders below cannot hang.
         if not self.lifecycle.advance(Event.CLOSE):
             return
         self.control.close(timeout_s)

@@ -81,6 +81,7 @@ def _call_all(
     plan: Plan, actors: Sequence[Any], calls: Mapping[int, tuple[Any, ...]], deadline: Deadline
 ) -> dict[int, Any]:
     """Call a function in each of these members at the same time. Return the results by member."""
+    # All calls are sent before the first answer is waited for: actors start and join at the same time.
     refs = {member: actors[member - 1].__ray_call__.remote(*call) for member, call in calls.items()}
     answers = {}
     secondary: GraphClosedError | None = None

@@ -231,6 +231,7 @@ def wait(
     if sources:
         limit_s = next(iter(sources.values())).timeout_s if timeout is None else timeout
         _collect_all(list(sources.values()), lambda: sum(r._done for r in results) >= num_returns, Deadline(limit_s))
+    # Asked again: results may have completed since the condition was checked.
     done = [result for result in results if result.done()]
     return done, [result for result in results if result not in done]
 

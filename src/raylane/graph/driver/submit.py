@@ -42,6 +42,7 @@ class NoMemory(GraphFullError):
 
 def has_memory(pool: LeasePool | None, inputs: Sequence[InputMessage]) -> bool:
     """Return True if these messages can be sent without waiting for memory."""
+    # Small messages, the usual case, are sorted out without looking at the pool.
     large = [sent for sent in inputs if sent[1].buffers or len(sent[1].body) > LEND_FROM_BYTES]
     leased = [nbytes for writer, message, _ in large if (nbytes := writer.leased_bytes(message))]
     return not leased or pool is None or pool.has_room(leased)
@@ -114,6 +115,7 @@ class Submitter:
         values = self._empty.copy()
         encode = self._encoder.encode
         for value in self._collected_inputs:
+            # A copy, as if the input had travelled: the caller may change its object before it gets the result.
             values[value] = messages.duplicate(encode(inputs[value]))
         return [(writer, encode(inputs[value]), value) for writer, value in self._connections.inputs], values
 
@@ -131,6 +133,7 @@ class Submitter:
                 raise self.timeout_error()
             if left is not None and left < CHECK_S:
                 continue
+            # The state of a half-done submission is unknown, so this lock is replaced and the graph ends.
             if self._lock.orphaned(seen):
                 self._lock.reset()
                 self._collector.fail(GraphClosedError("execute was interrupted; compile the graph again"))
@@ -159,6 +162,7 @@ class Submitter:
         executions = self._executions
         number = executions.submitted
         collector = self._collector
+        # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
         wakes = collector.bridge.active and asyncio._get_running_loop() is not None
         flags = WAKE if wakes else 0
         result = GraphResult(collector, number, collector.edge_count, values, wakes)

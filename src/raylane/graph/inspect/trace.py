@@ -100,6 +100,7 @@ class _Trace:
     def add_execution(self, number: int, submitted_s: float, completed_s: float) -> None:
         """Add the slice of an execution, in the first free row of the driver."""
         start = self._ns(submitted_s)
+        # A slice must not be empty: viewers drop it.
         end = max(self._ns(completed_s), start + 1)
         # Reuse the rows of executions that have ended, lowest number first: the picture stays compact.
         while self.busy_rows and self.busy_rows[0][0] <= start:

@@ -151,6 +151,7 @@ class Plan:
     @functools.cached_property
     def fatal_values(self) -> frozenset[int]:
         """Values whose failure fails the result: those of the output and those that fatal tasks read, or all."""
+        # Under fail_fast="leaves" any failure fails the result.
         if self.leaves_are_fatal:
             return frozenset(range(len(self.values)))
         return frozenset(self.output_values).union(*(self.tasks[task].reads for task in self.fatal_tasks))
@@ -170,6 +171,7 @@ class Plan:
 
     def source_label(self, value: int) -> str:
         """Return the name of a value for people: `input[0]`, `Encoder.forward[1]`, `Head.loss (part 1 of 4)`."""
+        # Selected values are named like the expression that selects them.
         found = self.values[value]
         return ("input" if found.source == INPUT else self.labels[found.source]) + steps_label(found.steps)
 

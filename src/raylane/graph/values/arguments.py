@@ -14,6 +14,7 @@ class Arguments:
     def __init__(self, plan: Plan) -> None:
         self._size = len(plan.values)
         self._wanted = [(v.index, v.steps) for v in plan.values if v.source == INPUT and v.steps[:1] != (("done",),)]
+        # A plan selects arguments either by name and number, or takes the one argument whole; never both.
         named = [steps[0] for _, steps in self._wanted if steps and steps[0][0] == "argument"]
         self._count = max((key + 1 for _, how, key in named if isinstance(key, int)), default=0)
         self._keys = {key for _, _, key in named if isinstance(key, str)}

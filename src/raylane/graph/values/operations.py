@@ -179,6 +179,7 @@ def _splitter_of(kind: type) -> Callable[[Any, int, int], Any] | None:
     (`datasets.Dataset.shard(num_shards, index)`).
     """
     required = _parameters(kind, "shard")
+    # `datasets.Dataset.shard` takes (num_shards, index), others (index, count): the name decides.
     if "index" in required and len(required) == 2:
         other = next(name for name in required if name != "index")
         return lambda value, index, count: value.shard(**{"index": index, other: count})
@@ -299,8 +300,10 @@ def _mean_array(values: Sequence[Any]) -> Any:
     dtype = np.result_type(*(value.dtype for value in values))
     if dtype.kind not in "biufc":
         raise TypeError(f"mean of {_described(values[0])}: only numbers have a mean")
+    # The mean of ints is no int: float64, as numpy.mean gives.
     if dtype.kind in "biu":
         dtype = np.dtype(np.float64)
+    # Sum half precision in single precision: 65,504 is the largest float16.
     total = values[0].astype(np.promote_types(dtype, np.float32))
     for value in values[1:]:
         np.add(total, value, out=total)
@@ -362,6 +365,7 @@ def _family(value: Any) -> type:
 
     Subclasses of dicts, lists, tuples, tensors (such as Parameter) and arrays may be joined with each other.
     """
+    # Parameter and Tensor may be mixed, and so may subclasses of ndarray.
     for module, name in (("torch", "Tensor"), ("numpy", "ndarray")):
         if _is_of(module, name, value):
             return sys.modules[module].__dict__[name]  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ from raylane.transport import endpoint as endpoints
 
 def describe_actor(instance: Any) -> ActorInfo:
     """Return facts about this actor. Creates its graph loop, whose thread does not run yet."""
+    # torch is not imported for this question: that would cost the actor 2 s and 200 MB.
     torch = thread_state.loaded("torch")
     return ActorInfo(
         place=here(),

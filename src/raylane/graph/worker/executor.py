@@ -206,6 +206,7 @@ class Executor:
         used_here = {value for index in own for value in plan.tasks[index].reads}
         for index in own:
             task = plan.tasks[index]
+            # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
             found = _PreparedTask(task, plan.labels[index], method_of(instance, task.method), inputs)
@@ -246,6 +247,7 @@ class Executor:
         return self._blocked is not None
 
     def _go_to_next_task(self) -> None:
+        # The reset at the end of an execution comes before the next one begins: values of two never mix.
         self._next += 1
         if self._exiting:
             self.advance = _do_nothing  # type: ignore[method-assign]  # the actor ends: no method is called any more

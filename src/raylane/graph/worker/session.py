@@ -100,6 +100,7 @@ class Session:
         return RingReader(self._open(spec.path), spec, index, self._leases)
 
     def _open(self, path: str) -> Segment:
+        # Mapped once: rings of one creator share a segment, and each mapping costs a system call and a page table.
         if path not in self._segments:
             self._segments[path] = open_shared(path, self.owner_name)
         return self._segments[path]
