@@ -9,7 +9,7 @@ import pytest
 
 from raylane.core.semaphore import post, value
 from raylane.errors import GraphClosedError
-from raylane.graph.channels.doorbell import Doorbell
+from raylane.graph.channels.ring import Doorbell
 from raylane.graph.driver.locks import RecoverableLock
 from raylane.graph.lifecycle import TRANSITIONS, Event, Lifecycle, State
 

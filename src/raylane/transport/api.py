@@ -47,13 +47,20 @@ def method(
     decorator. Called from Python, the decorated method is the plain method. Other options are passed to `ray.method`
     (such as `num_returns` and `concurrency_group`), which may also be stacked above or below this decorator.
 
-    tensor_transport: `auto` (the closest transport that works), `local`, `host`, `tcp`, or `object_store` (Ray carries
-        the bytes). Ray always carries the items of a generator.
-    snapshot: copy the tensors once into sealed shared memory when published; readers never see later writes.
-    on_mutation: `warn`, `error` or `allow`: the reaction of a read that finds a tensor written to since publication.
-
     Small CPU values (at most 96 KiB of tensors, under `auto`) travel inside the reply and are copies from the start.
-    ValueError or TypeError for a bad option; TransportUnavailableError for a known transport that is not available.
+
+    Args:
+        function: The method or function.
+        tensor_transport: `auto` (the closest transport that works), `local`, `host`, `tcp`, or `object_store` (Ray
+            carries the bytes). Ray always carries the items of a generator.
+        snapshot: Copy the tensors once into sealed shared memory when published; readers never see later writes.
+        on_mutation: `warn`, `error` or `allow`: reaction of a read that finds a tensor written to since publication.
+        **ray_options: Options of `ray.method`.
+
+    Raises:
+        ValueError: An option has a value that is not accepted.
+        TypeError: An option or the decorated object has the wrong type.
+        TransportUnavailableError: The transport is known but not available here.
     """
     options = publish_options(tensor_transport, None, snapshot, on_mutation, where="raylane.method")
     unknown = sorted(set(ray_options) - set(_ray.METHOD_OPTIONS))
@@ -89,9 +96,15 @@ def put(
 ) -> ray.ObjectRef:
     """Publish a value from this process (driver, task or actor) and return an ordinary ObjectRef to it.
 
-    The tensors stay in this process by reference until the ref is gone everywhere. The options are those of
-    `raylane.method`; `_tensor_transport` is another spelling of `tensor_transport`. Returns at once, and copies nothing
+    The tensors stay in this process by reference until the ref is gone everywhere. Returns at once, and copies nothing
     except small values and snapshots. Raises the errors of pickling the rest of the value.
+
+    Args:
+        value: Any value that can be pickled, with tensors anywhere inside.
+        tensor_transport: The transport, as in `raylane.method`.
+        snapshot: Copy the tensors when published, as in `raylane.method`.
+        on_mutation: Reaction of readers to a changed tensor, as in `raylane.method`.
+        _tensor_transport: Another spelling of `tensor_transport`.
     """
     options = publish_options(tensor_transport, _tensor_transport, snapshot, on_mutation, where="raylane.put")
     if isinstance(value, ray.ObjectRef):
@@ -121,14 +134,24 @@ def get(
     `ray.get` works as well. In contrast, this function applies its timeout to transfers too, and can select a
     transport.
 
-    timeout: seconds for the producing calls and the transfers together; 0 returns only values that are ready and need
-        no transfer. None: the calls have no limit, as with `ray.get`, and the transfers after them get
-        RAYLANE_TIMEOUT_S (60 s).
-    tensor_transport: as in `raylane.method`; `object_store` sends the value through Ray's object store.
-
     The caller owns the tensors and may write to them; in the producing process they are the producer's own tensors.
-    Raises the error of the producing call, TransferTimeoutError, SourceLostError, TensorFreedError,
-    TransportUnavailableError (all TransportError), or ValueError for an unknown transport.
+
+    Args:
+        refs: A ref, or a list or tuple of refs.
+        timeout: Seconds for the producing calls and the transfers together; 0 returns only values that are ready and
+            need no transfer. None: the calls have no limit, as with `ray.get`, and the transfers after them get
+            RAYLANE_TIMEOUT_S (60 s).
+        tensor_transport: The transport, as in `raylane.method`; `object_store` sends the value through Ray's store.
+        _tensor_transport: Another spelling of `tensor_transport`.
+
+    Raises:
+        TransferTimeoutError: The timeout has passed.
+        SourceLostError: The producing process has died.
+        TensorFreedError: The value's memory was freed, resized or re-pointed by its owner.
+        TensorMutatedError: A tensor was written to since publication, under `on_mutation="error"`.
+        TransportUnavailableError: The selected transport does not work between these processes.
+        ValueError: The transport is unknown.
+        Exception: The error of the producing call.
     """
     wanted = _wanted(tensor_transport, _tensor_transport)
     return _get(refs, wanted, Deadline(timeout), collect)
@@ -185,6 +208,12 @@ async def get_async(
     every other ref of the process. Each call of this function waits on a thread of its own, so that no call delays
     another; the timeout begins at once. A cancelled call (for example by `asyncio.wait_for`) ends at once; its thread
     ends within ABANDONED_AFTER_S seconds, or after the transfer that it has begun.
+
+    Args:
+        refs: A ref, or a list or tuple of refs.
+        timeout: Seconds, as in `get`.
+        tensor_transport: The transport, as in `get`.
+        _tensor_transport: Another spelling of `tensor_transport`.
     """
     wanted, deadline, abandoned = _wanted(tensor_transport, _tensor_transport), Deadline(timeout), threading.Event()
 
@@ -210,11 +239,16 @@ async def get_async(
 def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:
     """Wait until no published value of this process uses memory of `tensor`, so that it may be written to again.
 
-    `tensor` is a torch tensor or a NumPy array. Returns at once if no published value uses its memory.
+    Returns at once if no published value uses its memory. Other processes must drop the refs meanwhile: if the driver
+    holds a ref and waits for a method that calls this function, both wait for each other.
 
-    timeout: seconds; None means RAYLANE_TIMEOUT_S (60 s). TransferTimeoutError (a TimeoutError) if refs still exist
-    then. Other processes must drop the refs meanwhile: if the driver holds a ref and waits for a method that calls this
-    function, both wait for each other.
+    Args:
+        tensor: A torch tensor or a NumPy array.
+        timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
+
+    Raises:
+        TransferTimeoutError: Refs still exist after the timeout.
+        TypeError: `tensor` is no tensor or array.
     """
     if not codec.is_leaf(tensor):
         raise TypeError(f"wait_tensor_freed takes a torch tensor or a NumPy array, got {type(tensor).__name__}")

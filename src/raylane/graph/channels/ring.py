@@ -11,7 +11,10 @@
     post the doorbell of each reader                bytes of the slot are visible
     (write the eventfd of the driver)       --->    wakes, if the reader was asleep
 
-The doorbell comes last: a reader that it wakes must find the message.
+The doorbell comes last: a reader that it wakes must find the message. A process has one doorbell for all rings that it
+reads, of all graphs. It polls the semaphores of its rings without waiting, and waits for the doorbell when all rings
+are empty. So it often finds a message before it has consumed the message's doorbell post; `Doorbell` counts consumed
+posts, so that left-over posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
 
 There is no semaphore for free slots. A graph admits no more executions than its rings have slots, and an execution
 ends only after every message of it was read: so the slot that comes next is always free (`plan.schedule` proves this
@@ -28,7 +31,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import semaphore
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, try_wait
+from raylane.core.waiting import Waiter
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import ALIGNMENT, MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
 from raylane.graph.values.message import Message
@@ -303,3 +307,35 @@ class RingReader:
         if flags & LENT_BODY:
             body = borrowed.pop()
         return Received(kind, flags & ~(LENT_BUFFERS | LENT_BODY), body, borrowed, self._shared)
+
+
+class Doorbell:
+    """Doorbell of this process. One thread waits at a time; any process posts."""
+
+    __slots__ = ("address", "consumed", "segment", "waiter")
+
+    def __init__(self) -> None:
+        self.segment = Segment.make(4096)
+        self.address = self.segment.address
+        semaphore.init(self.address)
+        self.consumed = 0
+        """Posts consumed. Lower than the number of messages read when messages were found by polling."""
+        self.waiter = Waiter()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for one post and consume it. Return False after `timeout_s` (at most one second) or on a signal."""
+        if self.waiter.wait(self.address, timeout_s):
+            self.consumed += 1
+            return True
+        return False
+
+    def absorb(self, messages_read: int) -> bool:
+        """Consume posts of messages that were read before their posts. Return True if there were any.
+
+        After True the rings must be polled again: the consumed post may belong to a message that nobody has seen yet.
+        """
+        found = False
+        while self.consumed < messages_read and not try_wait(self.address):
+            self.consumed += 1
+            found = True
+        return found

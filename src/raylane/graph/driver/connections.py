@@ -14,12 +14,11 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import alive, here
 from raylane.core.watcher import Watch, watcher
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
-from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.receiver import JOIN_S
-from raylane.graph.channels.ring import RingReader
+from raylane.graph.channels.ring import Doorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan import routing

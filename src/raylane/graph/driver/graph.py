@@ -83,7 +83,7 @@ class CompiledGraph:
                 continue
             try:
                 oldest = self._executions.pending[0]
-            except IndexError:  # a place has become free meanwhile
+            except IndexError:  # an execution has ended meanwhile
                 await asyncio.sleep(0)
             else:
                 await ExecutionEnd(self._collector, oldest)

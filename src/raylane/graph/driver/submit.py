@@ -1,6 +1,6 @@
-"""Submission of executions: checks inputs, waits for a free place, sends the inputs to the actors.
+"""Submission of executions: checks inputs, waits for capacity, sends the inputs to the actors.
 
-    caller's thread:  take the submit lock -> encode inputs -> wait for a place -> append the result -> write messages
+    caller's thread:  take the submit lock -> encode inputs -> wait for capacity -> append the result -> write messages
 
 The result is appended to the pending ones before the first message is sent: an answer may come before the last input
 was written.
@@ -33,11 +33,11 @@ InputMessage: TypeAlias = tuple[Writer, Message, int]
 
 
 class SubmitBusy(GraphFullError):
-    """Another thread is submitting an execution. There may be a free place."""
+    """Another thread is submitting an execution. There may be capacity."""
 
 
 class NoMemory(GraphFullError):
-    """There is a free place, but no memory for the input: readers keep too much."""
+    """There is capacity for an execution, but no memory for the input: readers keep too much."""
 
 
 def has_memory(pool: LeasePool | None, inputs: Sequence[InputMessage]) -> bool:
@@ -80,7 +80,7 @@ class Submitter:
         """(writer, value) if every execution sends exactly the one argument: the usual case."""
 
     def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
-        """Start one execution. Waits at most `timeout_s` seconds for a place (0: raises GraphFullError instead)."""
+        """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""
         if self._lifecycle.error is not None:
             raise self._ended()
         lock = self._lock
@@ -95,9 +95,9 @@ class Submitter:
                 inputs = [(single[0], self._encoder.encode(args[0]), single[1])]
             else:
                 inputs, values = self._encode_inputs(args, kwargs)
-            # Inputs were encoded before the wait for a place: an error in them is raised at once.
+            # Inputs were encoded before the wait for capacity: an error in them is raised at once.
             if self._executions.submitted - self._executions.completed >= self._max_inflight:
-                self._wait_for_place(timeout_s)
+                self._wait_for_capacity(timeout_s)
             if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
                 raise NoMemory(
                     "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
@@ -144,13 +144,13 @@ class Submitter:
         if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
             lock.release()
 
-    def _wait_for_place(self, timeout_s: float | None) -> None:
+    def _wait_for_capacity(self, timeout_s: float | None) -> None:
         executions = self._executions
 
-        def has_place() -> bool:
+        def has_capacity() -> bool:
             return executions.submitted - executions.completed < self._max_inflight
 
-        if not self._collector.collect_until(has_place, Deadline(timeout_s)):
+        if not self._collector.collect_until(has_capacity, Deadline(timeout_s)):
             if timeout_s != 0:
                 raise self.timeout_error()
             raise GraphFullError(
@@ -201,7 +201,7 @@ class Submitter:
         return type(error)(error.message, **error.fields)
 
     def timeout_error(self) -> GraphTimeoutError:
-        """Return the error for an execution that got no place in time."""
+        """Return the error for an execution that got no capacity in time."""
         return GraphTimeoutError(
             f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
             f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout_s, or "

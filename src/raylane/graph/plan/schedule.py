@@ -7,7 +7,7 @@ Sci. 5, 1971): each *event* happens once in every execution, and an *arc* from a
 execution n comes after a of execution n - k. These arcs are the only reasons to wait:
 
     submit -0-> send e0 -0-> send e1 ... -1-> submit       the driver submits one execution after the other
-    collect e -max_inflight-> submit                       and only when there is a free place
+    collect e -max_inflight-> submit                       and only when there is capacity
     task -0-> next task of the member ... -1-> first       a member runs its tasks in order, then starts again
     writer of an edge's message -0-> its reader            a message is written before it is read
     reader -slots-> writer                                 a slot is free before it is written

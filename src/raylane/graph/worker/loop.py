@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from raylane.core.semaphore import post
-from raylane.graph.channels.doorbell import Doorbell
 from raylane.graph.channels.lease import POLL_INTERVAL_S
+from raylane.graph.channels.ring import Doorbell
 from raylane.graph.lifecycle import Event, Lifecycle, State
 from raylane.graph.worker import thread_state
 from raylane.graph.worker.thread_state import ThreadState
