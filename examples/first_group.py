@@ -17,7 +17,7 @@ class Summer:  # an ordinary class: no decorator, no Ray
         return float(data["rows"].sum()) * self.scale
 
 
-ray.init(num_cpus=2)
+ray.init(ignore_reinit_error=True)  # starts Ray, unless it runs already
 axes = NamedSharding.of(data=2)  # one axis named "data", with two ranks
 batch = BatchDict({"rows": torch.arange(8)})
 
