@@ -1,5 +1,7 @@
 """Detection of what a test leaves behind: actors, and raylane's threads, memfds, /dev/shm names and values.
 
+Use in a test:
+
     before = snapshot()
     ...
     assert not leaks(before, within_s=10)
