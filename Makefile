@@ -39,8 +39,14 @@ sft: setup
 	$(BIN)/raylane data docstrings --out runs/docstrings/data
 	$(BIN)/raylane sft examples/sft_docstrings.yaml $(ARGS)
 
-docs: setup
-	$(BIN)/python -m pytest tests/examples tests/rules $(ARGS)
+# The site goes to ./site. Its tools are installed on the first `make docs` only, so that `make setup` stays quick.
+docs: $(VENV)/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "open site/index.html"
+
+$(VENV)/.docs-ready: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache

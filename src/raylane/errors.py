@@ -1,28 +1,28 @@
 """All error classes of raylane.
 
-RaylaneError
-├── TransportError (also ray.exceptions.RayError, for the reason below)
-│   ├── SourceLostError            the process that held the tensors is gone
-│   ├── TransferTimeoutError       a transfer or a wait passed its deadline (also a TimeoutError)
-│   ├── TransportUnavailableError  no transport, or not the requested one, connects these two processes
-│   ├── TensorFreedError           the source has already freed the value
-│   ├── TensorMutatedError         a published tensor was written to before it was read
-│   └── ProtocolError              the peer broke the protocol, or does not belong to this cluster
-├── GraphError (also ray.exceptions.RayError)
-│   ├── GraphPlanError             these nodes form no valid graph (also a ValueError)
-│   ├── GraphDeadlockError         the graph could block itself; the cycle is named (also a ValueError)
-│   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
-│   ├── GraphTimeoutError          a wait passed its deadline (also a TimeoutError)
-│   ├── GraphFullError             `execute_nowait` was called while `max_inflight` executions were running
-│   ├── GraphClosedError           the graph was torn down, or broke; compile it again
-│   └── GraphActorDiedError        an actor of the graph died, which closed the graph
-├── WorkerGroupError
-│   ├── WorkerLostError            a worker of a group died
-│   └── WorkerCallError            a worker's method raised, or did not answer in time
-├── ConfigError (also a ValueError)   the configuration cannot be used as written
-├── DataError (also a ValueError)     the training data cannot be used as it is
-└── CheckpointError                   a checkpoint cannot be written, read or trusted
-    └── CheckpointDamagedError         files of a checkpoint are incomplete or altered; an earlier one may be intact
+    RaylaneError
+    ├── TransportError (also ray.exceptions.RayError, for the reason below)
+    │   ├── SourceLostError            the process that held the tensors is gone
+    │   ├── TransferTimeoutError       a transfer or a wait passed its deadline (also a TimeoutError)
+    │   ├── TransportUnavailableError  no transport, or not the requested one, connects these two processes
+    │   ├── TensorFreedError           the source has already freed the value
+    │   ├── TensorMutatedError         a published tensor was written to before it was read
+    │   └── ProtocolError              the peer broke the protocol, or does not belong to this cluster
+    ├── GraphError (also ray.exceptions.RayError)
+    │   ├── GraphPlanError             these nodes form no valid graph (also a ValueError)
+    │   ├── GraphDeadlockError         the graph could block itself; the cycle is named (also a ValueError)
+    │   ├── GraphValueError            a value cannot travel: it cannot be pickled, or is too large
+    │   ├── GraphTimeoutError          a wait passed its deadline (also a TimeoutError)
+    │   ├── GraphFullError             `execute_nowait` was called while `max_inflight` executions were running
+    │   ├── GraphClosedError           the graph was torn down, or broke; compile it again
+    │   └── GraphActorDiedError        an actor of the graph died, which closed the graph
+    ├── WorkerGroupError
+    │   ├── WorkerLostError            a worker of a group died
+    │   └── WorkerCallError            a worker's method raised, or did not answer in time
+    ├── ConfigError (also a ValueError)   the configuration cannot be used as written
+    ├── DataError (also a ValueError)     the training data cannot be used as it is
+    └── CheckpointError                   a checkpoint cannot be written, read or trusted
+        └── CheckpointDamagedError         files of a checkpoint are incomplete or altered; an earlier one may be intact
 
 Wrong arguments raise ValueError or TypeError; an AssertionError is a bug in raylane.
 

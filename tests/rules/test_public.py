@@ -72,7 +72,7 @@ def test_the_tree_of_errors_is_drawn_and_complete() -> None:
 def tracked_folders() -> set[str]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     folders = {str(parent) for name in listed for parent in Path(name).parents}
-    return {f for f in folders if f != "." and f.count("/") <= 2 and not f.startswith(("tests/", "."))}
+    return {f for f in folders if f != "." and f.count("/") <= 3 and not f.startswith(("tests/", "."))}
 
 
 def test_the_readme_draws_the_folders_that_there_are() -> None:

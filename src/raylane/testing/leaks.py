@@ -1,8 +1,10 @@
 """Detection of what a test leaves behind: actors, and raylane's threads, memfds, /dev/shm names and values.
 
-before = snapshot()
-...
-assert not leaks(before, within_s=10)
+Use in a test:
+
+    before = snapshot()
+    ...
+    assert not leaks(before, within_s=10)
 """
 
 from __future__ import annotations
