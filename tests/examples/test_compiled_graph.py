@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.examples.programs import ROOT, output_of
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_example_runs_and_the_page_shows_its_output() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.examples.programs import output_of
+
+pytestmark = pytest.mark.processes
 
 
 def test_the_example_runs() -> None:

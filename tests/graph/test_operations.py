@@ -209,7 +209,7 @@ def test_arrays_of_the_standard_are_cut_joined_and_averaged() -> None:
         ([1, 2], 2, 1, ValueError, "only arrays and tensors have other axes than 0"),
         (BatchDict(x=[1, 2]), 2, 1, ValueError, "only arrays and tensors have other axes than 0"),
         (BatchDict(x=[1, 2]), 3, 0, ValueError, "BatchDict with the keys .*but 3 parts are wanted"),
-        (BatchDict(x=[1, 2], y=[1]), 1, 0, ValueError, "one number of rows"),
+        (BatchDict(x=[1, 2], y=[1]), 1, 0, ValueError, "the same number of rows"),
         (None, 2, 0, TypeError, r"scatter of None: cannot split it into 2 parts.*shard\(index, count\)"),
         (7, 2, 0, TypeError, "scatter of int: cannot split it"),
         ({1, 2}, 2, 0, TypeError, "scatter of set: cannot split it"),
@@ -435,6 +435,7 @@ def test_a_value_and_a_constant_are_given_as_they_are() -> None:
     assert evaluate(Const(value), ()) is value
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_for_values_of_others() -> None:
     code = """
 import sys

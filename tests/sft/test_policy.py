@@ -81,6 +81,7 @@ def hsdp4(ray_session, folder):
     assert run.policy.shutdown()
 
 
+@pytest.mark.ray  # through the fixture that the parameter names
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp4"])
 def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, request):
     run = request.getfixturevalue(layout)

@@ -45,6 +45,7 @@ print("both sessions")
 """
 
 
+@pytest.mark.processes
 def test_a_second_ray_session_in_one_driver_starts_afresh(tmp_path: Path) -> None:
     script = tmp_path / "reinit.py"
     script.write_text(REINIT)
