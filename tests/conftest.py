@@ -6,6 +6,7 @@ starts a process anyway fails.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import os
 import subprocess
@@ -40,6 +41,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
 
 
+def pytest_collection_finish() -> None:
+    """Take the modules imported so far out of garbage collection.
+
+    They are 400,000 objects that stay until the end. Without them, each of the many `gc.collect()` of the leak checks
+    takes milliseconds instead of 0.25 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Make a fast test fail where it, or one of its fixtures, starts Ray or a child process."""
@@ -66,7 +77,7 @@ def ray_session() -> Iterator[None]:
     """Start a local Ray with 8 logical CPUs: more than the machine has, because actors in tests mostly wait."""
     import ray
 
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
     yield
     ray.shutdown()
 

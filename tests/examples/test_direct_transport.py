@@ -8,6 +8,7 @@ from tests.examples.programs import output_of
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     lines = [
         line

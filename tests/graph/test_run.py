@@ -550,6 +550,7 @@ class Slow:
         return int, (3,)
 
 
+@pytest.mark.slow
 def test_more_edges_than_descriptors_compile() -> None:
     from core.processes import start_code  # here: actors import this module, and not that one
 
@@ -562,7 +563,7 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 import ray
 import raylane
 from tests.graph.graph_actors import Worker
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
 actor = ray.remote(num_cpus=0.1)(Worker).remote()
 ray.get(actor.count.remote())
 used = max(map(int, os.listdir("/proc/self/fd")))

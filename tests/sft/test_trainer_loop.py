@@ -196,6 +196,7 @@ def test_a_run_whose_export_failed_exports_again_and_saves_no_second_time(tmp_pa
     assert events == ["export 4"]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_ray_that_cannot_be_reached_is_named():
     """In a process of its own: this one may have a Ray already."""

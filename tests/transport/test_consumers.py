@@ -396,6 +396,7 @@ def test_named_and_detached_actors(crew: Crew) -> None:
     ray.kill(maker)
 
 
+@pytest.mark.slow
 def test_task_retries_publish_the_last_attempt(crew: Crew) -> None:
     maker = actor(Maker, max_task_retries=5)
     ref = maker.flaky.options(retry_exceptions=True).remote()
@@ -424,6 +425,7 @@ def test_actor_handle_dropped_while_its_ref_is_kept(crew: Crew) -> None:
     assert ray.get(user.total.remote(ref)) == SUM
 
 
+@pytest.mark.slow
 def test_handle_and_ref_dropped_while_a_consumer_is_queued(crew: Crew) -> None:
     user, gate = actor(Holder), actor(Gate)
     busy = user.wait.remote([gate])

@@ -156,6 +156,7 @@ def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any)
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually: Any) -> None:
     pool = LinkPool(SECRET, "test", place.here())
@@ -293,6 +294,7 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
     front.close()
 
 
+@pytest.mark.slow
 def test_value_of_400_000_blocks_is_read_by_tcp(server: Server) -> None:
     data = torch.arange(3_200_000, dtype=torch.uint8)
     start = data.data_ptr()

@@ -189,6 +189,7 @@ def test_a_snapshot_is_what_it_was(pair: list[Any], transport: str) -> None:
     raylane.wait_tensor_freed(before)
 
 
+@pytest.mark.slow
 def test_ten_thousand_values_leave_nothing_and_memory_flat(pair: list[Any], eventually: Any) -> None:
     sender, receiver = pair
 

@@ -30,7 +30,7 @@ class User:
     def get(self, refs, transport): return float(raylane.get(refs[0], tensor_transport=transport, timeout=20).sum())
 
 for session in range(2):
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     maker, user = ray.remote(num_cpus=0)(Maker).remote(), ray.remote(num_cpus=0)(User).remote()
     ref = maker.make.remote()
     put = raylane.put(torch.ones(100_000))
@@ -45,6 +45,7 @@ print("both sessions")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_second_ray_session_in_one_driver_starts_afresh(tmp_path: Path) -> None:
     script = tmp_path / "reinit.py"

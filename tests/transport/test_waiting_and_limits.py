@@ -127,6 +127,7 @@ def test_get_async_of_slow_values_delays_no_ready_one() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_get_async_that_is_cancelled_leaves_no_thread(eventually: Any) -> None:
     maker = actor(Maker, max_concurrency=4)
     never = maker.make_when_open.remote()
@@ -212,6 +213,7 @@ def test_keeper_holds_one_handle_for_each_actor() -> None:
     keeper.close()
 
 
+@pytest.mark.slow
 def test_keys_of_ended_actors_do_not_pile_up(eventually: Any) -> None:
     def ended(pid: int) -> bool:
         return not os.path.exists(f"/proc/{pid}")
@@ -250,6 +252,7 @@ def test_snapshot_without_descriptors_fails_and_leaves_none() -> None:
     assert more <= 0
 
 
+@pytest.mark.slow
 def test_flooded_actor_is_kept_while_its_value_is_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full backlog (anybody on the machine can fill it) does not mean that the actor holds nothing."""
     maker, consumer = actor(Maker), actor(Consumer, concurrency_groups={"control": 1})

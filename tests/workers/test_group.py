@@ -295,6 +295,7 @@ def test_a_killed_worker_is_named_and_every_pending_call_is_answered(ray_session
         assert group.shutdown(timeout_s=20)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session):
     with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
@@ -345,6 +346,7 @@ def test_a_group_that_cannot_be_placed_says_what_was_asked_and_what_there_is(ray
     assert placements() == before
 
 
+@pytest.mark.slow
 def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
     before = placements()
     told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
