@@ -430,6 +430,7 @@ FILL = (
 )
 
 
+@pytest.mark.slow
 def test_lane_without_memory_leaves_a_killed_driver(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "echo", "echo", check=FILL, end="time.sleep(600)")

@@ -117,6 +117,7 @@ def test_producer_killed_before_the_read(method: str) -> None:
     assert ray.get(user.total.remote(other.make.remote())) == N
 
 
+@pytest.mark.slow
 def test_producer_killed_during_a_tcp_read(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = actor(Maker)
     ref = maker.make_tcp.remote()
@@ -173,6 +174,7 @@ def test_values_read_before_the_death_live_on() -> None:
     assert float(value.double().sum()) == N
 
 
+@pytest.mark.slow
 def test_snapshot_mapped_before_the_death_lives_on() -> None:
     class Snap:
         @raylane.method(snapshot=True)

@@ -347,6 +347,7 @@ def test_what_another_thread_has_read_is_there_at_once(workers: list[Any], graph
     assert not begun
 
 
+@pytest.mark.slow
 def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers: list[Any], graph: Compile) -> None:
     from raylane.errors import GraphClosedError
 
@@ -362,6 +363,7 @@ def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers
         g.teardown()
 
 
+@pytest.mark.slow
 def test_later_graph_leaves_settings_of_earlier_graph(ray_session: None, graph: Compile) -> None:
     worker = ray.remote(num_cpus=0.1)(Worker).remote()
     try:

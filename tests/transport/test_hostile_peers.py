@@ -83,6 +83,7 @@ def _fill_backlog(name: str) -> list[socket.socket]:
         taken.append(sock)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
     source, process = elsewhere()

@@ -246,6 +246,7 @@ def test_freed_when_a_borrower_is_killed(pair: list[Any], eventually: Any) -> No
     eventually(lambda: ray.get(sender.resources.remote())["entries"] == 0, within_s=30)
 
 
+@pytest.mark.slow
 def test_refs_nested_in_a_value_live_with_it(pair: list[Any]) -> None:
     class Wrapper:
         @raylane.method

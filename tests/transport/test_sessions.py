@@ -106,6 +106,7 @@ class TestOnOneSession:
         with pytest.raises(TypeError, match="NoneType"):
             ray.get(splitter.nothing.remote()[0])
 
+    @pytest.mark.slow
     def test_a_decorator_above_sees_tensors_and_is_told(self) -> None:
         import functools
         import warnings
@@ -153,6 +154,7 @@ class TestOnOneSession:
         )
         assert float(raylane.get(ref)["lazy"].value.sum()) == 50_000
 
+    @pytest.mark.slow
     def test_an_actor_that_keeps_a_put_of_its_own_may_end(self, eventually: Any) -> None:
         class Hoarder:
             @raylane.method
@@ -177,6 +179,7 @@ class TestOnOneSession:
         matrix.fill_(7)
         assert ray.get(read.remote(ref)) == 0
 
+    @pytest.mark.slow
     def test_a_readers_trouble_is_its_own(self) -> None:
         class Poor:
             def read(self, refs: list[Any]) -> str:
