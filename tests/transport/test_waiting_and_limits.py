@@ -144,7 +144,7 @@ def test_get_async_that_is_cancelled_leaves_no_thread(eventually: Any) -> None:
     ray.get(maker.open.remote())
 
 
-@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("transport", ["host", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_get_keeps_its_deadline_during_a_transfer(transport: str) -> None:
     maker = actor(Maker)
     ref = maker.make.remote(1 << 28)  # 1 GiB
