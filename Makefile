@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup check test faults gpu bench sft docs clean
+.PHONY: setup check test test-fast test-all faults gpu bench sft docs clean
 
 setup: $(STAMP)
 
@@ -22,11 +22,20 @@ check: setup
 	$(BIN)/ruff check src tests examples
 	$(BIN)/mypy
 
+# Everything that is quick enough to wait for.
 test: setup
-	$(BIN)/python -m pytest tests -m 'not gpu' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+
+# What needs neither Ray nor child processes, in parallel: after every save.
+test-fast: setup
+	$(BIN)/python -m pytest -m fast -n auto $(ARGS)
+
+# Everything except what needs a CUDA device.
+test-all: setup
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 faults: setup
-	$(BIN)/python -m pytest tests -m faults $(ARGS)
+	$(BIN)/python -m pytest -m faults $(ARGS)
 
 gpu: setup
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -157,6 +157,7 @@ def test_idling_is_recorded_as_one_stretch_and_steps_with_their_mean() -> None:
     assert steps.extra == {"mean_us": 25.0}
 
 
+@pytest.mark.processes
 def test_busy_processes_end_with_the_block() -> None:
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = set(children.read_text().split())
@@ -191,6 +192,7 @@ def test_a_step_works_on_one_core_and_repeats() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.processes
 def test_the_actors_need_no_torch() -> None:
     """They are many and start at once: what is imported there is waited for."""
     code = "import sys, raylane.bench.graph_actors; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

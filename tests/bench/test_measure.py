@@ -80,6 +80,7 @@ def test_everyone_has_a_block_in_every_round_and_the_blocks_add_up() -> None:
         assert tally.extra == {name: tally.samples_us[-1]}
 
 
+@pytest.mark.processes
 def test_only_whose_turn_it_is_runs(sleeper: int) -> None:
     seen = {}
 
@@ -92,6 +93,7 @@ def test_only_whose_turn_it_is_runs(sleeper: int) -> None:
     assert becomes(sleeper, stopped=False)
 
 
+@pytest.mark.processes
 def test_an_error_leaves_nobody_stopped(sleeper: int) -> None:
     def block(who: Fake) -> Tally:
         raise ZeroDivisionError
@@ -101,6 +103,7 @@ def test_an_error_leaves_nobody_stopped(sleeper: int) -> None:
     assert becomes(sleeper, stopped=False)
 
 
+@pytest.mark.processes
 def test_cpu_time_of_others(sleeper: int) -> None:
     before = measure.cpu_seconds([])
     while measure.cpu_seconds([]) < before + 0.01:

@@ -22,6 +22,8 @@ def test_cases() -> None:
         transfer.cases(large=False, only="2GB")
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "bench.json"
     command = [

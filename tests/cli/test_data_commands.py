@@ -48,6 +48,8 @@ def test_inspect_data_takes_overrides(run_file: Path, capsys: pytest.CaptureFixt
     assert "[[" not in out
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_inspect_data_colours_spans_on_a_terminal(run_file: Path) -> None:
     leader, follower = pty.openpty()
     child = subprocess.Popen([sys.executable, "-c", ASK, "inspect-data", "--show", "1", str(run_file)], stdout=follower)

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from raylane.cli.doctor import Finding, healthy, report
 
 
+@pytest.mark.processes
 def test_the_doctor_tries_everything_between_all_places(tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     command = [sys.executable, "-m", "raylane", "doctor", "--json", str(out)]

@@ -75,6 +75,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"raylane {raylane.__version__}\n"
 
 
+@pytest.mark.processes
 def test_version_loads_no_torch() -> None:
     code = "import sys; from raylane.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"

@@ -5,6 +5,7 @@ import resource
 import subprocess
 
 import msgspec
+import pytest
 
 from raylane.core import place
 
@@ -20,6 +21,7 @@ def test_process_is_alive_where_no_descriptor_is_left_to_look() -> None:
     assert found == (True, False)
 
 
+@pytest.mark.processes
 def test_ended_process_and_its_zombie_are_dead() -> None:
     child = subprocess.Popen(["sleep", "60"])
     ticks = place.start_ticks(child.pid)

@@ -98,6 +98,7 @@ def _answer(pipe: Pipe, path: str, count: int) -> int:
     return value(segment.address)
 
 
+@pytest.mark.processes
 def test_two_processes_wake_each_other() -> None:
     segment = made(0, 0)
     child = start(_answer, segment.path, 100)
@@ -115,6 +116,7 @@ def _take_all(pipe: Pipe, path: str) -> int:
     return taken
 
 
+@pytest.mark.processes
 def test_several_takers_share_what_is_there_and_lose_nothing() -> None:
     segment = made(5000)
     children = [start(_take_all, segment.path) for _ in range(3)]
@@ -177,6 +179,7 @@ def _consume(pipe: Pipe, path: str) -> int:
     return wrong
 
 
+@pytest.mark.processes
 def test_memory_written_before_a_post_is_seen_after_the_wait() -> None:
     segment = Segment.make(8192)
     init(segment.address)
@@ -196,6 +199,7 @@ def test_memory_written_before_a_post_is_seen_after_the_wait() -> None:
 # Segments
 
 
+@pytest.mark.processes
 def test_a_segment_lives_until_its_last_mapping() -> None:
     before, mapped = open_memfds(), mappings()
     segment = Segment.make(4096)
@@ -296,6 +300,7 @@ def _hold(pipe: Pipe, path: str) -> None:
     pipe.receive()
 
 
+@pytest.mark.processes
 def test_memory_outlives_the_process_that_wrote_to_it() -> None:
     segment = Segment.make(4096)
     child = start(_hold, segment.path)
@@ -311,6 +316,7 @@ def _lend(pipe: Pipe) -> None:
     pipe.receive()
 
 
+@pytest.mark.processes
 def test_memory_outlives_the_process_that_made_it() -> None:
     child = start(_lend)
     path = child.receive()
@@ -321,6 +327,7 @@ def test_memory_outlives_the_process_that_made_it() -> None:
         Segment.open(path)
 
 
+@pytest.mark.processes
 def test_a_failed_mapping_closes_its_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
     close = os.close
@@ -338,6 +345,7 @@ def test_a_failed_mapping_closes_its_descriptor_once(monkeypatch: pytest.MonkeyP
     assert open_memfds() == before
 
 
+@pytest.mark.processes
 def test_segments_that_are_left_over_at_the_end_of_a_process_make_no_noise() -> None:
     code = """
 from raylane.core.semaphore import Segment, init

@@ -19,6 +19,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.processes
 def test_reads_ranges_of_another_process_in_order_and_notices_its_death() -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -71,6 +72,7 @@ def test_gather_joins_thousands_of_ranges_or_raises() -> None:
     assert bad.value.errno == errno.EFAULT
 
 
+@pytest.mark.processes
 def test_a_place_knows_itself_and_a_dead_process() -> None:
     here = place.here()
     assert here.pid == os.getpid()

@@ -267,6 +267,7 @@ def _echo(pipe: Pipe, path: str, count: int, yields: bool) -> bool:
     return waiter.patience.mean_s > 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("yields", [True, False])
 def test_two_processes_lose_no_wake_up(yields: bool) -> None:
     segment, waiter = made(2), Waiter(yields=yields)

@@ -36,6 +36,7 @@ def _ring(pipe: Pipe, pid: int, fd: int, times: int) -> bool:
     return inherited
 
 
+@pytest.mark.processes
 def test_another_process_makes_it_readable_and_drain_forgets(event: int) -> None:
     assert not readable(event)
     assert not os.get_inheritable(event)
@@ -56,6 +57,7 @@ def test_a_process_may_fetch_its_own(event: int) -> None:
     assert readable(event)
 
 
+@pytest.mark.processes
 def test_who_does_not_exist_has_nothing_to_fetch(event: int) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match=f"pidfd_getfd of process {os.getpid()}: Bad file descriptor"):
@@ -81,10 +83,12 @@ def _as_somebody_else(pipe: Pipe, pid: int, fd: int) -> str:
     return "allowed"
 
 
+@pytest.mark.processes
 def test_the_kernel_may_forbid_it(event: int) -> None:
     assert "Operation not permitted" in start(_as_somebody_else, os.getpid(), event).result()
 
 
+@pytest.mark.processes
 def test_a_descriptor_outlives_its_owner() -> None:
     child = start(_own)
     fd = child.receive()

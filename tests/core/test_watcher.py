@@ -20,6 +20,8 @@ from raylane.core.watcher import Watcher
 
 Eventually = Callable[..., None]
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def watcher(eventually: Eventually) -> Iterator[Watcher]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.examples.programs import output_of
 
+pytestmark = pytest.mark.processes
 
+
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     lines = [
         line

@@ -55,6 +55,9 @@ class Network:
             "RAY_AUTH_MODE": "token",  # newer Rays ask for one by default, older ones do not know it
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "PYTHONUNBUFFERED": "1",
+            # In /tmp/ray, which each namespace has to itself: a file there with the address of a node started last
+            # would make other programs on this machine connect to that node.
+            "RAY_TMPDIR": "/tmp",
         }
 
     def make(self) -> None:

@@ -30,20 +30,35 @@ from raylane.errors import (
     GraphValueError,
 )
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
+# `workers` first: the leak check of `cluster` must know the actors that replace those that an earlier test has killed.
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("workers", "cluster")]
 Eventually = Callable[..., None]
 
 
-@pytest.fixture
-def workers(cluster: None) -> Iterator[list[Any]]:
-    """Three actors of this test's own: it may kill them."""
-    actor = ray.remote(num_cpus=0.1)(Worker)
-    made = [actor.remote() for _ in range(3)]
-    ray.get([worker.__ray_ready__.remote() for worker in made])
+@pytest.fixture(scope="module")
+def pool(ray_session: None) -> Iterator[list[Any]]:
+    """Start three actors for all tests of this module."""
+    made = [ray.remote(num_cpus=0.1)(Worker).remote() for _ in range(3)]
     yield made
     for worker in made:
         ray.kill(worker)
     made.clear()
+
+
+@pytest.fixture
+def workers(pool: list[Any]) -> list[Any]:
+    """Return three actors with the attributes of new ones. The test may kill them or keep them busy.
+
+    An actor that does not answer any more is replaced; a new one costs seconds.
+    """
+    for index, worker in enumerate(pool):
+        try:
+            ray.get(worker.__ray_call__.remote(lambda self: self.__init__()), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.kill(worker)
+            pool[index] = ray.remote(num_cpus=0.1)(Worker).remote()
+    ray.get([worker.__ray_ready__.remote() for worker in pool])
+    return list(pool)
 
 
 def chain(workers: list[Any], *methods: str, **options: Any) -> Any:
@@ -197,6 +212,7 @@ def killed(worker: Any) -> None:
     os.close(pidfd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readers", ["driver", "actor"])
 def test_death_of_a_lender_is_no_value_error(workers: list[Any], readers: str, eventually: Eventually) -> None:
     """The memory of a message that was sent, and not read yet, goes with its sender."""
@@ -354,6 +370,7 @@ FORKING = """
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
     namespace, _ = detached
     code = textwrap.dedent(FORKING).format(address=ray.get_runtime_context().gcs_address, namespace=namespace)
@@ -388,6 +405,7 @@ def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually:
         assert g.execute(1).get() == 1
 
 
+@pytest.mark.slow
 def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "keep", "echo", check=CHECK)
@@ -412,6 +430,7 @@ FILL = (
 )
 
 
+@pytest.mark.slow
 def test_lane_without_memory_leaves_a_killed_driver(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "echo", "echo", check=FILL, end="time.sleep(600)")

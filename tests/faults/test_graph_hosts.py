@@ -64,6 +64,7 @@ def test_a_killed_actor_of_another_host_ends_the_graph_within_seconds(
         assert again.execute(5).get() == 5
 
 
+@pytest.mark.slow
 def test_who_does_not_answer_until_the_deadline_is_named(workers: list[Any], eventually: Eventually) -> None:
     """A process that is stopped is not dead: only the deadline tells. Here the connection from one actor to another."""
     a, b = workers
@@ -94,6 +95,7 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
     made.clear()
 
 
+@pytest.mark.slow
 def test_actors_leave_a_graph_whose_driver_of_another_host_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "echo", "echo", check="result.get()", end="time.sleep(600)", RAYLANE_HOST="driver")

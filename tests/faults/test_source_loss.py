@@ -98,7 +98,7 @@ def within_two_seconds(action: Any, error: type[BaseException], match: str) -> N
     assert time.monotonic() - start < 2.0  # the promise about failures, not a measurement of speed
 
 
-@pytest.mark.parametrize("method", ["make", "make_tcp"])
+@pytest.mark.parametrize("method", ["make", pytest.param("make_tcp", marks=pytest.mark.slow)])
 def test_producer_killed_before_the_read(method: str) -> None:
     maker, user = actor(Maker), actor(User)
     ref = getattr(maker, method).remote()
@@ -117,6 +117,7 @@ def test_producer_killed_before_the_read(method: str) -> None:
     assert ray.get(user.total.remote(other.make.remote())) == N
 
 
+@pytest.mark.slow
 def test_producer_killed_during_a_tcp_read(monkeypatch: pytest.MonkeyPatch) -> None:
     maker = actor(Maker)
     ref = maker.make_tcp.remote()
@@ -135,6 +136,7 @@ def test_producer_killed_during_a_tcp_read(monkeypatch: pytest.MonkeyPatch) -> N
     within_two_seconds(lambda: raylane.get(ref), SourceLostError, r"Actor\(Maker")
 
 
+@pytest.mark.slow
 def test_producer_killed_during_one_sided_reads() -> None:
     """Readers in a loop while it dies: each read is whole or a typed error, and after the first error only errors."""
     maker = actor(Maker)
@@ -164,6 +166,7 @@ def test_producer_killed_during_one_sided_reads() -> None:
     assert all(result is True for result in results[:-1])
 
 
+@pytest.mark.slow
 def test_values_read_before_the_death_live_on() -> None:
     maker = actor(Maker)
     value = ray.get(maker.make.remote())
@@ -171,6 +174,7 @@ def test_values_read_before_the_death_live_on() -> None:
     assert float(value.double().sum()) == N
 
 
+@pytest.mark.slow
 def test_snapshot_mapped_before_the_death_lives_on() -> None:
     class Snap:
         @raylane.method(snapshot=True)
@@ -189,6 +193,7 @@ def test_snapshot_mapped_before_the_death_lives_on() -> None:
         ray.get(ref)
 
 
+@pytest.mark.slow
 def test_restarted_producer_says_that_the_old_value_is_lost() -> None:
     maker = actor(Maker, max_restarts=1)
     ref = maker.make.remote()
@@ -206,6 +211,7 @@ def test_restarted_producer_says_that_the_old_value_is_lost() -> None:
             assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_consumer_killed_leaves_the_value_and_the_producer(eventually: Any) -> None:
     maker, user = actor(Maker), actor(User)
     ref = maker.make.remote()
@@ -241,6 +247,7 @@ def test_timeout_while_the_value_is_being_made() -> None:
     ray.kill(maker)
 
 
+@pytest.mark.slow
 def test_owner_that_dies_takes_the_value_with_it_and_never_leaves_garbage(eventually: Any) -> None:
     """The submitter dies while another process still borrows the ref: a typed error there, and nothing held."""
     maker, borrower = actor(Maker), actor(User)
@@ -271,6 +278,7 @@ def test_owner_that_dies_takes_the_value_with_it_and_never_leaves_garbage(eventu
     assert float(ray.get(other).double().sum()) == N
 
 
+@pytest.mark.slow
 def test_a_host_read_races_with_a_free_and_is_whole_or_refused() -> None:
     """A producer frees and reuses its memory while another process reads it: never anything but the published bytes."""
     script = textwrap.dedent(
@@ -335,7 +343,7 @@ class Maker:
         return os.getpid()
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     maker = ray.remote(num_cpus=0)(Maker).remote()
     ref, put = maker.make.remote(), raylane.put(torch.ones(1_000_000), snapshot=True)
     assert float(ray.get(ref).sum()) == 1_000_000
@@ -345,6 +353,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "kill"])
 def test_a_driver_that_ends_or_is_killed_leaves_nothing(tmp_path: Any, end: str, eventually: Any) -> None:
     script = tmp_path / "driver.py"
@@ -359,6 +368,7 @@ def test_a_driver_that_ends_or_is_killed_leaves_nothing(tmp_path: Any, end: str,
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "raylane" in name]
 
 
+@pytest.mark.slow
 def test_an_actor_goes_on_while_its_listener_is_abused() -> None:
     maker, user = actor(Maker), actor(User)
     ref = maker.make_tcp.remote()
@@ -413,6 +423,7 @@ class Unprivileged:
         return raylane.stats()
 
 
+@pytest.mark.slow
 def test_where_the_kernel_forbids_reads_tcp_takes_over_and_says_why() -> None:
     guarded, reader = actor(Guarded), actor(Unprivileged)
     for _ in range(2):
@@ -427,6 +438,7 @@ def test_where_the_kernel_forbids_reads_tcp_takes_over_and_says_why() -> None:
         ray.get(reader.total.remote(guarded.make_host.remote()))
 
 
+@pytest.mark.slow
 def test_freed_is_said_when_a_ticket_outlives_its_value(eventually: Any) -> None:
     """By hand, as no program should: the ticket's bytes kept past the ref."""
     maker = actor(Maker)

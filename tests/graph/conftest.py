@@ -1,5 +1,7 @@
-"""Actors shared by the graph tests of a module (starting one costs seconds), and a check that each test leaves them
-and the driver as they were."""
+"""Actors shared by the graph tests, and a check that each test leaves them and the driver as they were.
+
+Starting an actor costs seconds. A test that ends an actor, or changes settings of its threads, starts its own.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from tests.graph.graph_actors import Worker
 from raylane.testing.leaks import leaks, snapshot
 
 
-@pytest.fixture(scope="module")
-def workers(ray_session: None) -> Iterator[list[Any]]:
-    """Four plain actors."""
-    actor = ray.remote(num_cpus=0.1)(Worker)
+@pytest.fixture(scope="session")
+def session_workers(ray_session: None) -> Iterator[list[Any]]:
+    """Start the four actors of the test session. They take no logical CPU from later tests."""
+    actor = ray.remote(num_cpus=0)(Worker)
     made = [actor.remote() for _ in range(4)]
     ray.get([worker.__ray_ready__.remote() for worker in made])
     yield made
@@ -26,9 +28,16 @@ def workers(ray_session: None) -> Iterator[list[Any]]:
     made.clear()
 
 
+@pytest.fixture(scope="module")
+def workers(session_workers: list[Any]) -> list[Any]:
+    """Return four plain actors, with the attributes of new ones at the start of each module."""
+    ray.get([worker.__ray_call__.remote(lambda self: self.__init__()) for worker in session_workers], timeout=60)
+    return session_workers
+
+
 @pytest.fixture
 def clean(workers: list[Any]) -> Iterator[None]:
-    """After the test, no graph has left anything in an actor or in this process."""
+    """Check after the test that no graph has left anything in an actor or in this process."""
     before = snapshot()
     yield
     left = leaks(before, within_s=20)
@@ -41,7 +50,10 @@ def clean(workers: list[Any]) -> Iterator[None]:
 
 @pytest.fixture
 def graph() -> Iterator[Callable[..., Any]]:
-    """`graph(lambda x: ..., **options)` compiles what the function binds; torn down after the test."""
+    """Return a function that compiles what its argument binds, `graph(lambda x: ..., **options)`.
+
+    The graphs are torn down after the test.
+    """
     import raylane
 
     made: list[Any] = []

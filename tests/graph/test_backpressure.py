@@ -57,6 +57,7 @@ def test_value_waiting_for_memory_arrives_as_it_was_returned(workers: list[Any],
     ray.get(worker.forget_shared.remote())
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_come_back_names_its_holder(workers: list[Any], graph: Compile) -> None:
     full = graph(lambda x: raylane.bind(workers[0].ones, x), max_lent_bytes=8 << 20, timeout_s=2)
     kept: list[Any] = []
@@ -71,6 +72,7 @@ def test_memory_that_does_not_come_back_names_its_holder(workers: list[Any], gra
     assert float(full.execute(COUNT).get(timeout=60).sum()) == COUNT
 
 
+@pytest.mark.slow
 def test_execute_waiting_for_memory_ends_with_the_graph(ray_session: None, graph: Compile) -> None:
     doomed = ray.remote(num_cpus=0.1)(Worker).remote()
     g = graph(lambda x: raylane.bind(doomed.keep, x), max_lent_bytes=4 << 20, timeout_s=None)

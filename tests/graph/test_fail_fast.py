@@ -16,6 +16,7 @@ from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import GraphFullError, GraphTimeoutError, GraphValueError
+from raylane.graph.driver.control import ControlChannels
 
 Compile = Callable[..., Any]
 Write = Callable[[Any, list[Any]], Any]
@@ -32,6 +33,12 @@ def released(workers: list[Any]) -> Iterator[None]:
 
 def release(workers: list[Any]) -> None:
     ray.get([worker.release.remote() for worker in workers])
+
+
+@pytest.fixture
+def short_wait_for_stats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `stats` wait 0.1 s instead of 5 s for an actor that is busy in a method, as one is in these tests."""
+    monkeypatch.setitem(ControlChannels.ask.__kwdefaults__, "timeout_s", 0.1)
 
 
 def two_outputs(x: Any, w: list[Any]) -> Any:
@@ -79,6 +86,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.usefixtures("short_wait_for_stats")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_result_fails_before_the_slowest_part_ends(workers: list[Any], graph: Compile, shape: Write) -> None:
     g = graph(lambda x: shape(x, workers), max_inflight=3)
@@ -292,6 +300,7 @@ def remote(ray_session: None) -> Iterator[list[Any]]:
     made.clear()
 
 
+@pytest.mark.usefixtures("short_wait_for_stats")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_hosts_obey_the_same_rule(
     remote: list[Any], graph: Compile, shape: Write, eventually: Callable[..., None]

@@ -115,9 +115,9 @@ def actors(ray_session: None) -> Iterator[list[Any]]:
     made.clear()
 
 
-@pytest.fixture(params=["inline", "ray"])
+@pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.ray)])
 def stages(request: pytest.FixtureRequest) -> list[Any]:
-    """Three objects, or three actors."""
+    """Return three objects, or three actors."""
     if request.param == "inline":
         return [Stage() for _ in range(3)]
     found: list[Any] = request.getfixturevalue("actors")

@@ -370,6 +370,7 @@ while (word := pipe.receive())[0] != "end":
 """
 
 
+@pytest.mark.processes
 def test_readers_in_other_processes(pool: LeasePool) -> None:
     children = [start_code(READER, index=index) for index in range(2)]
     numbers = set()
@@ -390,6 +391,7 @@ def test_readers_in_other_processes(pool: LeasePool) -> None:
         child.result()
 
 
+@pytest.mark.processes
 def test_what_a_dead_reader_held_is_never_used_again(pool: LeasePool) -> None:
     pool.limit_bytes, pool.timeout_s = 100 * KB, 0.05
     child, reader = start_code(READER, index=0), LeaseReader()
@@ -416,6 +418,7 @@ pipe.receive()
 """
 
 
+@pytest.mark.processes
 def test_arrays_outlive_the_writer() -> None:
     child, reader = start_code(WRITER), LeaseReader()
     descriptor = Descriptor(*child.receive())
@@ -438,12 +441,14 @@ endless.append(endless)
 """
 
 
+@pytest.mark.processes
 def test_a_process_ends_quietly_with_arrays_in_hand() -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_nothing_is_left(pool: LeasePool) -> None:
+    gc.collect()  # earlier tests may have left arrays in reference cycles, whose segments would close meanwhile
     before = descriptors()
     other = LeasePool(LIMIT)
     reader = LeaseReader()

@@ -269,6 +269,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.processes
 def test_without_torch_nothing_imports_it() -> None:
     said = start_code(WITHOUT_TORCH).result()
     assert said.startswith("a value of type list cannot be pickled")

@@ -435,6 +435,7 @@ def test_a_value_and_a_constant_are_given_as_they_are() -> None:
     assert evaluate(Const(value), ()) is value
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_for_values_of_others() -> None:
     code = """
 import sys

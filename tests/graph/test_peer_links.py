@@ -84,6 +84,7 @@ def test_a_broadcast_to_six_hosts_goes_down_a_tree(workers: list[Any], graph: Co
         assert g.execute(np.full(size, scale)).get() == [float(size * scale)] * 6
 
 
+@pytest.mark.slow
 def test_values_of_every_kind_and_size(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: chain(x, workers[:2]))
     base = torch.arange(300_000, dtype=torch.float32)

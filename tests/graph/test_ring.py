@@ -340,6 +340,7 @@ class Line:
         self.writer.write(number, message)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("readers", "slots", "count", "keep"), [(1, 1, 1000, False), (1, 8, 5000, False), (3, 2, 400, True)]
 )
@@ -359,6 +360,7 @@ def test_processes_read_what_was_written(readers: int, slots: int, count: int, k
         assert next(line.pool._numbers) <= 3 * (slots + 2)  # a few, used again and again
 
 
+@pytest.mark.processes
 def test_a_reader_that_dies_spoils_nothing_for_the_others() -> None:
     line = Line(2, 4, 50, keep=False)
     victim, other = line.children

@@ -347,6 +347,7 @@ def test_what_another_thread_has_read_is_there_at_once(workers: list[Any], graph
     assert not begun
 
 
+@pytest.mark.slow
 def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers: list[Any], graph: Compile) -> None:
     from raylane.errors import GraphClosedError
 
@@ -362,6 +363,7 @@ def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers
         g.teardown()
 
 
+@pytest.mark.slow
 def test_later_graph_leaves_settings_of_earlier_graph(ray_session: None, graph: Compile) -> None:
     worker = ray.remote(num_cpus=0.1)(Worker).remote()
     try:
@@ -550,6 +552,7 @@ class Slow:
         return int, (3,)
 
 
+@pytest.mark.slow
 def test_more_edges_than_descriptors_compile() -> None:
     from core.processes import start_code  # here: actors import this module, and not that one
 
@@ -562,7 +565,7 @@ os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 import ray
 import raylane
 from tests.graph.graph_actors import Worker
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
 actor = ray.remote(num_cpus=0.1)(Worker).remote()
 ray.get(actor.count.remote())
 used = max(map(int, os.listdir("/proc/self/fd")))

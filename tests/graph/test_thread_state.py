@@ -214,6 +214,7 @@ thread.join()
 """
 
 
+@pytest.mark.processes
 def test_context_read_during_an_import_waits_for_it() -> None:
     assert start_code(IMPORTING).result() == {"divide": "warn"}
 
@@ -261,6 +262,7 @@ answer = read == ThreadState(errstate=np.geterr()), seen, bare == ThreadState(),
 """
 
 
+@pytest.mark.processes
 def test_without_torch_and_without_numpy() -> None:
     assert start_code(WITHOUT_TORCH).result() == (True, ["raise"], True, False)
 

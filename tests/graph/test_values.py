@@ -179,6 +179,7 @@ def test_long_plain_values_travel_whatever_their_size(workers: list[Any], graph:
         assert g.execute(value).get() == [value, value]
 
 
+@pytest.mark.slow
 def test_values_of_very_many_arrays(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(worker.echo, x) for worker in workers[:2]]))
     for make in (lambda i: np.full(40, i), lambda i: torch.full((40,), i)):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SRC = Path(__file__).parents[2] / "src" / "raylane"
 LAYERS = ("core", "transport", "graph", "workers", "sft", "bench", "cli")
 """Each may import what stands to its left."""
@@ -115,6 +117,7 @@ def test_internals_of_ray_are_used_in_one_module() -> None:
 OPTIONAL = ("transformers", "safetensors", "tokenizers", "yaml", "tensorboard", "wandb", "nixl", "matplotlib", "pytest")
 
 
+@pytest.mark.processes
 def test_import_needs_no_optional_package_and_is_quick() -> None:
     """`import raylane` after `import ray`: under 150 ms, the limit that the project has set itself, and lazily.
 
@@ -146,6 +149,7 @@ print(spent)
     assert min(spent) < 0.150
 
 
+@pytest.mark.processes
 def test_graphs_do_not_load_torch_into_actors_that_have_no_use_for_it() -> None:
     """Importing torch costs an actor two seconds and 200 MB."""
     program = """

@@ -75,6 +75,7 @@ def tracked_folders() -> set[str]:
     return {f for f in folders if f != "." and f.count("/") <= 3 and not f.startswith(("tests/", "."))}
 
 
+@pytest.mark.processes
 def test_the_readme_draws_the_folders_that_there_are() -> None:
     readme = (ROOT / "README.md").read_text()
     block = re.search(r"```\n(src/raylane/.*?)```", readme, re.DOTALL)

@@ -135,6 +135,7 @@ checkpoint.commit(partial, 5, {"val:loss": 1.0}, {})
 """
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 @pytest.mark.parametrize("rename", [1, 2])
 def test_commit_killed_before_a_rename_loses_nothing(tmp_path, rename):

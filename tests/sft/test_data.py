@@ -304,6 +304,7 @@ def test_damaged_offsets_are_named(tmp_path: Path) -> None:
             TokenCache.open(folder)
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 def test_drafts_of_ended_processes_are_removed_and_no_others(tmp_path: Path) -> None:
     run = made(tmp_path)

@@ -43,6 +43,7 @@ def test_a_refused_folder_does_not_keep_the_others(tmp_path):
             pass
 
 
+@pytest.mark.processes
 @pytest.mark.faults
 def test_a_killed_run_holds_nothing(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:

@@ -44,6 +44,7 @@ def test_the_permutation_is_the_same_in_every_version_of_numpy() -> None:
     assert epoch_order(10, seed=42, epoch=0).tolist() == [4, 8, 1, 9, 3, 6, 0, 7, 2, 5]
 
 
+@pytest.mark.processes
 def test_another_process_makes_the_same_order() -> None:
     code = "from raylane.sft.order import batch_rows; print(batch_rows(100, 7, 5, 40).tolist())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

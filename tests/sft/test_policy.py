@@ -81,7 +81,8 @@ def hsdp4(ray_session, folder):
     assert run.policy.shutdown()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp4"])
+@pytest.mark.ray  # through the fixture that the parameter names
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp4", marks=pytest.mark.slow)])
 def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, request):
     run = request.getfixturevalue(layout)
     run.again()
@@ -89,6 +90,7 @@ def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, reque
         tiny_run.assert_same(run.gradients(rows=rows), run.own_losses())
 
 
+@pytest.mark.slow
 def test_four_shards_without_replicas_too(hsdp4, folder):
     flat = tiny_run.config_of(folder, {"cluster.num_workers": 4})
     hsdp4.policy._call_one("setup", flat, hsdp4.prepared, 8)
@@ -137,6 +139,7 @@ def test_labels_that_are_not_shifted_are_refused(fsdp2):
     assert fsdp2.policy.next_step == 0
 
 
+@pytest.mark.slow
 def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
     fsdp2.again()
     hsdp4.again()
@@ -145,6 +148,7 @@ def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
     assert two["loss"] == pytest.approx(four["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4):
     fsdp2.again()
     fsdp2.losses(range(3))
@@ -226,6 +230,7 @@ def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, mo
     assert written == {"temperature": 0.6, "eos_token_id": [*fsdp2.prepared.end_ids, 0]}
 
 
+@pytest.mark.slow
 def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch):
     """Workers have a working directory of their own, e.g. where somebody started Ray."""
     config = base_model(fsdp2, tmp_path / "base")

@@ -124,6 +124,7 @@ def test_a_run_that_loses_a_worker_is_stopped_and_killed_still_has_the_losses_of
     assert losses(config) == uninterrupted[1], "bit for bit"
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_interrupted_run_says_what_the_same_command_will_do(ray_session, folder):
     config = config_in(folder, "interrupted", {"checkpointing.save_period": 0})

@@ -156,6 +156,7 @@ def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
     assert events == [f"validate after {saved_at}"]
 
 
+@pytest.mark.processes
 def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_late(tmp_path):
     """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
     show = [sys.executable, "-c", "print(open('/proc/self/status').read())"]
@@ -195,6 +196,8 @@ def test_a_run_whose_export_failed_exports_again_and_saves_no_second_time(tmp_pa
     assert events == ["export 4"]
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_ray_that_cannot_be_reached_is_named():
     """In a process of its own: this one may have a Ray already."""
     with socket.create_server(("127.0.0.1", 0)) as free:

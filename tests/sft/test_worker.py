@@ -433,6 +433,8 @@ worker.teardown()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_self_check_needs_less_memory_than_a_step(folder):
     """Logits of whole rows at a real vocabulary (128,000 x 32,768 tokens) are more than any machine has."""
     tests = str(Path(__file__).parents[1])

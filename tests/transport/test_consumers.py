@@ -383,6 +383,7 @@ def test_own_decorated_method_called_in_python_is_plain(crew: Crew) -> None:
     assert torch.equal(Maker().make(2), expected(2))
 
 
+@pytest.mark.slow
 def test_named_and_detached_actors(crew: Crew) -> None:
     ray.remote(num_cpus=0)(Maker).options(name="maker", lifetime="detached").remote()
     maker, user = ray.get_actor("maker"), crew.user
@@ -396,6 +397,7 @@ def test_named_and_detached_actors(crew: Crew) -> None:
     ray.kill(maker)
 
 
+@pytest.mark.slow
 def test_task_retries_publish_the_last_attempt(crew: Crew) -> None:
     maker = actor(Maker, max_task_retries=5)
     ref = maker.flaky.options(retry_exceptions=True).remote()
@@ -403,6 +405,7 @@ def test_task_retries_publish_the_last_attempt(crew: Crew) -> None:
     del ref
 
 
+@pytest.mark.slow
 def test_cancelled_calls_publish_nothing(crew: Crew, eventually: Any) -> None:
     maker, gate = crew.async_maker, actor(Gate)
     refs = [maker.wait.remote([gate]) for _ in range(5)]
@@ -417,6 +420,7 @@ def test_cancelled_calls_publish_nothing(crew: Crew, eventually: Any) -> None:
     # `tidy` sees that the actor holds nothing.
 
 
+@pytest.mark.slow
 def test_actor_handle_dropped_while_its_ref_is_kept(crew: Crew) -> None:
     ref = actor(Maker).make.remote()
     assert torch.equal(ray.get(ref), expected())
@@ -424,6 +428,7 @@ def test_actor_handle_dropped_while_its_ref_is_kept(crew: Crew) -> None:
     assert ray.get(user.total.remote(ref)) == SUM
 
 
+@pytest.mark.slow
 def test_handle_and_ref_dropped_while_a_consumer_is_queued(crew: Crew) -> None:
     user, gate = actor(Holder), actor(Gate)
     busy = user.wait.remote([gate])
@@ -457,6 +462,7 @@ def test_decorated_consumer_fetches_its_arguments_before_it_runs(crew: Crew) -> 
     assert ray.get(user.decorated_total.remote(a, b, c=c)) == pytest.approx(total)
 
 
+@pytest.mark.slow
 def test_both_decorators_in_either_order(crew: Crew) -> None:
     class Stacked:
         @ray.method(num_returns=2)

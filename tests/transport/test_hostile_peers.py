@@ -83,6 +83,8 @@ def _fill_backlog(name: str) -> list[socket.socket]:
         taken.append(sock)
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
     source, process = elsewhere()
     process.send_signal(signal.SIGSTOP)
@@ -136,6 +138,7 @@ def test_link_tries_again_when_its_handshake_is_dropped(server: Server) -> None:
     front.close()
 
 
+@pytest.mark.processes
 def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any) -> None:
     fork = "child = os.fork()\nif not child:\n    time.sleep(600)\n    os._exit(0)\nprint(child, file=sys.stderr)"
     source, process = elsewhere(fork)
@@ -154,6 +157,8 @@ def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any)
     pool.close()
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually: Any) -> None:
     pool = LinkPool(SECRET, "test", place.here())
     for _ in range(3):
@@ -167,6 +172,7 @@ def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually
     pool.close()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run a process as another user")
 def test_other_users_processes_are_refused(server: Server) -> None:
     reading, writing = os.pipe()
@@ -289,6 +295,7 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
     front.close()
 
 
+@pytest.mark.slow
 def test_value_of_400_000_blocks_is_read_by_tcp(server: Server) -> None:
     data = torch.arange(3_200_000, dtype=torch.uint8)
     start = data.data_ptr()

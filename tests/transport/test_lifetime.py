@@ -189,6 +189,7 @@ def test_a_snapshot_is_what_it_was(pair: list[Any], transport: str) -> None:
     raylane.wait_tensor_freed(before)
 
 
+@pytest.mark.slow
 def test_ten_thousand_values_leave_nothing_and_memory_flat(pair: list[Any], eventually: Any) -> None:
     sender, receiver = pair
 
@@ -245,6 +246,7 @@ def test_freed_when_a_borrower_is_killed(pair: list[Any], eventually: Any) -> No
     eventually(lambda: ray.get(sender.resources.remote())["entries"] == 0, within_s=30)
 
 
+@pytest.mark.slow
 def test_refs_nested_in_a_value_live_with_it(pair: list[Any]) -> None:
     class Wrapper:
         @raylane.method

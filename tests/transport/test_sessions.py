@@ -30,7 +30,7 @@ class User:
     def get(self, refs, transport): return float(raylane.get(refs[0], tensor_transport=transport, timeout=20).sum())
 
 for session in range(2):
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
     maker, user = ray.remote(num_cpus=0)(Maker).remote(), ray.remote(num_cpus=0)(User).remote()
     ref = maker.make.remote()
     put = raylane.put(torch.ones(100_000))
@@ -45,6 +45,8 @@ print("both sessions")
 """
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 def test_a_second_ray_session_in_one_driver_starts_afresh(tmp_path: Path) -> None:
     script = tmp_path / "reinit.py"
     script.write_text(REINIT)
@@ -104,6 +106,7 @@ class TestOnOneSession:
         with pytest.raises(TypeError, match="NoneType"):
             ray.get(splitter.nothing.remote()[0])
 
+    @pytest.mark.slow
     def test_a_decorator_above_sees_tensors_and_is_told(self) -> None:
         import functools
         import warnings
@@ -151,6 +154,7 @@ class TestOnOneSession:
         )
         assert float(raylane.get(ref)["lazy"].value.sum()) == 50_000
 
+    @pytest.mark.slow
     def test_an_actor_that_keeps_a_put_of_its_own_may_end(self, eventually: Any) -> None:
         class Hoarder:
             @raylane.method
@@ -175,6 +179,7 @@ class TestOnOneSession:
         matrix.fill_(7)
         assert ray.get(read.remote(ref)) == 0
 
+    @pytest.mark.slow
     def test_a_readers_trouble_is_its_own(self) -> None:
         class Poor:
             def read(self, refs: list[Any]) -> str:

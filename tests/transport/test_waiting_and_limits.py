@@ -110,6 +110,7 @@ def actor(cls: type, **options: Any) -> Any:
     return made
 
 
+@pytest.mark.slow
 def test_get_async_of_slow_values_delays_no_ready_one() -> None:
     maker = actor(Maker, max_concurrency=60)
     slow = [maker.make_when_open.remote() for _ in range(40)]
@@ -127,6 +128,7 @@ def test_get_async_of_slow_values_delays_no_ready_one() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_get_async_that_is_cancelled_leaves_no_thread(eventually: Any) -> None:
     maker = actor(Maker, max_concurrency=4)
     never = maker.make_when_open.remote()
@@ -142,7 +144,7 @@ def test_get_async_that_is_cancelled_leaves_no_thread(eventually: Any) -> None:
     ray.get(maker.open.remote())
 
 
-@pytest.mark.parametrize("transport", ["host", "tcp"])
+@pytest.mark.parametrize("transport", ["host", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_get_keeps_its_deadline_during_a_transfer(transport: str) -> None:
     maker = actor(Maker)
     ref = maker.make.remote(1 << 28)  # 1 GiB
@@ -152,6 +154,7 @@ def test_get_keeps_its_deadline_during_a_transfer(transport: str) -> None:
             raylane.get(ref, tensor_transport=transport, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_function_called_get_objects_changes_no_transport() -> None:
     ref = actor(Maker).make.remote()
 
@@ -163,6 +166,7 @@ def test_function_called_get_objects_changes_no_transport() -> None:
     assert endpoint().counts["tcp"] == before + 1
 
 
+@pytest.mark.slow
 def test_get_within_unpickling_keeps_both_transports() -> None:
     maker = actor(Maker)
     inner, outer = maker.make.remote(), maker.make.remote()
@@ -172,6 +176,7 @@ def test_get_within_unpickling_keeps_both_transports() -> None:
     assert endpoint().counts["tcp"] == before + 2
 
 
+@pytest.mark.slow
 def test_forked_child_that_exits_leaves_its_parent_alone() -> None:
     maker = actor(Maker)
     ref = maker.make.remote()
@@ -182,6 +187,7 @@ def test_forked_child_that_exits_leaves_its_parent_alone() -> None:
     assert float(raylane.get(ref, tensor_transport="tcp").sum()) == 50_000
 
 
+@pytest.mark.slow
 def test_strided_nested_tensor_travels() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,6 +218,7 @@ def test_keeper_holds_one_handle_for_each_actor() -> None:
     keeper.close()
 
 
+@pytest.mark.slow
 def test_keys_of_ended_actors_do_not_pile_up(eventually: Any) -> None:
     def ended(pid: int) -> bool:
         return not os.path.exists(f"/proc/{pid}")
@@ -230,6 +237,7 @@ def test_keys_of_ended_actors_do_not_pile_up(eventually: Any) -> None:
     assert len(set(_ray.kv_sample("actor/", 256)) - before) == 1
 
 
+@pytest.mark.slow
 def test_snapshot_of_many_tensors_takes_one_descriptor() -> None:
     maker = actor(Maker)
     error, more, box = ray.get(maker.snapshots_under_few_descriptors.remote(2000, 20))
@@ -243,6 +251,7 @@ def test_snapshot_of_many_tensors_takes_one_descriptor() -> None:
     assert more <= 8  # the memfd, the listener's and its first links
 
 
+@pytest.mark.slow
 def test_snapshot_without_descriptors_fails_and_leaves_none() -> None:
     said, more = ray.get(actor(Maker).snapshot_without_descriptors.remote())
     assert "could not publish a snapshot" in said
@@ -250,6 +259,7 @@ def test_snapshot_without_descriptors_fails_and_leaves_none() -> None:
     assert more <= 0
 
 
+@pytest.mark.slow
 def test_flooded_actor_is_kept_while_its_value_is_referenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full backlog (anybody on the machine can fill it) does not mean that the actor holds nothing."""
     maker, consumer = actor(Maker), actor(Consumer, concurrency_groups={"control": 1})

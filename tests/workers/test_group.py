@@ -249,6 +249,7 @@ def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
     assert [one[1] for one in results(group, nested)] == [(5,), (5,), (7,), (7,)]
 
 
+@pytest.mark.slow
 def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventually):
     before = placements()
     group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
@@ -260,6 +261,7 @@ def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventu
     eventually(lambda: placements() == before, 30)
 
 
+@pytest.mark.slow
 def test_shutdown_with_a_cleanup_that_is_no_method_ends_the_workers(ray_session):
     before = placements()
     group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
@@ -267,6 +269,7 @@ def test_shutdown_with_a_cleanup_that_is_no_method_ends_the_workers(ray_session)
     assert placements() == before
 
 
+@pytest.mark.slow
 def test_a_late_answer_is_not_lost(ray_session):
     """F6: a result that came after the timeout could not be fetched any more."""
     with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_concurrency=2)) as group:
@@ -295,6 +298,7 @@ def test_a_killed_worker_is_named_and_every_pending_call_is_answered(ray_session
         assert group.shutdown(timeout_s=20)
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session):
     with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
@@ -309,6 +313,7 @@ def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session):
         assert results(group, group.run_all_workers_single_data("echo")) == [(0, (), {})]
 
 
+@pytest.mark.slow
 def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session):
     before = placements()
     group = WorkerGroup(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
@@ -345,6 +350,7 @@ def test_a_group_that_cannot_be_placed_says_what_was_asked_and_what_there_is(ray
     assert placements() == before
 
 
+@pytest.mark.slow
 def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
     before = placements()
     told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
