@@ -60,7 +60,7 @@ def test_plans_have_an_end_and_quick_ones_a_near_one(case: Case) -> None:
     assert 0 < quick.calls <= 20_000 or quick.block_s
 
 
-def test_the_plans_of_idling_steps_and_the_million_are_what_their_names_say() -> None:
+def test_blocks_of_idle_steps_and_million_match_their_names() -> None:
     idle, steps, million = (blocks_of(CASES[name], quick=False) for name in ("idle-8", "step-20ms", "million"))
     assert idle.rounds * idle.block_s == 10
     assert steps.rounds * steps.calls == 200
@@ -150,7 +150,7 @@ def test_a_million_tells_memory_at_start_middle_and_end() -> None:
     assert tally.extra["p50_last_tenth_us"] > 0
 
 
-def test_idling_is_recorded_as_one_stretch_and_steps_with_their_mean() -> None:
+def test_idle_is_recorded_as_one_block_steps_by_their_mean() -> None:
     idle = graph._to_record(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
     assert (idle.samples_us, idle.calls, idle.cpu_s) == ([5.1e6], 1, 0.1)
     steps = graph._to_record(CASES["step-20ms"], Tally([10.0, 40.0], 2))

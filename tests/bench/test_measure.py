@@ -59,7 +59,7 @@ def test_choose() -> None:
         measure.choose(known, "d,a,e", " (f too)")
 
 
-def test_everyone_has_a_block_in_every_round_and_the_blocks_add_up() -> None:
+def test_every_contender_has_one_block_in_every_round() -> None:
     seen: list[str] = []
 
     def block(who: Fake) -> Tally:

@@ -68,9 +68,7 @@ def test_inspect_data_colours_spans_on_a_terminal(run_file: Path) -> None:
     assert b"\x1b[32mAnswer" in shown
 
 
-def test_plan_says_mesh_steps_tokens_and_memory_and_starts_nothing(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_command_prints_forecast_and_starts_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = ray.is_initialized()
     assert main(["plan", str(run_file), "cluster.num_workers=2"]) == 0
     out = capsys.readouterr().out
@@ -90,9 +88,7 @@ def test_a_typing_error_is_one_line_with_a_suggestion(
     assert len(err.splitlines()) == 1
 
 
-def test_sizes_that_do_not_divide_are_refused_before_anything_starts(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_that_do_not_divide_are_refused_before_start(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", str(run_file), "cluster.num_workers=3"]) == 1
     assert "train_global_batch_size=2" in capsys.readouterr().err
 
@@ -115,7 +111,7 @@ def test_data_docstrings_refuses_a_fraction_that_is_none(tmp_path: Path) -> None
         main(["data", "docstrings", "--out", str(tmp_path), "--validation-fraction", "1.5"])
 
 
-def test_the_summary_of_a_run_says_what_there_is_and_nothing_else(tmp_path: Path) -> None:
+def test_run_summary_lists_only_existing_files(tmp_path: Path) -> None:
     from raylane.cli.sft import summary
     from raylane.sft.sample import Sample
     from raylane.sft.trainer import RunResult

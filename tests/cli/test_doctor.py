@@ -35,7 +35,7 @@ def test_one_pair_without_a_direct_way_is_unhealthy() -> None:
     assert "What to do: allow TCP connections between these hosts" in report(bad)
 
 
-def test_report_separates_failures_from_pairs_a_transport_is_not_for() -> None:
+def test_report_separates_failures_from_unsupported_pairs() -> None:
     findings = [
         Finding("a", "itself", "local", ""),
         Finding("a", "itself", "host", "not needed within one process"),

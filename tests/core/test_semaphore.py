@@ -45,7 +45,7 @@ def mappings() -> int:
 # Semaphores
 
 
-def test_what_is_posted_is_taken_once() -> None:
+def test_semaphore_post_is_taken_once() -> None:
     segment = made(0, 2)
     one, two = segment.address, segment.address + SEMAPHORE_BYTES
     assert try_wait(one) == -1
@@ -346,7 +346,7 @@ def test_a_failed_mapping_closes_its_descriptor_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.processes
-def test_segments_that_are_left_over_at_the_end_of_a_process_make_no_noise() -> None:
+def test_segments_left_at_exit_print_nothing() -> None:
     code = """
 from raylane.core.semaphore import Segment, init
 kept = Segment.make(4096)

@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 @pytest.mark.processes
-def test_reads_ranges_of_another_process_in_order_and_notices_its_death() -> None:
+def test_read_of_another_process_notices_its_death() -> None:
     child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None

@@ -61,7 +61,7 @@ def test_the_gate_follows_the_lengths_of_late(waits: list[float], yields: bool) 
     assert after(*waits).may_yield(now=1.0) is yields
 
 
-def test_a_slow_yield_forbids_yielding_for_a_time_in_proportion_to_the_loss() -> None:
+def test_slow_yield_penalty_is_proportional_to_the_loss() -> None:
     for lost_s in (SLOW_YIELD_S, 1e-3, LOSS_S, MAX_LOSS_S):
         patience = Patience()
         patience.slow_yield(100.0, lost_s)
@@ -73,7 +73,7 @@ def test_a_slow_yield_forbids_yielding_for_a_time_in_proportion_to_the_loss() ->
         assert patience.may_yield(100.0 + 1.01 * penalty_s)
 
 
-def test_losses_one_after_the_other_double_the_penalty_up_to_a_limit() -> None:
+def test_repeated_slow_yields_double_the_penalty_to_a_limit() -> None:
     patience, now, penalties = Patience(), 50.0, []
     for _ in range(11):
         patience.slow_yield(now, 1e-3)
@@ -178,7 +178,7 @@ class Clock:
         return got
 
 
-def test_what_is_there_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiter_takes_a_post_that_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waiter = Clock(monkeypatch, yields=[], sleeps=[]), Waiter(yields=True)
     waiter.patience.mean_s = GATE_S
     clock.there_at = 0
@@ -211,7 +211,7 @@ def test_a_slow_yield_ends_the_yielding_and_the_next_wait_sleeps(monkeypatch: py
     assert clock.asked == [1.0, 0.5]
 
 
-def test_a_slow_yield_counts_although_the_answer_has_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_yield_counts_even_if_the_post_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waiter = Clock(monkeypatch, yields=[LOSS_S], sleeps=[]), Waiter(yields=True)
     clock.there_at = clock.now + 1e-3
     assert waiter.wait(0, 1.0)

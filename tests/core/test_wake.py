@@ -58,7 +58,7 @@ def test_a_process_may_fetch_its_own(event: int) -> None:
 
 
 @pytest.mark.processes
-def test_who_does_not_exist_has_nothing_to_fetch(event: int) -> None:
+def test_fetch_from_a_process_that_does_not_exist_fails(event: int) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match=f"pidfd_getfd of process {os.getpid()}: Bad file descriptor"):
         wake.fetch(os.getpid(), 1 << 20)

@@ -76,7 +76,7 @@ def test_an_end_is_told_once_on_the_watchers_thread(watcher: Watcher, sleeper: A
     assert told == ["raylane-watch"]
 
 
-def test_who_has_ended_before_cannot_be_watched(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
+def test_watch_of_an_ended_process_raises(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     process = sleeper()
     end(process)
     before = threads(), descriptors()
@@ -109,7 +109,7 @@ def test_many_ends_at_once(watcher: Watcher, sleeper: Any, eventually: Eventuall
     eventually(lambda: len(told) == 40)
 
 
-def test_what_is_forgotten_is_not_told(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
+def test_forget_suppresses_callback(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     told: list[str] = []
     one, two = sleeper(), sleeper()
     forgotten = watcher.watch(one.pid, lambda: told.append("one"))
@@ -122,9 +122,7 @@ def test_what_is_forgotten_is_not_told(watcher: Watcher, sleeper: Any, eventuall
     assert told == ["two"]
 
 
-def test_forgetting_the_ended_does_not_forget_another_with_its_descriptor(
-    watcher: Watcher, sleeper: Any, eventually: Eventually
-) -> None:
+def test_forget_after_end_spares_a_reused_descriptor(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     told: list[str] = []
     one, two, other = sleeper(), sleeper(), sleeper()
     watcher.watch(other.pid, lambda: told.append("other"))
@@ -172,7 +170,7 @@ def test_an_error_in_what_is_told_does_not_stop_it(
         eventually(lambda: told)
 
 
-def test_what_is_told_may_use_the_watcher(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
+def test_callback_may_use_the_watcher(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     told: list[str] = []
     one, two, three = sleeper(), sleeper(), sleeper()
     watch = watcher.watch(three.pid, lambda: told.append("three"))

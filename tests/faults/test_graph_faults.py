@@ -73,9 +73,7 @@ def left_nothing(workers: list[Any]) -> bool:
     return not any(ray.get([worker.left.remote() for worker in workers], timeout=30))
 
 
-def test_errors_of_methods_arrive_with_their_traceback_and_the_graph_goes_on(
-    workers: list[Any], eventually: Eventually
-) -> None:
+def test_method_error_has_traceback_and_graph_continues(workers: list[Any], eventually: Eventually) -> None:
     with chain(workers, "echo", "fail", "echo") as g:
         made = [g.execute(i) for i in range(2)]
         for i, result in enumerate(made):
@@ -95,7 +93,7 @@ def test_errors_of_methods_arrive_with_their_traceback_and_the_graph_goes_on(
     eventually(lambda: left_nothing(workers))
 
 
-def test_whatever_a_method_raises_is_the_error_of_its_call_alone(workers: list[Any]) -> None:
+def test_any_exception_of_a_method_fails_only_its_call(workers: list[Any]) -> None:
     with chain(workers, "fail_strangely", "echo", timeout_s=20) as g:
         for how in ("two arguments", "no pickle", "another graph"):
             with pytest.raises(ray.exceptions.RayTaskError, match="in fail_strangely") as caught:
@@ -120,7 +118,7 @@ def _explode(error: type[BaseException]) -> None:
     raise error("no")
 
 
-def test_what_cannot_be_unpickled_is_an_error_of_its_execution(workers: list[Any]) -> None:
+def test_value_that_cannot_be_unpickled_fails_its_execution(workers: list[Any]) -> None:
     with chain(workers, "echo") as g:
         with pytest.raises(GraphValueError, match="input could not be unpickled by Worker"):
             g.execute(Poison()).get()
@@ -130,7 +128,7 @@ def test_what_cannot_be_unpickled_is_an_error_of_its_execution(workers: list[Any
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_actor_ends_the_graph_at_once_and_the_others_live(
+def test_killed_actor_ends_the_graph_but_not_other_actors(
     workers: list[Any], victim: int, eventually: Eventually
 ) -> None:
     g = chain(workers, "wait", "echo", "echo", max_inflight=2)
@@ -406,7 +404,7 @@ def test_actors_leave_a_graph_whose_driver_was_killed(detached: Any, eventually:
 
 
 @pytest.mark.slow
-def test_a_driver_that_ends_normally_or_by_sigint_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
+def test_driver_that_ends_tears_its_graphs_down(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "keep", "echo", check=CHECK)
     said, _ = driver.communicate(timeout=60)

@@ -44,9 +44,7 @@ def chain(workers: list[Any], *methods: str, **options: Any) -> Any:
     return raylane.compile(node, **options)
 
 
-def test_a_killed_actor_of_another_host_ends_the_graph_within_seconds(
-    workers: list[Any], eventually: Eventually
-) -> None:
+def test_killed_actor_on_another_host_ends_the_graph_soon(workers: list[Any], eventually: Eventually) -> None:
     a, b = workers
     g = chain([a, b], "wait", "echo")
     made = [g.execute(i) for i in range(2)]
@@ -65,7 +63,7 @@ def test_a_killed_actor_of_another_host_ends_the_graph_within_seconds(
 
 
 @pytest.mark.slow
-def test_who_does_not_answer_until_the_deadline_is_named(workers: list[Any], eventually: Eventually) -> None:
+def test_timeout_names_the_peer_that_did_not_answer(workers: list[Any], eventually: Eventually) -> None:
     """A process that is stopped is not dead: only the deadline tells. Here the connection from one actor to another."""
     a, b = workers
     g = chain([a, b], "echo", "echo", timeout_s=1.5)
@@ -96,7 +94,7 @@ def detached(cluster: None) -> Iterator[tuple[str, list[Any]]]:
 
 
 @pytest.mark.slow
-def test_actors_leave_a_graph_whose_driver_of_another_host_was_killed(detached: Any, eventually: Eventually) -> None:
+def test_actors_leave_a_graph_whose_remote_driver_was_killed(detached: Any, eventually: Eventually) -> None:
     namespace, workers = detached
     driver = start_driver(namespace, "echo", "echo", check="result.get()", end="time.sleep(600)", RAYLANE_HOST="driver")
     assert all(map(hosts.left, workers))

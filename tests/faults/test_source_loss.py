@@ -248,7 +248,7 @@ def test_timeout_while_the_value_is_being_made() -> None:
 
 
 @pytest.mark.slow
-def test_owner_that_dies_takes_the_value_with_it_and_never_leaves_garbage(eventually: Any) -> None:
+def test_death_of_the_owner_frees_the_value(eventually: Any) -> None:
     """The submitter dies while another process still borrows the ref: a typed error there, and nothing held."""
     maker, borrower = actor(Maker), actor(User)
 
@@ -424,7 +424,7 @@ class Unprivileged:
 
 
 @pytest.mark.slow
-def test_where_the_kernel_forbids_reads_tcp_takes_over_and_says_why() -> None:
+def test_tcp_takes_over_where_the_kernel_forbids_reads() -> None:
     guarded, reader = actor(Guarded), actor(Unprivileged)
     for _ in range(2):
         assert ray.get(reader.total.remote(guarded.make.remote())) == N

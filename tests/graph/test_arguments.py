@@ -135,7 +135,7 @@ def test_refused(write: Callable[[Any], Any], form: Form, says: str) -> None:
         ),
     ],
 )
-def test_what_the_input_does_not_have(
+def test_execute_input_without_a_part_raises(
     write: Callable[[Any], Any], form: Form, error: type[Exception], says: str
 ) -> None:
     args, kwargs = form
@@ -152,7 +152,7 @@ def test_what_the_input_does_not_have(
         (lambda x: bind(s.run, x.a), 5, AttributeError, "0 positional, a="),
     ],
 )
-def test_one_argument_that_cannot_stand_for_all_may_be_one_too_few(
+def test_single_argument_without_all_inputs_adds_a_note(
     write: Callable[[Any], Any], argument: Any, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error) as caught:

@@ -104,7 +104,7 @@ def test_boxes_do_not_overlap(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_lines_of_different_edges_do_not_run_on_one_another_upright(plan: Plan) -> None:
+def test_draw_edges_do_not_overlap_vertically(plan: Plan) -> None:
     picture = draw(plan)
     of_edge = [edge.index for edge in plan.edges for _ in edge.readers]
     upright = [
@@ -145,7 +145,7 @@ def test_it_needs_nothing_from_elsewhere() -> None:
     assert picture.count("http") == 1  # the namespace
 
 
-def test_what_does_not_fit_is_cut_and_is_in_the_title() -> None:
+def test_draw_moves_text_that_does_not_fit_to_the_title() -> None:
     method = "a_method_with_quite_a_long_name_" * 3
     plan = make_plan([1], [[INPUT]], names=["Actor"], labels=[f"Actor.{method}"])
     picture = draw(plan, {0: [("ring", "32 KiB"), ("link", "")]}, max_inflight=3)

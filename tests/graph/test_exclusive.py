@@ -157,7 +157,7 @@ def test_the_last_exclusive_graph_gives_ordinary_calls_back(actor: Any, graph: C
         ray.get(actor.fail.remote("that"))
 
 
-def test_a_compilation_that_fails_leaves_ordinary_calls_unguarded(actor: Any, graph: Compile) -> None:
+def test_failed_compilation_leaves_ordinary_calls_unlocked(actor: Any, graph: Compile) -> None:
     with raylane.InputNode() as x:
         node = bind(actor.meet, x)
     node.method = "no_such_method"

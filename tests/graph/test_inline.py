@@ -226,7 +226,7 @@ def test_calls_of_one_object_share_what_it_received(graph: Compile) -> None:
     assert same is True
 
 
-def test_what_an_object_makes_and_uses_itself_is_not_copied(graph: Compile) -> None:
+def test_inline_value_used_by_its_own_object_is_not_copied(graph: Compile) -> None:
     def write(x: Any, a: Any, b: Any, c: Any) -> Any:
         made = bind(a.keep, x)
         return MultiOutputNode(
@@ -393,7 +393,7 @@ async def _of(awaitable: Any) -> Any:
 # Seeing
 
 
-def test_what_is_shown(graph: Compile, tmp_path: Path) -> None:
+def test_inline_show_lists_calls_and_edges(graph: Compile, tmp_path: Path) -> None:
     g = graph(lambda x, a, b, c: bind(b.echo, bind(a.echo, x)), max_inflight=3)
     for i in range(5):
         g.execute(i).get()

@@ -110,7 +110,7 @@ def test_parts_arrive_as_they_were(pool: LeasePool, sizes: list[int]) -> None:
     assert all(array.ctypes.data % ALIGNMENT == 0 for array in arrays if array.size)
 
 
-def test_what_is_lent_may_be_any_buffer(pool: LeasePool) -> None:
+def test_lend_accepts_any_buffer(pool: LeasePool) -> None:
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
     descriptor = pool.lend([grid, memoryview(grid).cast("B"), bytearray(b"xy"), np.zeros(0)], ONE)
     first, second, third, fourth = borrow(LeaseReader(), descriptor)
@@ -199,7 +199,7 @@ def test_the_same_memory_serves_different_numbers_of_readers(pool: LeasePool) ->
             borrow(reader, descriptor, index, writable=False)
 
 
-def test_what_is_lent_in_vain_is_cancelled(pool: LeasePool) -> None:
+def test_cancel_returns_a_reservation(pool: LeasePool) -> None:
     reserved = pool.reserve([100, 40 * KB], TWO)
     assert [len(part) for part in reserved.parts] == [100, 40 * KB]
     assert in_use(pool) == (1, 0)
@@ -258,7 +258,7 @@ def test_a_reader_maps_again_what_it_has_forgotten(pool: LeasePool) -> None:
     assert [array[0] for array in kept] == [number % 251 for number in range(1, len(lent), 2)]
 
 
-def test_a_retired_segment_holds_no_memory_though_readers_have_it_mapped(pool: LeasePool) -> None:
+def test_discarded_segment_holds_no_memory_while_mapped(pool: LeasePool) -> None:
     reader, sizes = LeaseReader(), [(1 << 20) + number * (1 << 18) for number in range(3 * MAX_IDLE)]
     kept = [borrow(reader, pool.lend([content(1, size)], ONE))[0] for size in sizes]
     before = _shared_bytes()
@@ -275,7 +275,7 @@ def _shared_bytes() -> int:
         return int(next(line for line in file if line.startswith("RssShmem")).split()[1]) * KB
 
 
-def test_a_new_segment_under_an_old_path_is_not_taken_for_the_old(pool: LeasePool) -> None:
+def test_new_segment_under_an_old_path_is_not_mistaken(pool: LeasePool) -> None:
     reader, paths = LeaseReader(), []
     for number in range(40):  # each of another size: none is used again, descriptors are
         descriptor = pool.lend([content(number, (number + 1) * 32 * KB)], ONE)
@@ -312,7 +312,7 @@ def test_idle_memory_counts_and_makes_room(pool: LeasePool) -> None:
     assert pool.leased_bytes() == 0
 
 
-def test_who_holds_the_memory_is_told(pool: LeasePool) -> None:
+def test_pool_timeout_names_the_readers_that_hold_memory(pool: LeasePool) -> None:
     pool.limit_bytes, pool.timeout_s = 300 * KB, 0.05
     two, one = LeaseReader(), LeaseReader()
     kept = []
@@ -392,7 +392,7 @@ def test_readers_in_other_processes(pool: LeasePool) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_dead_reader_held_is_never_used_again(pool: LeasePool) -> None:
+def test_segment_of_a_dead_reader_is_never_reused(pool: LeasePool) -> None:
     pool.limit_bytes, pool.timeout_s = 100 * KB, 0.05
     child, reader = start_code(READER, index=0), LeaseReader()
     descriptor = pool.lend([content(1)], TWO)

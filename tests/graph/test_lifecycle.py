@@ -50,7 +50,7 @@ def test_lifecycle_second_close_changes_nothing() -> None:
     assert not lifecycle.advance(Event.CLOSE)
 
 
-def test_lifecycle_fork_replaces_a_lock_that_another_thread_holds() -> None:
+def test_lifecycle_fork_replaces_a_held_lock() -> None:
     lifecycle = Lifecycle()
     held, release = threading.Event(), threading.Event()
 

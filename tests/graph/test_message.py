@@ -109,7 +109,7 @@ def test_none_is_a_mere_signal(encoder: Encoder) -> None:
     assert decode(NOTHING, b"", ()) is None
 
 
-def test_sharing_within_a_value_survives_and_between_values_does_not(encoder: Encoder) -> None:
+def test_encode_keeps_sharing_within_one_value_only(encoder: Encoder) -> None:
     inside: list[int] = []
     got = arrive(encoder.encode([inside, inside]))
     assert got[0] is got[1]
@@ -183,7 +183,7 @@ def test_numpy_scalars_and_read_only_arrays(encoder: Encoder) -> None:
     assert got.tolist() == [0, 1, 2]
 
 
-def test_what_others_see_too_cannot_be_written_to(encoder: Encoder) -> None:
+def test_decode_shared_arrays_are_read_only(encoder: Encoder) -> None:
     got = arrive(encoder.encode([np.ones(3)]), shared=True)[0]
     with pytest.raises(ValueError, match="read-only"):
         got[0] = 5
@@ -298,7 +298,7 @@ FACTOR = 3
 
 
 @pytest.mark.parametrize("more", [[], [np.ones(1)], [torch.ones(1)]], ids=["plain", "array", "tensor"])
-def test_what_a_script_defines_travels(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, more: list[Any]) -> None:
+def test_encode_class_of_a_script_travels(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, more: list[Any]) -> None:
     known: dict[str, Any] = {"__name__": "__main__"}
     exec(SCRIPT, known)
     names = ["Point", "Odd", "scale"]
@@ -348,7 +348,7 @@ def generator() -> Iterator[int]:
         (lambda: [lambda: 1, threading.Lock()], "list"),
     ],
 )
-def test_what_cannot_be_pickled_is_named_with_the_cause(encoder: Encoder, make: Callable[[], Any], kind: str) -> None:
+def test_encode_unpicklable_value_names_type_and_cause(encoder: Encoder, make: Callable[[], Any], kind: str) -> None:
     value = make()
     for _ in range(2):
         with pytest.raises(GraphValueError, match=f"a value of type {kind} cannot be pickled, so it cannot") as caught:
@@ -364,7 +364,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-def test_what_is_nested_too_deeply_is_an_error_and_no_crash(encoder: Encoder) -> None:
+def test_encode_too_deeply_nested_value_raises(encoder: Encoder) -> None:
     assert arrive(encoder.encode(nested(100))) == nested(100)
     with pytest.raises(GraphValueError, match="recursion"):
         encoder.encode(nested(100_000))
@@ -482,7 +482,7 @@ class Mute(Exception):
         raise RuntimeError("no")
 
 
-def test_an_error_that_can_neither_travel_nor_be_printed_is_named() -> None:
+def test_encode_error_names_an_unprintable_error() -> None:
     got = arrive(encode_error(Mute()))
     assert isinstance(got, GraphValueError)
     assert str(got) == "Mute"
@@ -491,7 +491,7 @@ def test_an_error_that_can_neither_travel_nor_be_printed_is_named() -> None:
 # Decoding
 
 
-def test_what_cannot_be_unpickled_raises() -> None:
+def test_decode_raises_errors_of_unpickling() -> None:
     with pytest.raises(pickle.UnpicklingError):
         decode(VALUE, b"\x80\x05garbage", ())
     with pytest.raises(ModuleNotFoundError):

@@ -30,7 +30,7 @@ a, d = Stage(), Head()
 # bind
 
 
-def test_what_can_be_bound() -> None:
+def test_bind_accepts_only_methods() -> None:
     for wrong in (a, Stage.step, len, [].append, lambda x: x, a.step.__func__, "step", None):
         with pytest.raises(TypeError, match=r"the first argument must be a method of an actor handle"):
             bind(wrong, 1)

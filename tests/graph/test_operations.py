@@ -87,7 +87,7 @@ def test_select(value: Any, steps: Any, expected: Any) -> None:
         (Thing(), ("attr", "lost"), AttributeError, r"\.lost of .*Thing"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_is(value: Any, step: Any, error: type[Exception], says: str) -> None:
+def test_select_missing_part_names_the_value(value: Any, step: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         select(value, (step,))
 
@@ -133,7 +133,7 @@ def test_a_dict_keeps_its_type() -> None:
     assert made == {"a": [1, 2]}
 
 
-def test_a_batch_is_cut_into_batches_that_share_its_memory_and_joined_again() -> None:
+def test_split_batch_shares_memory_and_gathers_again() -> None:
     batch = BatchDict(ids=torch.arange(14).reshape(7, 2), names=list("abcdefg"))
     cut = parts(batch, 3)
     assert [type(part) for part in cut] == [BatchDict] * 3
@@ -215,7 +215,9 @@ def test_arrays_of_the_standard_are_cut_joined_and_averaged() -> None:
         ({1, 2}, 2, 0, TypeError, "scatter of set: cannot split it"),
     ],
 )
-def test_what_cannot_be_cut_is_told(value: Any, count: int, axis: int, error: type[Exception], says: str) -> None:
+def test_split_refuses_values_that_cannot_be_split(
+    value: Any, count: int, axis: int, error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         split(value, 0, count, axis)
 
@@ -259,7 +261,7 @@ def test_gather(values: list[Any], axis: int | None, expected: Any) -> None:
         ([np.array(3.0)], 0, ValueError, "it has no dimensions"),
     ],
 )
-def test_what_cannot_be_joined_is_told(values: Any, axis: int, error: type[Exception], says: str) -> None:
+def test_gather_refuses_values_that_cannot_be_joined(values: Any, axis: int, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         gather(values, axis)
 
@@ -269,7 +271,7 @@ def test_parameters_and_tensors_are_joined() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_was_cut_is_joined_to_the_same(seed: int) -> None:
+def test_gather_is_the_inverse_of_split(seed: int) -> None:
     rng = random.Random(seed)
 
     def value(depth: int) -> Any:
@@ -394,7 +396,7 @@ def test_gradients_flow_through_a_mean() -> None:
         ([np.array(["2020-01-01"], "datetime64[D]")] * 2, TypeError, "only numbers have a mean"),
     ],
 )
-def test_what_has_no_mean_is_told(values: Any, error: type[Exception], says: str) -> None:
+def test_mean_refuses_values_without_a_mean(values: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         mean(values)
 

@@ -118,7 +118,7 @@ def test_arrays_that_are_kept_stay_as_they_were(workers: list[Any], graph: Compi
     assert ray.get(workers[1].drop.remote()) == [100_000.0 * i for i in range(5)]
 
 
-def test_what_is_kept_on_another_host_is_named_when_memory_runs_out(workers: list[Any], graph: Compile) -> None:
+def test_pool_timeout_names_readers_on_another_host(workers: list[Any], graph: Compile) -> None:
     b = workers[1]
     g = graph(lambda x: raylane.bind(b.keep, x), timeout_s=1.0, max_lent_bytes=1_000_000)
     assert g.execute(np.ones(100_000)).get() == 1
@@ -182,7 +182,7 @@ def test_many_threads_and_several_graphs(workers: list[Any], graph: Compile) -> 
 
 
 @pytest.mark.faults
-def test_cut_connections_lose_nothing_double_nothing_and_keep_the_order(workers: list[Any], graph: Compile) -> None:
+def test_cut_links_lose_nothing_and_keep_the_order(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
     g = graph(lambda x: raylane.bind(b.record, i=x["i"], data=raylane.bind(a.echo, x["data"])), max_inflight=4)
     stop = threading.Event()

@@ -149,7 +149,7 @@ def test_one_value_for_several_readers_is_one_edge() -> None:
     assert found.tasks[2].reads == found.tasks[1].reads
 
 
-def test_what_one_member_makes_and_uses_does_not_travel() -> None:
+def test_plan_has_no_edge_for_a_value_used_by_its_own_member() -> None:
     def write(x: Any) -> Any:
         made = bind(a.run, x)
         return bind(a.other, [made[0], bind(a.run, made)])
@@ -159,7 +159,7 @@ def test_what_one_member_makes_and_uses_does_not_travel() -> None:
     assert found.labels == ("a.run#1", "a.run#2", "a.other")
 
 
-def test_what_one_member_uses_itself_and_sends_is_an_edge_to_the_others() -> None:
+def test_plan_edge_leaves_out_the_member_that_computes() -> None:
     def write(x: Any) -> Any:
         made = bind(a.run, x)
         return bind(b.run, made, bind(a.other, made))
@@ -197,7 +197,7 @@ def test_constants_and_containers() -> None:
     assert task.reads == (0,)
 
 
-def test_a_constant_may_contain_itself_and_nodes_may_not_be_in_such() -> None:
+def test_constant_may_contain_itself_but_not_with_nodes() -> None:
     endless: list[Any] = [1]
     endless.append(endless)
     assert written(lambda x: bind(a.run, x, endless)).tasks[0].args[1].value is endless
@@ -251,7 +251,7 @@ def test_a_scatter_of_a_scatter_and_of_an_item() -> None:
     assert traffic(found)[1] == "a.run['batch'] (part 1 of 2) (part 2 of 3): a -> b"
 
 
-def test_what_is_joined_is_cut_where_it_is_used() -> None:
+def test_plan_selects_from_joined_values_where_they_are_used() -> None:
     def write(x: Any) -> Any:
         both = gather([bind(a.run, x), bind(b.run, x)], axis=0)
         return bind(c.run, scatter(both, 2)[0], both["loss"][1])
@@ -280,7 +280,7 @@ def test_first_transfers_nothing_of_the_others() -> None:
     assert found.leaves == ()
 
 
-def test_a_value_that_is_wanted_elsewhere_travels_beside_its_signal() -> None:
+def test_value_used_elsewhere_is_sent_beside_its_signal() -> None:
     def write(x: Any) -> Any:
         made = [bind(actor.run, x) for actor in (a, b)]
         return MultiOutputNode([first(made), mean(made)])
@@ -351,7 +351,7 @@ def test_two_inputs_are_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 5, "text", [], a.run, (), object])
-def test_what_is_no_node_is_no_graph(wrong: Any) -> None:
+def test_plan_refuses_an_output_that_is_no_node(wrong: Any) -> None:
     with pytest.raises(GraphPlanError, match=r"the argument must be a node, such as the result of raylane.bind"):
         plan(wrong)
 

@@ -60,7 +60,7 @@ def test_a_value_used_twice_is_made_once(actors: list[Any]) -> None:
     assert traffic(plan(node))[:2] == ["input: 0 -> (1,)", "Worker#1.echo: 1 -> (0, 2)"]
 
 
-def test_calls_of_an_actor_run_in_the_order_in_which_they_were_bound(actors: list[Any]) -> None:
+def test_convert_keeps_the_order_of_binding_per_actor(actors: list[Any]) -> None:
     a, b = actors
     with dag.InputNode() as x:
         made = [a.keep.bind(x), a.tick.bind(), a.echo.bind(x)]
@@ -80,7 +80,7 @@ def test_our_nodes_stay_as_they_are(actors: list[Any]) -> None:
     assert ray_dag.convert("text") == "text"
 
 
-def test_what_has_no_counterpart_is_refused_by_name(actors: list[Any]) -> None:
+def test_convert_refuses_nodes_without_counterpart(actors: list[Any]) -> None:
     @ray.remote
     def task(x: Any) -> Any: ...
 

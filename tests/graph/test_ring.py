@@ -99,7 +99,7 @@ def _name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("body", "sizes"), SIZES, ids=_name)
-def test_messages_of_every_size_arrive_whole_and_touch_no_neighbour(body: int, sizes: list[int]) -> None:
+def test_ring_messages_of_every_size_stay_in_their_slot(body: int, sizes: list[int]) -> None:
     made = Ring(slots=3)
     made.write(b"before", [b"its buffer"])
     sent = filled(body, 1), [filled(size, number) for number, size in enumerate(sizes)]
@@ -134,7 +134,7 @@ def test_random_messages_through_a_ring_of_any_length() -> None:
                     assert whole(taken) == tuple(sent)
 
 
-def test_what_a_reader_has_taken_is_its_own() -> None:
+def test_ring_message_belongs_to_the_reader_after_take() -> None:
     made = Ring(slots=1)
     kept = []
     for number in range(20):
@@ -146,7 +146,7 @@ def test_what_a_reader_has_taken_is_its_own() -> None:
         assert all(set(bytes(buffer)) == {number} for buffer in taken.buffers)
 
 
-def test_buffers_for_one_reader_may_be_written_to_and_for_several_only_copies() -> None:
+def test_ring_buffers_are_writable_for_a_single_reader() -> None:
     for size in (1000, 100_000):
         made = Ring()
         made.write(b"", [bytes(size)])
@@ -227,7 +227,7 @@ def test_a_ring_has_room_for_so_many_readers() -> None:
 # Memory
 
 
-def test_what_does_not_fit_is_an_error_and_the_slot_can_be_written_again() -> None:
+def test_ring_write_failure_leaves_the_slot_writable() -> None:
     made = Ring(limit_bytes=200_000)
     with pytest.raises(GraphValueError, match="max_lent_bytes is 200000"):
         made.write(b"", [bytes(300_000)])

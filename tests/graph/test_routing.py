@@ -11,7 +11,7 @@ from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 
 
-def test_up_to_four_relays_hear_from_the_writer_and_each_serves_the_next_four() -> None:
+def test_fanout_writer_and_relays_serve_four_each() -> None:
     assert routing.fanout(0) == []
     assert routing.fanout(4) == [-1] * 4
     assert routing.fanout(9) == [-1, -1, -1, -1, 0, 0, 0, 0, 1]
@@ -21,7 +21,7 @@ def test_up_to_four_relays_hear_from_the_writer_and_each_serves_the_next_four() 
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 20, 21, 300])
-def test_every_relay_hears_once_from_one_before_it_and_the_tree_is_flat(count: int) -> None:
+def test_fanout_each_relay_has_one_earlier_sender(count: int) -> None:
     parents = routing.fanout(count)
     assert all(parent < index for index, parent in enumerate(parents))
     assert max(parents.count(parent) for parent in set(parents)) <= 4
@@ -31,7 +31,7 @@ def test_every_relay_hears_once_from_one_before_it_and_the_tree_is_flat(count: i
     assert 4 ** (max(depths) - 1) <= 3 * count + 4  # as deep as a tree of four must be
 
 
-def test_an_edge_has_one_ring_on_each_host_and_one_relay_on_each_other_host() -> None:
+def test_route_has_one_relay_on_each_other_host() -> None:
     #        driver      actors 1 to 6
     hosts = ["a", "a", "b", "b", "a", "c", "b"]
     found = routing.route(7, 1, (0, 2, 3, 4, 5, 6), hosts)
@@ -47,7 +47,7 @@ def test_an_edge_has_one_ring_on_each_host_and_one_relay_on_each_other_host() ->
     assert routing.note(found, [f"m{i}" for i in range(7)]) == "relayed by m2, m5"
 
 
-def test_a_tree_above_four_hosts_goes_down_one_level_at_each_step() -> None:
+def test_route_above_four_hosts_descends_one_level_a_step() -> None:
     hosts = ["d", *(f"h{i}" for i in range(1, 31))]
     found = routing.route(0, DRIVER, range(1, 31), hosts)
     assert found.local == ()

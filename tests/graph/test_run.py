@@ -40,7 +40,7 @@ def test_a_value_goes_through_one_actor_and_back(workers: list[Any], graph: Comp
     assert g.execute(value).get() == value
 
 
-def test_what_only_cloudpickle_can_pickle_travels_too(workers: list[Any], graph: Compile) -> None:
+def test_graph_sends_values_that_need_cloudpickle(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x))
     double = g.execute(lambda x: 2 * x).get()
     assert double(4) == 8
@@ -96,7 +96,7 @@ def test_one_argument_stands_for_all_that_the_graph_names(workers: list[Any], gr
         whole.execute(1, 2)
 
 
-def test_one_result_may_have_many_readers_and_one_actor_many_calls(workers: list[Any], graph: Compile) -> None:
+def test_one_value_reaches_several_calls_and_actors(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
 
     def write(x: Any) -> Any:
@@ -127,7 +127,7 @@ def test_a_graph_without_input_ticks(workers: list[Any]) -> None:
             g.execute(1)
 
 
-def test_calls_whose_result_nobody_reads_run_and_report_their_errors(
+def test_leaf_calls_run_and_report_their_errors(
     workers: list[Any], graph: Compile, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b, c = workers[:3]
@@ -315,7 +315,7 @@ def test_decorated_methods_return_their_value_itself(ray_session: None) -> None:
     ray.kill(actor)
 
 
-def test_what_another_thread_has_read_is_there_at_once(workers: list[Any], graph: Compile) -> None:
+def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], graph: Compile) -> None:
     """A thread that finds its result done by the time it may read must not wait for the next message."""
     g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=2)
     result = g.execute(1)
@@ -348,7 +348,7 @@ def test_what_another_thread_has_read_is_there_at_once(workers: list[Any], graph
 
 
 @pytest.mark.slow
-def test_a_lock_that_an_interrupt_left_behind_ends_the_graph_and_no_more(workers: list[Any], graph: Compile) -> None:
+def test_lock_orphaned_by_an_interrupt_ends_the_graph(workers: list[Any], graph: Compile) -> None:
     from raylane.errors import GraphClosedError
 
     for half in ("_collector", "_submitter"):

@@ -211,7 +211,7 @@ def test_the_default_order_never_blocks(max_inflight: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_others_adapt_to_an_order_whenever_any_order_of_theirs_would_do(seed: int) -> None:
+def test_order_of_other_members_adapts_where_possible(seed: int) -> None:
     """With one member's order given, the check refuses only if a run is impossible with every order of the rest."""
     rng = random.Random(seed)
     for _ in range(15):

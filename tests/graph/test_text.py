@@ -52,7 +52,7 @@ def test_describe(plan: Plan) -> None:
     )
 
 
-def test_what_does_not_fit_is_wrapped_in_its_column() -> None:
+def test_show_wraps_cells_that_are_too_wide() -> None:
     names = [f"Worker#{n}" for n in range(1, 31)]
     plan = make_plan(
         [*range(1, 31), 31],

@@ -219,7 +219,7 @@ def test_context_read_during_an_import_waits_for_it() -> None:
     assert start_code(IMPORTING).result() == {"divide": "warn"}
 
 
-def test_reading_changes_nothing_and_other_threads_stay_as_they_are() -> None:
+def test_capture_changes_no_thread() -> None:
     before = thread_state.capture()
     for setting in SETTINGS[:-3]:
         adopted(after(setting)[0])
@@ -267,5 +267,5 @@ def test_without_torch_and_without_numpy() -> None:
     assert start_code(WITHOUT_TORCH).result() == (True, ["raise"], True, False)
 
 
-def test_torch_imported_after_the_graph_was_compiled_has_its_defaults() -> None:
+def test_torch_imported_after_compile_has_its_defaults() -> None:
     assert adopted(ThreadState())[1]["grad"]  # read before torch was there: nothing is known

@@ -78,7 +78,7 @@ def test_sharing_gradients_and_containers_survive(workers: list[Any], graph: Com
     assert base[10] == 10  # the sender's is its own
 
 
-def test_what_was_sent_may_be_changed_at_once(workers: list[Any], graph: Compile) -> None:
+def test_execute_input_may_be_changed_after_return(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].total, x), max_inflight=2)
     value = np.ones(LARGE)
     first = g.execute(value)
@@ -88,9 +88,7 @@ def test_what_was_sent_may_be_changed_at_once(workers: list[Any], graph: Compile
     assert (first.get(), second.get()) == (LARGE, 5 * LARGE)
 
 
-def test_with_several_readers_arrays_are_shared_and_read_only_and_tensors_are_private(
-    workers: list[Any], graph: Compile
-) -> None:
+def test_several_readers_share_arrays_and_copy_tensors(workers: list[Any], graph: Compile) -> None:
     def write(x: Any) -> Any:
         made = raylane.bind(workers[0].echo, x)
         return raylane.MultiOutputNode([made, raylane.bind(workers[1].keep, made)])
@@ -163,7 +161,7 @@ def test_an_actor_waits_for_memory_too(workers: list[Any], graph: Compile) -> No
     assert float(g.execute(LARGE).get(timeout=20).sum()) == LARGE
 
 
-def test_a_message_above_the_limit_is_refused_and_the_graph_goes_on(workers: list[Any], graph: Compile) -> None:
+def test_message_above_the_limit_fails_only_its_execution(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: raylane.bind(workers[0].echo, x), max_lent_bytes=1_000_000)
     with pytest.raises(GraphValueError, match="max_lent_bytes is 1000000"):
         g.execute(np.ones(LARGE)).get()

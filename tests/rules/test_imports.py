@@ -150,7 +150,7 @@ print(spent)
 
 
 @pytest.mark.processes
-def test_graphs_do_not_load_torch_into_actors_that_have_no_use_for_it() -> None:
+def test_graphs_do_not_import_torch_into_actors() -> None:
     """Importing torch costs an actor two seconds and 200 MB."""
     program = """
 import sys, ray

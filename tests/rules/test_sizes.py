@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,3 +33,15 @@ def test_files_and_functions_stay_small() -> None:
 def test_modules_have_docstrings() -> None:
     modules = [path for path in FILES if "src" in path.parts]
     assert not [path for path in modules if not ast.get_docstring(ast.parse(path.read_text()))]
+
+
+def test_names_of_tests_are_short_and_name_a_unit() -> None:
+    riddle = re.compile(r"test_(what|who|whether|where|whatever|whoever|somebody|nobody|those|of)_")
+    names = [
+        node.name
+        for path in FILES
+        if path.name.startswith("test_")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert not [name for name in names if len(name) > 60 or riddle.match(name)]

@@ -21,7 +21,7 @@ def spans(conversation) -> list[str]:
     return [tokenizer().decode(encoded.tokens[start:end]) for start, end in runs(encoded.supervised)]
 
 
-def test_every_assistant_turn_and_its_end_token_is_supervised_and_nothing_else() -> None:
+def test_mask_covers_assistant_turns_and_end_tokens_only() -> None:
     conversation = talk(
         turn("system", "You are kind."), turn("user", "one?"), turn("assistant", "1"), turn("user", "two?"),
         turn("assistant", "2"),
@@ -73,7 +73,7 @@ def test_the_text_is_what_the_template_says() -> None:
     )
 
 
-def test_a_generation_prompt_is_what_stands_before_a_supervised_span() -> None:
+def test_generation_prompt_precedes_a_supervised_span() -> None:
     """Otherwise the model would be asked, when used, from a place that it never saw in training."""
     conversation = talk(turn("user", "one?"), turn("assistant", "1"))
     encoded = tokenizer().encode(conversation)
@@ -84,7 +84,7 @@ def test_a_generation_prompt_is_what_stands_before_a_supervised_span() -> None:
     assert prompt == encoded.tokens[:start].tolist()
 
 
-def test_training_a_tokenizer_is_deterministic_and_knows_every_byte() -> None:
+def test_trained_tokenizer_is_deterministic_and_complete() -> None:
     texts = [json.dumps(question(seed)) for seed in range(20)]
     one, other = train_tokenizer(texts, 350), train_tokenizer(texts, 350)
     assert one.get_vocab() == other.get_vocab()
@@ -122,7 +122,7 @@ def test_a_template_comes_from_a_file_or_by_name(tmp_path: Path) -> None:
         template_text("chatmll")
 
 
-def test_what_the_template_refuses_is_named_with_file_and_line() -> None:
+def test_template_refusal_names_file_and_line() -> None:
     template = chatml_template() + "{{ raise_exception('no tools today') }}"
     chat = ChatTokenizer(train_tokenizer(["a"], 300), template)
     with pytest.raises(DataError, match=r"talk\.jsonl:1: the chat template refuses .*no tools today"):

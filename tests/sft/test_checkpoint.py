@@ -30,7 +30,7 @@ def settings(**fields) -> CheckpointingConfig:
     return CheckpointingConfig(**fields)
 
 
-def test_only_complete_checkpoints_are_listed_by_number_not_by_name(tmp_path):
+def test_list_saved_sorts_complete_checkpoints_by_step(tmp_path):
     for step in (100, 20, 3):
         write(tmp_path, step)
     checkpoint.begin(tmp_path, 200)  # killed while writing
@@ -41,7 +41,7 @@ def test_only_complete_checkpoints_are_listed_by_number_not_by_name(tmp_path):
     assert checkpoint.list_saved(tmp_path / "nowhere") == []
 
 
-def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path):
+def test_discard_partial_removes_only_leftovers(tmp_path):
     write(tmp_path, 3)
     left = checkpoint.begin(tmp_path, 4)
     assert checkpoint.discard_partial(tmp_path) == [left]
@@ -66,7 +66,7 @@ def test_resume_never_and_by_name(tmp_path):
         checkpoint.read(checkpoint.begin(tmp_path, 9))
 
 
-def test_a_run_does_not_start_among_the_later_checkpoints_of_another(tmp_path):
+def test_run_refuses_a_folder_with_later_checkpoints(tmp_path):
     """They would be taken for the latest: this run's own would be dropped, and resume would go to theirs."""
     write(tmp_path, 3)
     write(tmp_path, 5)

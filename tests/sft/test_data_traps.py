@@ -41,13 +41,13 @@ QUESTIONS = [question(seed) for seed in range(8)]
 # ------------------------------------------------------------------------------------------------------- the mask
 
 
-def test_trap_template_without_generation_spans_trains_on_everything(tmp_path: Path) -> None:
+def test_trap_template_without_generation_spans(tmp_path: Path) -> None:
     run = made(tmp_path, QUESTIONS, PLAIN.replace("BODY", "{{ m.content + '<|im_end|>' }}"))
     with pytest.raises(DataError, match=r"has no {% generation %}.*set policy.tokenizer.chat_template=chatml"):
         prepare(run)
 
 
-def test_trap_template_without_generation_spans_in_a_tokenizer_folder(tmp_path: Path) -> None:
+def test_trap_tokenizer_folder_without_generation_spans(tmp_path: Path) -> None:
     hf = train_tokenizer(["a b c"], 300)
     hf.chat_template = PLAIN.replace("BODY", "{{ m.content }}")
     hf.save_pretrained(str(tmp_path / "tok"))
@@ -95,7 +95,7 @@ def test_trap_mask_misses_what_the_assistant_wrote(tmp_path: Path) -> None:
         prepare(made(tmp_path, QUESTIONS, template))
 
 
-def test_trap_an_assistant_that_repeats_the_user_in_its_calls_or_reasoning_is_taken_for_a_wrong_mask() -> None:
+def test_trap_assistant_that_repeats_the_user() -> None:
     asked = "the quick brown fox jumps over the lazy dog"
     call = {"type": "function", "function": {"name": "search", "arguments": {"query": asked}}}
     talks = [
@@ -178,7 +178,7 @@ def test_trap_packed_documents_see_each_other(tmp_path: Path) -> None:
         assert batch["position_ids"][row][ids == -1].tolist() == list(range(int((ids == -1).sum())))
 
 
-def test_trap_last_token_of_a_document_predicts_the_first_of_the_next(tmp_path: Path) -> None:
+def test_trap_document_predicts_the_next_document(tmp_path: Path) -> None:
     _, batch = packed(tmp_path)
     ids, labels = batch["document_ids"], batch["labels"]
     last_of_document = ids[:, :-1] != ids[:, 1:]

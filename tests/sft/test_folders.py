@@ -21,7 +21,7 @@ with lock_folders({"key": sys.argv[1]}):
 """
 
 
-def test_a_second_run_in_a_folder_is_refused_and_told_who_is_there(tmp_path):
+def test_second_run_in_a_folder_is_refused(tmp_path):
     with lock_folders({"checkpointing.checkpoint_dir": str(tmp_path / "a"), "logger.log_dir": str(tmp_path / "b")}):
         whose = rf"logger\.log_dir=.*/b is in use by another run \(process {os.getpid()} on .*choose another folder"
         with pytest.raises(ConfigError, match=whose), lock_folders({"logger.log_dir": str(tmp_path / "b")}):

@@ -20,7 +20,7 @@ def test_all_roles_and_turns_are_kept_in_order() -> None:
     assert [message["role"] for message in parsed.messages] == ["system", "user", "assistant", "user"]
 
 
-def test_tool_calls_become_objects_whatever_form_the_arguments_have() -> None:
+def test_tool_call_arguments_become_objects() -> None:
     as_object = {"function": {"name": "add", "arguments": {"a": 1}}}
     parsed = talk(turn("user", "?"), turn("assistant", None, tool_calls=[CALL, as_object]), turn("tool", "2"))
     calls = parsed.messages[1]["tool_calls"]
@@ -87,20 +87,20 @@ BAD_LINES: list[tuple[Any, list[str]]] = [
 
 
 @pytest.mark.parametrize(("line", "words"), [case for case in BAD_LINES if case[1]])
-def test_what_cannot_be_used_is_named_with_file_and_line(line: Any, words: list[str]) -> None:
+def test_unusable_row_names_file_and_line(line: Any, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
         parse_conversation(line if isinstance(line, str) else json.dumps(line), "chat.jsonl:7")
     for word in ["chat.jsonl:7", *words]:
         assert word in str(error.value)
 
 
-def test_characters_outside_the_first_plane_may_be_written_as_two_halves() -> None:
+def test_surrogate_pairs_are_joined() -> None:
     line = json.dumps({"messages": [turn("user", "\N{GRINNING FACE}")]})
     assert "\\ud83d\\ude00" in line
     assert parse_conversation(line, "chat.jsonl:1").messages[0]["content"] == "\N{GRINNING FACE}"
 
 
-def test_files_are_read_one_after_the_other_and_blank_lines_passed_over(tmp_path: Path) -> None:
+def test_files_are_read_in_order_without_blank_lines(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [question(1)])
     second = tmp_path / "b.jsonl"
     second.write_text("\ufeff" + json.dumps(question(2)) + "\n\n" + json.dumps(question(3)), encoding="utf-8")
@@ -148,7 +148,7 @@ def test_about_the_asked_part_is_held_out() -> None:
         ('{"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]}', "old form of 'tools'"),
     ],
 )
-def test_json_that_would_lose_something_is_named_with_file_and_line(line: str, words: str) -> None:
+def test_lossy_json_names_file_and_line(line: str, words: str) -> None:
     with pytest.raises(DataError, match=rf"f\.jsonl:3[:,] .*{words}"):
         parse_conversation(line, "f.jsonl:3")
 

@@ -62,7 +62,7 @@ def test_rewind_takes_away_what_came_after_the_checkpoint(tmp_path: Path) -> Non
         assert [(one["step"], one["loss"]) for one in read_metrics(log.path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_what_is_no_number_is_text_before_and_after_a_rewind(tmp_path: Path) -> None:
+def test_metrics_that_are_no_numbers_stay_text_after_rewind(tmp_path: Path) -> None:
     with MetricsLog(LoggerConfig(), tmp_path) as log:
         log.log(1, {"loss": float("nan")})
         before = log.path.read_text()

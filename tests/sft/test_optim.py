@@ -25,7 +25,7 @@ def test_decay_ends_at_the_minimum_on_the_last_step(name):
     assert values[3:] == sorted(values[3:], reverse=True)
 
 
-def test_a_line_is_a_line_and_runs_past_their_end_stay_at_the_minimum():
+def test_schedule_is_linear_and_ends_at_the_minimum():
     assert rates(5, name="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
     assert learning_rate(50, 1.0, SchedulerConfig(name="cosine", min_lr_ratio=0.2), 5) == pytest.approx(0.2)
     assert rates(1, name="cosine") == [1.0]

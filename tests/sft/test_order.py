@@ -25,7 +25,7 @@ def test_an_epoch_visits_every_row_once() -> None:
         assert sorted(epoch_order(50, seed=1, epoch=epoch).tolist()) == list(range(50))
 
 
-def test_steps_of_an_epoch_do_not_overlap_and_leave_less_than_a_batch() -> None:
+def test_steps_of_an_epoch_use_each_row_at_most_once() -> None:
     seen = np.concatenate([batch_rows(50, 8, seed=3, step=step) for step in range(6)])
     assert len(seen) == len(set(seen.tolist())) == 48
 
@@ -88,7 +88,7 @@ def test_bad_arguments_are_named() -> None:
         batch_rows(10, 2, 0, -1)
 
 
-def test_too_few_rows_for_one_batch_are_refused_with_both_figures() -> None:
+def test_too_few_rows_for_one_batch_are_refused() -> None:
     with pytest.raises(DataError, match="3 rows, which is less than one global batch of 4"):
         batch_rows(3, 4, 0, 0)
 
@@ -101,7 +101,7 @@ def test_total_steps_is_the_sooner_limit() -> None:
         total_steps(10, 4, None, None)
 
 
-def test_validation_uses_every_row_once_and_fills_up_with_padding() -> None:
+def test_validation_uses_every_row_once_and_pads() -> None:
     batches = validation_batches(5, 4)
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, -1, -1, -1]]
     assert len(validation_batches(5, 4, max_batches=1)) == 1

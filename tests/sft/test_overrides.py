@@ -117,7 +117,7 @@ def test_a_key_below_a_single_value_is_refused() -> None:
         ("policy.dtensor_cfg.tensor_parallel_size=2", "not supported yet"),
     ],
 )
-def test_an_unknown_key_on_the_command_line_is_answered_with_the_nearest(word: str, meant: str) -> None:
+def test_unknown_override_suggests_the_nearest_key(word: str, meant: str) -> None:
     with pytest.raises(ConfigError) as error:
         applied(word)
     assert meant in str(error.value)
@@ -132,7 +132,7 @@ def test_every_unknown_key_of_a_file_is_named_with_the_nearest() -> None:
         assert words in str(error.value)
 
 
-def test_what_the_hints_for_nemo_rl_name_is_really_unknown_here() -> None:
+def test_hints_for_nemo_rl_name_only_unknown_keys() -> None:
     from raylane.sft.overrides import FROM_NEMO_RL, _paths
 
     assert not set(FROM_NEMO_RL) & set(_paths(RunConfig))
@@ -194,7 +194,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "none.yaml")
 
 
-def test_numbers_with_an_exponent_are_numbers_in_open_mappings_too(tmp_path: Path) -> None:
+def test_open_mapping_parses_numbers_with_exponent(tmp_path: Path) -> None:
     path = write(tmp_path / "a.yaml", "a: 1e-4\nb: 1e6\nc: -2E+3\nd: 1.5\ne: 12e\nf: '1e3'\n")
     assert read_yaml(path) == {"a": 1e-4, "b": 1e6, "c": -2000.0, "d": 1.5, "e": "12e", "f": "1e3"}
 

@@ -47,7 +47,7 @@ def memory(tmp_path: Path, **sections: Any) -> Any:
     return estimate_memory(config(tmp_path, **sections), SHAPE)
 
 
-def test_memory_is_shared_by_the_workers_of_a_shard_and_not_by_replicas(tmp_path: Path) -> None:
+def test_forecast_divides_memory_by_shards_not_replicas(tmp_path: Path) -> None:
     one = memory(tmp_path)
     assert (one.parameters, one.gradients, one.optimizer) == (4000, 4000, 8000)
     two = memory(tmp_path, cluster={"num_workers": 2})
@@ -89,7 +89,7 @@ def test_model_overrides_without_effect_are_refused(tmp_path: Path, overrides: d
         model_config(policy, 400)
 
 
-def test_what_saves_memory_saves_memory(tmp_path: Path) -> None:
+def test_forecast_falls_with_each_memory_saving_option(tmp_path: Path) -> None:
     base = memory(tmp_path, policy={"precision": "float32"})
     assert memory(tmp_path, policy={"precision": "bfloat16"}).activations * 2 == base.activations
     checkpointed = {"precision": "float32", "dtensor_cfg": {"activation_checkpointing": True}}

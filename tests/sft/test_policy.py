@@ -83,7 +83,7 @@ def hsdp4(ray_session, folder):
 
 @pytest.mark.ray  # through the fixture that the parameter names
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("hsdp4", marks=pytest.mark.slow)])
-def test_gradients_on_several_workers_are_those_of_one_plain_model(layout, request):
+def test_gradients_of_several_workers_equal_one_model(layout, request):
     run = request.getfixturevalue(layout)
     run.again()
     for rows in (1, 2):
@@ -119,7 +119,7 @@ def test_a_loss_function_of_ones_own_is_sent_once_and_used(fsdp2):
     assert fsdp2.policy.train(batch, eval_mode=True)["loss"] < plain["loss"]
 
 
-def test_batches_that_do_not_divide_are_refused_before_anything_is_sent(fsdp2):
+def test_train_refuses_batches_that_do_not_divide(fsdp2):
     fsdp2.again()
     batch = tiny_run.global_batch(fsdp2.config, fsdp2.prepared)
     with pytest.raises(ValueError, match="no multiple of micro batch 3 x 2 workers"):
@@ -149,7 +149,7 @@ def test_validation_does_not_depend_on_the_number_of_workers(fsdp2, hsdp4):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_workers_goes_on_on_four_with_replicas(fsdp2, hsdp4):
+def test_checkpoint_of_two_workers_resumes_on_four(fsdp2, hsdp4):
     fsdp2.again()
     fsdp2.losses(range(3))
     saved = fsdp2.policy.save({"train:loss": 1.0})
@@ -178,7 +178,7 @@ def test_resume_from_before_a_key_existed_warns_of_nothing(fsdp2, caplog):
     assert "losses will differ: policy.scheduler" in caplog.text
 
 
-def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2, folder):
+def test_load_of_an_unfit_checkpoint_has_a_short_error(fsdp2, folder):
     fsdp2.again()
     saved = fsdp2.policy.save({})
     other = tiny_run.config_of(folder, {**fsdp2.changes, "policy.hf_config_overrides.intermediate_size": 64})
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_does_not_fit_is_told_without_a_remote_traceback(fsdp2
 
 
 @pytest.mark.faults
-def test_a_checkpoint_that_cannot_be_written_is_told_and_leaves_no_half(fsdp2, tmp_path, monkeypatch):
+def test_failed_save_leaves_no_partial_checkpoint(fsdp2, tmp_path, monkeypatch):
     """A folder stands where rank 0 writes a file last; a full disk shows at the same place."""
     fsdp2.again()
     settings = fsdp2.config.checkpointing.model_copy(update={"checkpoint_dir": str(tmp_path)})

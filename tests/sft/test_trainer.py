@@ -47,7 +47,7 @@ def uninterrupted(ray_session, folder):
     return result, losses(config)
 
 
-def test_a_whole_run_learns_and_leaves_a_model_a_curve_and_an_answer(uninterrupted, folder):
+def test_run_learns_and_writes_model_curve_and_sample(uninterrupted, folder):
     from transformers import AutoModelForCausalLM
 
     result, by_step = uninterrupted
@@ -91,9 +91,7 @@ def signal_after(folder, config, steps, number):
 
 @pytest.mark.faults
 @pytest.mark.slow
-def test_a_run_that_loses_a_worker_is_stopped_and_killed_still_has_the_losses_of_one_that_never_was(
-    uninterrupted, folder, monkeypatch
-):
+def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder, monkeypatch):
     """One run, ended three ways, each time taken up by the next: starting workers is what costs time here."""
     config = config_in(folder, "ended")
     read = trainer.Trainer._read_oldest

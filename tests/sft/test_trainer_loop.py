@@ -103,7 +103,7 @@ def test_steps_are_sent_ahead_of_the_results_that_were_read(tmp_path):
     assert events[6:] == ["read 2", "read 3", "save 4 hf ['train:loss']"]
 
 
-def test_fed_by_the_driver_it_sends_the_rows_that_the_workers_would_have_read(tmp_path):
+def test_driver_feed_sends_the_rows_workers_would_read(tmp_path):
     trainer, events = trainer_of(tmp_path, 4, feed="driver", seed=5)
     trainer.fit()
     wanted = [order.batch_rows(24, 8, 5, step).tolist() for step in range(4)]
@@ -116,7 +116,7 @@ def test_one_step_in_flight_waits_for_each(tmp_path):
     assert events[:4] == ["send 0", "read 0", "send 1", "read 1"]
 
 
-def test_validation_and_saves_wait_for_all_steps_and_come_in_this_order(tmp_path):
+def test_validation_then_save_wait_for_all_steps(tmp_path):
     trainer, events = trainer_of(tmp_path, 4, steps_in_flight=3, val_period=2, val_at_start=True, save_period=2)
     trainer.fit()
     assert events[:6] == ["validate after 0", "send 0", "send 1", "read 0", "read 1", "validate after 2"]
@@ -131,7 +131,7 @@ def test_a_metric_of_an_earlier_step_is_not_the_checkpoints(tmp_path):
     assert events[-1] == "save 3 hf ['train:loss']"
 
 
-def test_a_stop_request_ends_after_the_steps_under_way_and_saves_without_the_hugging_face_folder(tmp_path):
+def test_stop_request_finishes_steps_and_saves(tmp_path):
     stop = StopRequest()
     trainer, events = trainer_of(tmp_path, 9, stop, steps_in_flight=2, val_at_end=True)
     send = trainer._policy.train_step_nowait
@@ -157,7 +157,7 @@ def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
 
 
 @pytest.mark.processes
-def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_late(tmp_path):
+def test_sigterm_reaches_the_run_but_not_its_processes(tmp_path):
     """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
     show = [sys.executable, "-c", "print(open('/proc/self/status').read())"]
     with StopRequest() as stop:
@@ -172,7 +172,7 @@ def test_processes_started_for_a_run_do_not_get_its_sigterm_and_the_run_gets_it_
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
-def test_a_checkpoint_found_damaged_while_loading_gives_way_to_the_one_before(tmp_path):
+def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
     trainer, _ = trainer_of(tmp_path, 9)
     saved = [checkpoint.commit(checkpoint.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
     load = trainer._policy.load
@@ -188,7 +188,7 @@ def test_a_checkpoint_found_damaged_while_loading_gives_way_to_the_one_before(tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6.damaged"]
 
 
-def test_a_run_whose_export_failed_exports_again_and_saves_no_second_time(tmp_path):
+def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer, events = trainer_of(tmp_path, 4)
     trainer._policy.export = lambda saved: events.append(f"export {saved.step}")
     trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))

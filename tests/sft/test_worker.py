@@ -51,7 +51,7 @@ def start(worker, folder, changes=None):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
-def test_packed_gradients_are_those_of_a_plain_model_on_each_document_alone(worker, folder, model_type):
+def test_packed_gradients_equal_those_of_single_documents(worker, folder, model_type):
     """Packing cross-contamination and wrong normalisation (users' complaints 2 and 3) both show here."""
     config, prepared = start(worker, folder, {"policy.hf_config_overrides.model_type": model_type})
     batch = tiny_run.global_batch(config, prepared)
@@ -60,7 +60,7 @@ def test_packed_gradients_are_those_of_a_plain_model_on_each_document_alone(work
     tiny_run.assert_same(worker.gradients(batch, 2), wanted)
 
 
-def test_micro_batches_chunks_recomputation_and_untied_head_change_no_gradient(worker, folder):
+def test_memory_options_change_no_gradient(worker, folder):
     changes = {"policy.hf_config_overrides.tie_word_embeddings": False}
     config, prepared = start(worker, folder, changes)
     batch = tiny_run.global_batch(config, prepared)
@@ -199,7 +199,7 @@ def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, t
     assert all(torch.equal(again[1][name], gradient) for name, gradient in trained[1].items())
 
 
-def test_the_folder_stops_where_turns_end_and_keeps_how_the_model_generates(worker, folder, tmp_path):
+def test_export_keeps_generation_settings_and_end_tokens(worker, folder, tmp_path):
     """A base model stops at another token than the chat template ends turns with: its answers would never end."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 

@@ -75,7 +75,7 @@ def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], 
         raylane.method(**options)
 
 
-def test_what_cannot_be_decorated() -> None:
+def test_method_refuses_objects_that_cannot_be_decorated() -> None:
     with pytest.raises(TypeError, match=r"below @ray\.remote"):
         raylane.method(Model)
     with pytest.raises(TypeError, match=r"decorated with raylane\.method already\. Decorate it once"):

@@ -51,7 +51,7 @@ def test_host_says_why_it_cannot(changes: dict[str, object], reason: str) -> Non
         names(there, "host")
 
 
-def test_what_failed_before_is_not_tried_again() -> None:
+def test_choose_skips_a_transport_that_failed_before() -> None:
     there = source(pid=11)
     assert names(there, host="the kernel forbids it") == ("tcp", "object_store")
     with pytest.raises(TransportUnavailableError, match="the kernel forbids it"):
@@ -65,7 +65,7 @@ def test_within_one_process_nothing_moves_unless_asked_to() -> None:
         names(source(pid=11), "local")
 
 
-def test_object_store_says_why_it_cannot_be_used_while_unpickling() -> None:
+def test_object_store_refuses_reads_while_unpickling() -> None:
     with pytest.raises(TransportUnavailableError, match=r"raylane\.get"):
         names(source(pid=11), "object_store", may_call_ray=False)
 

@@ -207,7 +207,7 @@ def test_tensordict() -> None:
     assert len(codec.encode_value(value)[1]) == 2
 
 
-def test_what_is_no_leaf_is_pickled_and_its_parts_are_leaves() -> None:
+def test_encode_value_pickles_containers_around_leaves() -> None:
     sparse = torch.eye(4).to_sparse()
     assert torch.equal(travel(sparse).to_dense(), torch.eye(4))
     objects = np.array([{"a": 1}, None], dtype=object)
@@ -243,7 +243,7 @@ def test_nothing_unpickles_a_skeleton_but_decode() -> None:
         pickle.loads(skeleton)
 
 
-def test_values_arrive_where_they_were_whatever_the_default_device_is() -> None:
+def test_decode_value_ignores_the_default_device() -> None:
     value = [torch.arange(3.0), torch.empty(0, 2), Parameter(torch.ones(2))]
     skeleton, leaves = codec.encode_value(value)
     layout = codec.plan_layout(leaves)

@@ -284,7 +284,7 @@ def test_async_producer_and_consumer(crew: Crew) -> None:
     assert ray.get(user.decorated_awaits.remote([ref])) == f"Tensor {SUM}"
 
 
-def test_many_concurrent_calls_of_an_async_actor_each_get_their_own(crew: Crew) -> None:
+def test_concurrent_async_calls_get_their_own_values(crew: Crew) -> None:
     maker, user = crew.async_maker, crew.async_user
     refs = [maker.make.remote(i) for i in range(20)]
     found = ray.get([user.decorated_total.remote(ref, ref) for ref in refs])

@@ -7,7 +7,7 @@ import torch
 from raylane.transport.guards import counter_offsets, write_counters
 
 
-def test_the_counter_is_found_on_the_pinned_torch_and_follows_writes() -> None:
+def test_write_counter_of_pinned_torch_follows_writes() -> None:
     assert counter_offsets() is not None
     tensors = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(3)[1:]]
     found = write_counters(tensors)

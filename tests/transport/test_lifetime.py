@@ -145,7 +145,7 @@ def test_wait_tensor_freed_times_out_and_says_what_to_do(pair: list[Any]) -> Non
     ray.get(sender.increment_and_sum_stored_tensor.remote(wait=True, timeout=30))
 
 
-def test_wait_tensor_freed_of_an_unpublished_tensor_returns_at_once() -> None:
+def test_wait_tensor_freed_of_unpublished_tensor_returns() -> None:
     raylane.wait_tensor_freed(torch.ones(3))
     raylane.wait_tensor_freed(torch.ones(3), timeout=0)
     with pytest.raises(TypeError, match="list"):

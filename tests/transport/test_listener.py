@@ -77,7 +77,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server: Server) -> None:
     lazy.close()
 
 
-def test_what_is_gone_is_said(server: Server) -> None:
+def test_listener_answers_that_a_value_is_gone(server: Server) -> None:
     link = server.link()
     for request in (wire.Read(b"unknown"), wire.Put(b"unknown")):
         link.send(request)
@@ -194,7 +194,7 @@ def test_a_listener_that_never_answers_times_out() -> None:
             Link(("127.0.0.1", source.port), SECRET, Deadline(0.2), client="test", peer=str(source))
 
 
-def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server: Server) -> None:
+def test_listener_passes_streams_to_their_owner_only(server: Server) -> None:
     taken: queue.Queue[tuple[socket.socket, int, int]] = queue.Queue()
     server.streams[b"key"] = lambda *found: taken.put(found)
     for address in server.addresses:
@@ -222,7 +222,7 @@ def test_a_stream_is_handed_over_to_who_expects_it_and_refused_otherwise(server:
     assert server.serves()
 
 
-def test_nobody_listening_is_a_lost_source(server: Server) -> None:
+def test_link_without_a_listener_raises_source_lost(server: Server) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with pytest.raises(SourceLostError, match=r"Actor\(Test\)"):

@@ -29,7 +29,7 @@ def test_shards_put_together_are_the_batch():
     assert same(batch.chunk(1, 3), batch.shard(3)[1])
 
 
-def test_sharding_by_global_batch_gives_each_shard_its_part_of_every_one():
+def test_shard_by_global_batch_divides_every_batch():
     shards = batch_of(12).shard(2, batch_size=4)
     assert shards[0]["ids"].tolist() == [0, 1, 4, 5, 8, 9]
     assert shards[1]["names"] == ["n2", "n3", "n6", "n7", "n10", "n11"]
@@ -115,7 +115,7 @@ def test_micro_batches_cover_the_batch_in_order():
         batch_of(6).micro_batches(4)
 
 
-def test_token_budget_holds_for_padded_rows_and_uses_every_row_once():
+def test_token_budget_counts_padding_and_uses_every_row():
     lengths = [5, 9, 2, 7, 7, 1, 3]
     for budget in (9, 12, 20, 63):
         plan = plan_token_budget(lengths, budget)
@@ -124,7 +124,7 @@ def test_token_budget_holds_for_padded_rows_and_uses_every_row_once():
     assert plan_token_budget(lengths, 20) == plan_token_budget(list(lengths), 20)
 
 
-def test_token_budget_rounds_lengths_and_makes_as_many_groups_as_asked():
+def test_token_budget_rounds_lengths_and_group_count():
     assert plan_token_budget([3, 3], 8, round_to=8) == [(0,), (1,)]
     assert len(plan_token_budget([1] * 8, 100, at_least=3)) == 3
     with pytest.raises(ValueError, match="at least 3 micro-batches cannot be made of 2 rows"):

@@ -40,7 +40,7 @@ def test_replicated_axes_get_the_same_slice():
     assert all(paths[rank] == (MESH.get_worker_coords(rank)["dp"],) for rank in MESH.ranks)
 
 
-def test_of_a_free_axis_only_coordinate_zero_is_called():
+def test_dispatch_calls_only_coordinate_zero_of_a_free_axis():
     plan = plan_sharded(MESH, ["dp"], ["tp"])
     assert plan.called_ranks == tuple(MESH.get_ranks_by_coord(pp=0))
 
@@ -53,7 +53,7 @@ def test_free_axes_are_called_with_none_on_request():
         assert call.path is not None or take([["x"]], call.path) is None
 
 
-def test_replicated_output_comes_from_coordinate_zero_of_exactly_those_axes():
+def test_replicated_output_comes_from_coordinate_zero():
     """F4: output_is_replicated was ignored for other axes than the built-in ones."""
     plan = plan_sharded(MESH, [], ["pp", "dp", "tp"], ["dp", "pp"])
     assert plan.returning_ranks == tuple(MESH.get_ranks_by_coord(pp=0, dp=0)) == (0, 1)
@@ -68,7 +68,7 @@ def test_called_and_returning_ranks_are_ranks_not_positions():
 
 
 @pytest.mark.parametrize("argument", ["in_sharded_axes", "replicate_on_axes", "output_is_replicated"])
-def test_unknown_repeated_and_bare_axes_are_refused_in_all_three_lists(argument):
+def test_dispatch_refuses_unknown_and_repeated_axes(argument):
     with pytest.raises(ValueError, match=rf"{argument}: no axis 'dpp' here; the axes are \['pp', 'dp', 'tp'\]"):
         plan_sharded(MESH, **{argument: ["dpp"]})
     with pytest.raises(ValueError, match=f"{argument}: axis 'dp' is listed twice"):

@@ -47,7 +47,7 @@ def results(group, future, timeout_s=30):
     return group.get_all_worker_results(future, timeout_s)
 
 
-def test_runtime_environment_reaches_every_worker_and_the_driver_stays_as_it_was(group):
+def test_runtime_environment_reaches_workers_only(group):
     """R5 and weak point c: the option was dropped; mutable defaults were filled with the driver's environment."""
     before = dict(os.environ)
     seen = results(group, group.run_all_workers_single_data("environment", names=["RAYLANE_TEST_COLOUR"]))
@@ -160,7 +160,7 @@ def test_batches_are_sharded_replicated_and_returned_once(group):
     assert future.done()
 
 
-def test_a_shard_is_put_once_however_many_workers_read_it_and_plain_values_never(group, monkeypatch):
+def test_shard_is_put_once_for_all_its_workers(group, monkeypatch):
     puts = []
     monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
     batch = BatchDict({"ids": torch.arange(8)})
@@ -212,7 +212,7 @@ def test_nothing_is_sent_when_arguments_are_wrong(group):
         group.get_all_worker_results([])
 
 
-def test_a_raising_method_is_told_with_rank_and_remote_traceback_and_the_group_goes_on(group):
+def test_worker_error_names_rank_and_the_group_continues(group):
     with pytest.raises(WorkerCallError, match=r"Recorder.fail raised on rank 2: KeyError: 'the reason'") as caught:
         results(group, group.run_all_workers_single_data("fail", 2))
     assert caught.value.fields == {"rank": 2, "call": "Recorder.fail"}
@@ -262,7 +262,7 @@ def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventu
 
 
 @pytest.mark.slow
-def test_shutdown_with_a_cleanup_that_is_no_method_ends_the_workers(ray_session):
+def test_shutdown_with_unknown_cleanup_ends_the_workers(ray_session):
     before = placements()
     group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
     assert not group.shutdown(cleanup_method="no_such_thing")
@@ -282,7 +282,7 @@ def test_a_late_answer_is_not_lost(ray_session):
 
 
 @pytest.mark.faults
-def test_a_killed_worker_is_named_and_every_pending_call_is_answered(ray_session):
+def test_killed_worker_fails_every_pending_call(ray_session):
     group = WorkerGroup(Recorder, 3, options=WorkerOptions(**SMALL))
     try:
         hanging = group.run_all_workers_single_data("die_or_hang", 1)
@@ -341,7 +341,7 @@ def test_a_failing_constructor_is_told_and_leaves_nothing(ray_session):
         ray.get_actor("broken-0")
 
 
-def test_a_group_that_cannot_be_placed_says_what_was_asked_and_what_there_is(ray_session):
+def test_unplaceable_group_names_demand_and_supply(ray_session):
     before = placements()
     with pytest.raises(
         WorkerGroupError, match=r"could not place 2 workers of \{'CPU': 500.0\}.*within 1 s.*'CPU': 8.0"
@@ -359,7 +359,7 @@ def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
     assert placements() == before
 
 
-def test_bad_classes_and_ranks_are_refused_before_anything_starts(ray_session):
+def test_bad_classes_and_ranks_are_refused_before_start(ray_session):
     with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
         WorkerGroup(Recorder, 1, init_kwargs={"x": 1})
     with pytest.raises(TypeError, match="take the decorator off"):

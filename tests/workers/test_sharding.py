@@ -21,7 +21,7 @@ def test_every_rank_is_found_at_its_own_coordinates(mesh):
     assert mesh.get_worker_coords(9) == {"pp": 1, "dp": 1, "tp": 1}
 
 
-def test_partial_coordinates_give_the_sharding_over_the_axes_left(mesh):
+def test_partial_coordinates_give_the_remaining_sharding(mesh):
     part = mesh.get_ranks(dp=1)
     assert part == NamedSharding([[2, 3], [8, 9]], ["pp", "tp"])
     assert mesh.get_ranks_by_coord(pp=1, tp=0) == [6, 8, 10]
