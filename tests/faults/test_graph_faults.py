@@ -365,6 +365,17 @@ FORKING = """
     more = [g.execute(100_000).get() * 0 for _ in range(3)]  # would reuse memory that the child had given back
     assert [float(array.sum()) for array in kept] == [100_000.0] * 3
     print("still", len(g.stats()["calls"]), flush=True)
+    result = raylane.compile(node).execute(100_000)  # only the result refers to this graph
+    child = os.fork()
+    if child == 0:
+        try:
+            result.get()
+        except raylane.errors.GraphClosedError as error:
+            print("dropped:", error, flush=True)
+        del result
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert float(result.get().sum()) == 100_000.0
 """
 
 
@@ -376,6 +387,7 @@ def test_a_forked_child_has_no_part_in_the_graph(detached: Any) -> None:
     assert done.returncode == 0, done.stderr
     assert "this process was forked" in done.stdout
     assert "still 1" in done.stdout
+    assert "dropped: this process was forked" in done.stdout
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.receiver import MAX_REPORT_BYTES, Receiver
 from raylane.graph.channels.specs import NetworkSpec
@@ -27,7 +26,7 @@ class Fixture:
     def __init__(self) -> None:
         self.alarms: list[str] = []
         self.failures: list[bytes] = []
-        self.receiver = Receiver("a peer", {}, LeasePool(1 << 20), ALARM, self.alarms.append, self.failures.append)
+        self.receiver = Receiver("a peer", {}, ALARM, self.alarms.append, self.failures.append)
 
     def connect(self) -> socket.socket:
         one, two = socket.socketpair()

@@ -1,12 +1,13 @@
-"""Lifecycle of one graph in one process, as a table of states and events. Pure.
+"""Lifecycle of one graph in one process, as a table of states and events.
 
 The driver has one `Lifecycle` for each graph, and so has every actor of the graph. Everything that must stop waiting
-when the graph ends (lease pools, links to peers, receivers) reads the same object.
+when the graph ends (lease pools, links to peers) reads the same object. The table itself is pure.
 
     RUNNING  --fail-->        FAILED      driver: an actor died or a link was lost; pending results fail
     RUNNING  --leave-->       LEAVING     actor: the driver asked for it, or a defect ended the graph here
     RUNNING  --owner_gone-->  ORPHANED    actor: the driver has ended or dropped the graph
-    any      --close-->       CLOSED      every connection is closed, or is being closed
+    LEAVING  --owner_gone-->  ORPHANED
+    any      --close-->       CLOSED      every connection is closed, or is being closed (FORKED stays FORKED)
     any      --fork-->        FORKED      this process is a forked child; the graph belongs to the parent
 """
 
@@ -71,7 +72,7 @@ class Lifecycle:
         self._lock = threading.RLock()  # guards changes of state and error; reentrant, because finalizers call advance
         self.state = State.RUNNING
         self.error: GraphError | None = None
-        """Reason for the end, set once by the first event that has one."""
+        """Reason for the end, set by the first event that has one; replaced in a forked child."""
         self._disconnect = threading.Event()
         """Set when links to peers must not be opened again."""
 

@@ -153,7 +153,8 @@ class PeerNetwork:
                 if isinstance(error, PeerRefused) or isinstance(error.__cause__, ConnectionError):
                     raise GraphClosedError(
                         f"{target.own_name} cannot connect to {target.name}, which ended or left the graph while it "
-                        f"was compiled: {error}"
+                        f"was compiled: {error}. If it did not, check that TCP connections between all ports of Ray's "
+                        "worker processes are allowed"
                     ) from error
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
@@ -173,12 +174,10 @@ class PeerNetwork:
         """Hand a new connection to its receiver. Called on the listener's thread."""
         with self._lock:
             receiver = self._receivers.get((member, level))
-            pool = self._pools.get((member, level))  # only announced peers: each receiver costs a thread
-            if receiver is None and pool is not None and not self.lifecycle.disconnecting:
+            announced = (member, level) in self._pools  # only these may connect: each receiver costs a thread
+            if receiver is None and announced and not self.lifecycle.disconnecting:
                 name = f"link of level {level} from {self.spec.names[member]}"
-                receiver = Receiver(
-                    name, self._inbound, pool, self.spec.alarm_channel, self.raise_alarm, self._on_failure
-                )
+                receiver = Receiver(name, self._inbound, self.spec.alarm_channel, self.raise_alarm, self._on_failure)
                 self._receivers[member, level] = receiver
         if receiver is None:
             sock.close()

@@ -26,7 +26,6 @@ from typing import Any
 from raylane.errors import GraphError, ProtocolError
 from raylane.graph.channels import frames
 from raylane.graph.channels.frames import FrameHeader, FrameReader
-from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import FanOutWriter, enable_keepalive
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
 from raylane.graph.values import message as messages
@@ -58,18 +57,15 @@ class Receiver:
         self,
         name: str,
         channels: dict[int, InboundChannel],
-        pool: LeasePool,
         alarm_channel: int,
         on_alarm: Callable[[str], None],
         on_failure: Callable[[bytes], None],
     ) -> None:
         """Create a receiver without a connection.
 
-        Messages of `alarm_channel` go to `on_alarm` as text or, those of kind ERROR, to `on_failure` as bytes. The
-        receiver's life ends with `pool.lifecycle`.
+        Messages of `alarm_channel` go to `on_alarm` as text or, those of kind ERROR, to `on_failure` as bytes.
         """
         self.name = name
-        self._pool = pool
         self._channels = channels
         self._alarm_channel = alarm_channel
         self._on_alarm = on_alarm

@@ -26,6 +26,7 @@ from raylane.core.semaphore import post, try_wait
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.ring import RingReader
+from raylane.graph.driver import forks
 from raylane.graph.driver.asyncio_bridge import AsyncioBridge
 from raylane.graph.driver.completion import complete_result
 from raylane.graph.driver.connections import Connections
@@ -97,6 +98,8 @@ class Collector:
         # After everything above is set: callbacks may come at once, from other threads.
         connections.watch(on_end, on_failure)
         self.bridge.start(connections.wake_fd, connections.wake_refused)
+        # The collector, not the public graph: a pending result keeps this object alive, and with it the protection.
+        forks.register(self)
         # At garbage collection or exit the actors are told to leave, and nothing waits for them.
         weakref.finalize(self, self.bridge.close)
         weakref.finalize(self, connections.close, 0.0)
@@ -171,7 +174,7 @@ class Collector:
                 if self._control.messages_read > reports or self._executions.early_failures:
                     continue
                 doorbell.consumed = self._messages_read + reports  # it was `notify`
-            # Wake at least once a second: Ctrl-C is handled only between two waits.
+            # At most a second: a safety net in case a wake-up is missed.
             if not doorbell.wait(CHECK_S if left is None else min(left, CHECK_S)):
                 self._poll_reports()
 
@@ -367,17 +370,23 @@ class Collector:
 
     def close(self, timeout_s: float) -> None:
         """Fail the pending results of an ended graph and detach from asyncio. Waits at most `timeout_s` seconds."""
-        lock = self._lock.lock
-        if lock.acquire(timeout=timeout_s):
+        lock = self._lock
+        if lock.lock.acquire(timeout=timeout_s):
             try:
+                lock.entries += 1
+                lock.held = True
                 self._read_all()
             finally:
-                lock.release()
+                lock.held = False
+                lock.lock.release()
         self._notify_followers()
         self.bridge.close()
 
     def disown(self) -> None:
-        """Fail pending results in a forked child without touching anything that is shared with the parent."""
+        """Give up the graph in a forked child, without touching anything that is shared with the parent."""
+        self._connections.disown(
+            GraphClosedError("this process was forked, and the graph belongs to its parent; compile a graph here")
+        )
         self._lock.reset()
         self._changed = threading.Condition()
         self.bridge.disown()

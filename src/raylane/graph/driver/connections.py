@@ -151,7 +151,7 @@ class Connections:
 
     def close(self, timeout_s: float) -> None:
         """Let the actors leave the graph, waiting for them at most `timeout_s` seconds. A second call does nothing."""
-        # From here on no pool waits for memory and no link reconnects, so the orders below cannot hang.
+        # From here on no pool waits for memory and no link reconnects, so the orders below do not wait for either.
         if not self.lifecycle.advance(Event.CLOSE):
             return
         self.control.close(timeout_s)

@@ -86,7 +86,7 @@ class ControlChannels:
             if self._lifecycle.state in (State.CLOSED, State.FORKED):
                 raise GraphClosedError("the graph was torn down, and its actors have left it")
             channel = self._channels[member - 1]
-            # From now on `poll` leaves this channel to this thread, which would else miss its answer.
+            # From now on `poll` leaves this channel to this thread, which would else find its answer only after POLL_S.
             self._asked = member
             try:
                 # Orders whose answer was not waited for take slots too: wait until the ring has room.

@@ -12,7 +12,7 @@ from raylane.graph.worker.executor import KEPT_RECORDS
 class Executions:
     """State of the executions of one graph.
 
-    The submitter appends and the collector removes; each field is written by one of the two only.
+    The submitter adds executions and the collector ends them; each counter is written by one of the two only.
     """
 
     __slots__ = ("completed", "early_failures", "pending", "records", "submitted")

@@ -14,7 +14,6 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphFullError
 from raylane.graph.channels.lease import POLL_INTERVAL_S
-from raylane.graph.driver import forks
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
@@ -42,7 +41,6 @@ class CompiledGraph:
         self._submitter = Submitter(
             plan, connections, self._executions, self._collector, max_inflight=max_inflight, timeout_s=timeout_s
         )
-        forks.register(self)
 
     # Executing
 
@@ -107,10 +105,12 @@ class CompiledGraph:
         `lent_bytes`: memory that readers of a member's arrays keep. Asks every actor and waits up to 5 s for one that
         is busy in a method; `unanswered` names those that did not answer.
         """
-        answers, silent = self._connections.control.ask_all("stats")
-        counters = stats.graph_stats(self.plan, answers, self._collector.counters())
-        counters["lent_bytes"]["driver"] = self._connections.leased_bytes()
+        # Before the actors are asked: a busy one may take seconds to answer.
         executions = {"submitted": self._executions.submitted, "completed": self._executions.completed}
+        collected = self._collector.counters()
+        answers, silent = self._connections.control.ask_all("stats")
+        counters = stats.graph_stats(self.plan, answers, collected)
+        counters["lent_bytes"]["driver"] = self._connections.leased_bytes()
         return {"executions": executions, **counters, "unanswered": silent}
 
     def trace(self, path: str | Path) -> list[str]:
@@ -142,14 +142,6 @@ class CompiledGraph:
         # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
         self._connections.close(timeout)
-
-    def disown(self) -> None:
-        """Give up the graph in a forked child, without touching anything that is shared with the parent."""
-        self._connections.disown(
-            GraphClosedError("this process was forked, and the graph belongs to its parent; compile a graph here")
-        )
-        self._submitter.disown()
-        self._collector.disown()
 
     def __enter__(self) -> CompiledGraph:
         return self

@@ -40,11 +40,12 @@ class RecoverableLock:
 
     def reset(self) -> None:
         """Start with a new, free lock: after the owner was interrupted, or in a forked child."""
-        self.lock = threading.Lock()
+        # The lock last: from then on another thread may take it and set the marks.
         self.held = False
         """True from right after the lock is taken until right before its release."""
         self.entries = 0
         """Number of critical sections entered so far."""
+        self.lock = threading.Lock()
 
     def observe(self) -> Observation:
         """Return the present lock and count, for `orphaned` after a wait."""

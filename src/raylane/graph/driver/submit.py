@@ -17,6 +17,7 @@ from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTi
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
+from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
@@ -78,6 +79,7 @@ class Submitter:
         whole = len(inputs) == 1 and not self._collected_inputs and plan.values[inputs[0][1]].steps == ()
         self._single_input = inputs[0] if whole else None
         """(writer, value) if every execution sends exactly the one argument: the usual case."""
+        forks.register(self)
 
     def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""

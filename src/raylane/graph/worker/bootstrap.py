@@ -82,14 +82,17 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
         raise GraphPlanError(
             f"{_ray.describe_self()} cannot join the graph: the compilation has ended before. Compile again"
         )
-    # Before the session opens channels: from then on the driver may start executions.
-    if program.exclusive:
-        exclusive.add_graph(instance, graph_loop().exclusive)
     try:
-        session = Session(program, instance, loop, network)
-    except BaseException:
+        # Before the session opens channels: from then on the driver may start executions.
         if program.exclusive:
-            exclusive.remove_graph(instance)
+            exclusive.add_graph(instance, graph_loop().exclusive)
+        try:
+            session = Session(program, instance, loop, network)
+        except BaseException:
+            if program.exclusive:
+                exclusive.remove_graph(instance)
+            raise
+    except BaseException:
         if network is not None:
             network.close()
         raise

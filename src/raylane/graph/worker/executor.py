@@ -261,7 +261,7 @@ class Executor:
         self._missing = self._tasks[self._next].inputs.copy()
 
     def _read(self, inbound: _InboundEdge) -> None:
-        """Read the message of an edge. On failure the value is a Failure; this never raises."""
+        """Read the message of an edge. A value that cannot be read becomes a Failure."""
         self.messages_read += 1
         if self.before_user_code is not None:  # unpickling runs code of the value's class, and creates tensors
             self.before_user_code()

@@ -2,10 +2,10 @@
 
     doorbell posted --> advance each executor (at most one task each) --> nothing to do: sleep until the next post
 
-The thread sleeps while no graph runs. It starts with the first graph and ends with the last. It is a thread of its own,
-not a task in Ray's background concurrency group, because that group has exactly one thread, which Ray needs itself, and
-a task there cannot be cancelled (docs/design/graphs.md). Every writer that sends to this process, whatever the graph,
-posts the process's one doorbell.
+The thread sleeps while its graphs are idle. It starts with the first graph and ends with the last. It is a thread of
+its own, not a task in Ray's background concurrency group, because that group has exactly one thread, which Ray needs
+itself, and a task there cannot be cancelled (docs/design/graphs.md). Every writer that sends to this process, whatever
+the graph, posts the process's one doorbell.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class GraphLoop:
         post(self.doorbell.address)
 
     def _start_session(self, session: Session, state: ThreadState) -> None:
-        self.doorbell.consumed -= 1  # `add` has posted the doorbell once, without a message
+        self.doorbell.consumed -= 1  # `add` posts the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = own = equal or _SharedThreadState(state)
         # A new tuple each time: other threads may iterate over the old one.
