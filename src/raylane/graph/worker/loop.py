@@ -150,7 +150,7 @@ class GraphLoop:
         self._applied = shared
 
     def _run(self) -> None:
-        doorbell = self.doorbell
+        doorbell, running = self.doorbell, State.RUNNING
         while True:
             # `_arriving` is read without the lock: `add` posts the doorbell afterwards, so no entry is missed for long.
             if (self._arriving or not self.sessions) and not self._start_sessions():
@@ -163,7 +163,7 @@ class GraphLoop:
                 except BaseException as error:  # SystemExit included: any exception ends only this graph
                     log.exception("graph %s in %s", session.name, session.actor_name)
                     self._fail(session, error)
-                if session.lifecycle.state is not State.RUNNING:
+                if session.lifecycle.state is not running:
                     self._remove(session)
                     busy = True
             if busy:
