@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from core.processes import start_code
+from raylane.core.segment import BLOCK_ALIGNMENT
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.channels import lease
 from raylane.graph.channels.lease import (
-    ALIGNMENT,
     MAX_IDLE,
     MAX_MAPPED,
     MAX_OPEN_LEASES,
@@ -107,7 +107,7 @@ def test_parts_arrive_as_they_were(pool: LeasePool, sizes: list[int]) -> None:
     assert descriptor.sizes == tuple(sizes)
     arrays = borrow(LeaseReader(), descriptor)
     assert [array.tobytes() for array in arrays] == sent
-    assert all(array.ctypes.data % ALIGNMENT == 0 for array in arrays if array.size)
+    assert all(array.ctypes.data % BLOCK_ALIGNMENT == 0 for array in arrays if array.size)
 
 
 def test_lend_accepts_any_buffer(pool: LeasePool) -> None:

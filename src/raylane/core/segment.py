@@ -204,7 +204,7 @@ class HeaderSlots:
         struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
 
 
-_BLOCK_ALIGNMENT = 64
+BLOCK_ALIGNMENT = 64
 
 
 def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -212,7 +212,7 @@ def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for nbytes in sizes:
         offsets.append(end)
-        end += -(-nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        end += -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
     return offsets, end
 
 

@@ -180,15 +180,8 @@ class InlineGraph:
                     f"{label} could not be unpickled by {name}: {messages.error_text(error, repr)}"
                 )
                 received = _failure(error_message(refused, name))
-                self._fail_result(received, self._is_fatal_to(reader, edge.value))
+                self._fail_result(received, edge.value in self.plan.fatal_inputs(reader))
             values[reader][edge.value] = received
-
-    def _is_fatal_to(self, reader: int, value: int) -> bool:
-        """Return True if the result fails when `reader` cannot read `value`."""
-        if reader == DRIVER:
-            return value in self.plan.fatal_values
-        tasks = [task for task in self.plan.fatal_tasks if self.plan.tasks[task].member == reader]
-        return any(value in self.plan.tasks[task].reads for task in tasks)
 
     # Inspection
 

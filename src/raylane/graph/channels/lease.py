@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from raylane.core import semaphore
 from raylane.core.deadline import Deadline
-from raylane.core.segment import size_class
+from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
@@ -43,7 +43,6 @@ from raylane.graph.lifecycle import Lifecycle
 MAX_READERS = 256
 """Maximum number of readers of one message within a host; rings and segments reserve a semaphore for each."""
 DATA_OFFSET = MAX_READERS * SEMAPHORE_BYTES
-ALIGNMENT = 64
 MAX_IDLE = 8
 """Maximum number of idle segments in a pool; the segment that was idle for longest is discarded first."""
 MAX_MAPPED = 64
@@ -169,12 +168,9 @@ class LeasePool:
 
         The lease begins now: afterwards either send the descriptor to the readers, or call `cancel`.
         """
-        offsets, end = [], DATA_OFFSET
-        for nbytes in sizes:
-            offsets.append(end)
-            end += _aligned(nbytes)
-        lease = self._allocate(size_class(max(end - DATA_OFFSET, 1)))
-        memory = lease.segment.view
+        offsets, total = segment_offsets(sizes)
+        lease = self._allocate(size_class(max(total, 1)))
+        memory = lease.segment.view[DATA_OFFSET:]
         lease.readers, lease.outstanding, lease.serial = readers, list(range(len(readers))), self._granted
         self._granted += 1
         # Counted before the caller fills the memory: a failure of the caller must not lose track of the segment.
@@ -338,7 +334,8 @@ class LeaseReader:
         segment = self._map(descriptor.path, descriptor.number)
         total = segment.nbytes - DATA_OFFSET
         # A damaged or hostile descriptor must not make views beyond the mapping: that would be a SIGBUS.
-        if total < sum(map(_aligned, descriptor.sizes)) or total <= 0:
+        offsets, needed = segment_offsets(descriptor.sizes)
+        if total < needed or total <= 0:
             raise OSError(errno.EINVAL, f"{descriptor.path} is smaller than the message that it should hold")
         memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_OFFSET)
         # The views of the parts keep `memory` alive, so its finalizer marks the end of the lease.
@@ -347,11 +344,7 @@ class LeaseReader:
         view = memoryview(memory).cast("B")
         if not writable:
             view = view.toreadonly()
-        parts, at = [], 0
-        for nbytes in descriptor.sizes:
-            parts.append(view[at : at + nbytes])
-            at += _aligned(nbytes)
-        return parts
+        return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
 
     @property
     def mapped_count(self) -> int:
@@ -375,10 +368,6 @@ class LeaseReader:
             else:
                 self._mapped.move_to_end(key)
             return segment
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _return_lease(segment: Segment, address: int, pid: int) -> None:

@@ -28,7 +28,7 @@ from raylane.graph.channels.peer_link import FanOutWriter, LinkTarget, PeerLink,
 from raylane.graph.channels.receiver import JOIN_S, MAX_REPORT_BYTES, InboundChannel, Receiver
 from raylane.graph.channels.ring import RingSpec, RingWriter
 from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec, PeerSetup
-from raylane.graph.lifecycle import Event, Lifecycle, State
+from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import CONTROL_LEVEL
 from raylane.graph.values import message as messages
@@ -259,11 +259,6 @@ class PeerNetwork:
             events.on_failure(*pickle.loads(data))
 
     # State
-
-    @property
-    def owner_gone(self) -> bool:
-        """True in an actor if the driver's process has ended, or has dropped the graph."""
-        return self.lifecycle.state is State.ORPHANED
 
     def stale(self) -> bool:
         """Return True if the compilation that created this network must have ended: its driver died during it."""

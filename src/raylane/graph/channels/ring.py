@@ -31,10 +31,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import semaphore
+from raylane.core.segment import segment_offsets
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, try_wait
 from raylane.core.waiting import Waiter
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.lease import ALIGNMENT, MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
+from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
 from raylane.graph.values.message import Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
@@ -178,7 +179,7 @@ class RingWriter:
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         lent = _lent_flags(len(message.body), sizes)
         parts = [*sizes, len(message.body)] if lent & LENT_BODY else sizes
-        return sum(-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in parts) if lent else 0
+        return segment_offsets(parts)[1] if lent else 0
 
     def wake_with(self, fd: int) -> None:
         """Write to eventfd `fd` from now on for messages with the flag WAKE. The ring takes ownership of `fd`.

@@ -43,7 +43,7 @@ class Connections:
         self.infos = list(infos)
         self.lifecycle = Lifecycle()
         self.doorbell = Doorbell()
-        self.routes = Routes((), (), frozenset())
+        self.routes = Routes((), ())
         self.network: PeerNetwork | None = None
         """Connections to other hosts, if the graph spans hosts."""
         self.inputs: list[tuple[Writer, int]] = []

@@ -116,7 +116,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Plan:
-    """Whole graph. Tasks, values and edges are at the position of their `index`."""
+    """Plan of a graph. Each task, value and edge stands at the position of its `index`."""
 
     members: tuple[str, ...]
     """Names of the members, the driver's first."""
@@ -155,6 +155,13 @@ class Plan:
         if self.leaves_are_fatal:
             return frozenset(range(len(self.values)))
         return frozenset(self.output_values).union(*(self.tasks[task].reads for task in self.fatal_tasks))
+
+    def fatal_inputs(self, member: int) -> frozenset[int]:
+        """Return the values whose loss on the way to `member` fails the result."""
+        if member == DRIVER:
+            return self.fatal_values
+        tasks = (self.tasks[task] for task in self.order[member] if task in self.fatal_tasks)
+        return frozenset(value for task in tasks for value in task.reads)
 
     def edges_from(self, member: int) -> list[Edge]:
         """Return the edges that a member writes."""

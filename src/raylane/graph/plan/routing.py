@@ -17,6 +17,7 @@ Called by `driver.channel_setup`; `show` prints the result of `kind` and `note`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -96,13 +97,20 @@ class Routes:
     edges: tuple[Route, ...]
     control: tuple[ControlRoutes, ...]
     """Control channels of members 1, 2, ..."""
-    links: frozenset[tuple[int, int, int]]
-    """(from, to, level) of each link that is needed."""
 
     @property
     def all(self) -> tuple[Route, ...]:
         """Routes of all edges and control channels."""
         return (*self.edges, *(route for pair in self.control for route in (pair.orders, pair.reports)))
+
+    @functools.cached_property
+    def links(self) -> frozenset[tuple[int, int, int]]:
+        """(from, to, level) of each link that is needed."""
+        links = {(relay.source, relay.member, relay.level) for found in self.all for relay in found.relays}
+        # Both ends of a link raise alarms when the link is lost. Members on the driver's host have no other link to
+        # the driver, so they get one for that purpose.
+        alarms = {(member, DRIVER, CONTROL_LEVEL) for link in links for member in link[:2] if member != DRIVER}
+        return frozenset(links | alarms)
 
     @property
     def alarm_channel(self) -> int:
@@ -121,12 +129,7 @@ def routes(plan: Plan, hosts: Sequence[Hashable]) -> Routes:
         )
         for member in range(1, len(plan.members))
     )
-    every = (*edges, *(route for pair in control for route in (pair.orders, pair.reports)))
-    links = {(relay.source, relay.member, relay.level) for found in every for relay in found.relays}
-    # Both ends of a link raise alarms when the link is lost. Members on the driver's host have no other link to the
-    # driver, so they get one for that purpose.
-    links |= {(member, DRIVER, CONTROL_LEVEL) for link in links for member in link[:2] if member != DRIVER}
-    return Routes(edges, control, frozenset(links))
+    return Routes(edges, control)
 
 
 def kind(found: Route) -> str:

@@ -24,6 +24,7 @@ import msgspec
 import ray
 
 from raylane import _ray
+from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 
 VALUE, TENSORS, ERROR, NOTHING = 0, 1, 2, 3
@@ -57,7 +58,6 @@ SIGNAL = Message(NOTHING, b"")
 
 MAX_BUFFERS = 256
 """Maximum number of out-of-band buffers of one message: their sizes must fit into a slot of a ring."""
-_ALIGNMENT = 64
 _KEPT_BYTES = 1 << 20
 """Size of a pickle from which the encoder does not keep it as working memory."""
 
@@ -190,7 +190,6 @@ def _by_cloudpickle(value: Any) -> Message:
 
 
 def _with_tensors(value: Any) -> Message:
-    from raylane.core.segment import bytes_at
     from raylane.transport import codec
 
     try:
@@ -212,10 +211,7 @@ def _with_tensors(value: Any) -> Message:
 
 def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[Any], list[Any]]:
     """Copy more than MAX_BUFFERS blocks into one block, and return specs that point into it."""
-    starts, end = [], 0
-    for block in blocks:
-        starts.append(end)
-        end += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
+    starts, end = segment_offsets([block.nbytes for block in blocks])
     joined = bytearray(end)
     for start, block in zip(starts, blocks, strict=True):
         joined[start : start + block.nbytes] = block

@@ -8,6 +8,7 @@ abandon_network    -->  only if the compilation failed: undo prepare_network
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 from typing import Any
@@ -82,20 +83,15 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
         raise GraphPlanError(
             f"{_ray.describe_self()} cannot join the graph: the compilation has ended before. Compile again"
         )
-    try:
+    with contextlib.ExitStack() as undo:
+        if network is not None:
+            undo.callback(network.close)
         # Before the session opens channels: from then on the driver may start executions.
         if program.exclusive:
             exclusive.add_graph(instance, graph_loop().exclusive)
-        try:
-            session = Session(program, instance, loop, network)
-        except BaseException:
-            if program.exclusive:
-                exclusive.remove_graph(instance)
-            raise
-    except BaseException:
-        if network is not None:
-            network.close()
-        raise
+            undo.callback(exclusive.remove_graph, instance)
+        session = Session(program, instance, loop, network)
+        undo.pop_all()  # the session owns both from now on
     # Captured here, on the actor's own thread: its `__init__` and earlier calls have set these settings.
     graph_loop().add(session, thread_state.capture())
     return session.wake_refused

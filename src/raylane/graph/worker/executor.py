@@ -152,9 +152,7 @@ class Executor:
         `loop` runs coroutine methods; `lock` is held around methods of an exclusive graph; `on_exit` is called when a
         method has asked the actor to end, `on_failure` (execution, error, flags) when an execution is known to fail.
         """
-        fatal_here = {
-            value for task in plan.order[member] if task in plan.fatal_tasks for value in plan.tasks[task].reads
-        }
+        fatal_here = plan.fatal_inputs(member)
         self.plan = plan
         self.member = member
         self.execution = 0

@@ -156,35 +156,38 @@ class GraphLoop:
             if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
             busy = False
+            check = self._busy_rounds % ROUNDS_PER_CHECK == ROUNDS_PER_CHECK - 1
             for session in self.sessions:
                 try:
-                    # Orders come second: they are rare, and an executor with tasks must not pay for them.
-                    busy |= session.executor.advance() or session.obey()
+                    ran = session.executor.advance()
+                    # Orders are rare: an executor with tasks pays for them in one round of many only.
+                    if check or not ran:
+                        ran |= session.obey()
+                    busy |= ran
                 except BaseException as error:  # SystemExit included: any exception ends only this graph
-                    log.exception("graph %s in %s", session.name, session.actor_name)
                     self._fail(session, error)
                 if session.lifecycle.state is not running:
                     self._remove(session)
                     busy = True
             if busy:
                 self._busy_rounds += 1
-                if self._busy_rounds % ROUNDS_PER_CHECK == 0:
-                    self._check()
+                if check:
+                    self._check_owners()
                 continue
             if doorbell.absorb(sum(session.messages_read for session in self.sessions)):
                 continue
             polls = any(session.executor.needs_polling for session in self.sessions)
             doorbell.wait(POLL_INTERVAL_S if polls else OWNER_CHECK_S)
-            if time.monotonic() >= self._next_owner_check:
-                self._check_owners()
+            self._check_owners()
 
     def _fail(self, session: Session, error: BaseException) -> None:
         """End one graph because of an error. Never raises: this thread serves the other graphs too."""
+        log.error("graph %s in %s", session.name, session.actor_name, exc_info=error)
+        session.lifecycle.advance(Event.LEAVE)  # first: the report must not wait for memory
         try:
             session.fail(error)
         except BaseException:
             log.exception("graph %s in %s could not report its error", session.name, session.actor_name)
-        session.lifecycle.advance(Event.LEAVE)
 
     def _start_sessions(self) -> bool:
         """Start arrived sessions. Return False, after which `add` starts a new thread, if there is no session left."""
@@ -198,21 +201,12 @@ class GraphLoop:
             self._thread = None
             return False
 
-    def _check(self) -> None:
-        """Obey orders and check owners: executors that always have tasks would otherwise keep the loop from both."""
-        for session in self.sessions:
-            try:
-                session.obey()
-            except BaseException as error:
-                log.exception("graph %s in %s", session.name, session.actor_name)
-                self._fail(session, error)
-            if session.lifecycle.state is not State.RUNNING:
-                self._remove(session)
-        if time.monotonic() >= self._next_owner_check:
-            self._check_owners()
-
     def _check_owners(self) -> None:
-        self._next_owner_check = time.monotonic() + OWNER_CHECK_S
+        """Remove the sessions whose driver has ended. Does nothing within OWNER_CHECK_S after the last check."""
+        now = time.monotonic()
+        if now < self._next_owner_check:
+            return
+        self._next_owner_check = now + OWNER_CHECK_S
         for session in self.sessions:
             session.check_owner()
             if session.lifecycle.state is State.ORPHANED:

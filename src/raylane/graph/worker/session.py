@@ -186,8 +186,7 @@ class Session:
         _ray.exit_this_actor()
 
     def fail(self, error: BaseException) -> None:
-        """End the graph because of a defect of raylane or of this machine; report the reason to the driver."""
-        self.lifecycle.advance(Event.LEAVE)
+        """Report to the driver that a defect of raylane or of this machine has ended the graph here."""
         self._report(TROUBLE, f"{self.actor_name} cannot continue with the graph: {messages.error_text(error)}")
 
     def check_owner(self) -> None:

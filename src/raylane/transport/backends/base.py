@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
+from raylane.core.segment import segment_offsets
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 SMALL_BLOCK_BYTES = 1 << 16
 """Size below which blocks share one buffer, so that a thousand small tensors need one allocation."""
-_BLOCK_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,9 @@ def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
     TransportError if this process has no more memory.
     """
     # Small blocks start at multiples of 64 bytes in the shared buffer: every dtype is aligned there.
-    offsets, total = {}, 0
-    for i, block in enumerate(ticket.blocks):
-        if block.nbytes < SMALL_BLOCK_BYTES:
-            offsets[i] = total
-            total += -(-block.nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+    small = [i for i, block in enumerate(ticket.blocks) if block.nbytes < SMALL_BLOCK_BYTES]
+    starts, total = segment_offsets([ticket.blocks[i].nbytes for i in small])
+    offsets = dict(zip(small, starts, strict=True))
     try:
         shared: Any = endpoint.pool.take(total) if total else None
         return [
