@@ -1,171 +1,232 @@
-"""When a waiter yields and when it sleeps, as a table over times; and that a real one takes what it waits for."""
+"""When a doorbell yields and when it sleeps, on waits made up and recorded; that a real one takes what it waits for."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from core.processes import Pipe, start
-from raylane.core import semaphore, waiting
+from raylane.core import native, portable, semaphore, waiting
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, post, value
 from raylane.core.waiting import (
-    BUDGET_S,
-    FORGIVE_S,
+    BUDGETS_NS,
+    FORGIVE_NS,
     FORGIVE_WAITS,
-    GATE_S,
+    KEPT_WAITS,
     MAX_LEVEL,
-    MAX_LOSS_S,
+    MAX_LOSS_NS,
+    MS,
     PENALTY,
-    SLOW_YIELD_S,
+    SLOW_NS,
+    US,
     Patience,
-    Waiter,
+    S,
+    best_budget_ns,
+    run_delay_ns,
 )
 
-SHORT, LONG, ENDLESS = BUDGET_S / 2, 4 * GATE_S, 3600.0
-LOSS_S = 4e-3  # a time slice
+LONGEST = BUDGETS_NS[0]
+LOSS_NS = 4 * MS  # a time slice
+START_NS = 10 * S
 
 
-def after(*waits: float) -> Patience:
-    patience = Patience()
-    for length_s in waits:
-        patience.waited(length_s)
-    return patience
+class Neighbour:
+    """Run delay that grows with every loss, as beside a process that computes."""
+
+    def __init__(self) -> None:
+        self.delay_ns = 1
+
+    def __call__(self) -> int:
+        return self.delay_ns
+
+
+class Machine:
+    """Patience that is told of losses to a neighbour."""
+
+    def __init__(self) -> None:
+        self.delay = Neighbour()
+        self.patience = Patience(run_delay=self.delay)
+
+    def loses(self, now_ns: int, lost_ns: int, *, to_a_process: bool = True) -> None:
+        if to_a_process:
+            self.delay.delay_ns += lost_ns
+        self.patience.review([(lost_ns, lost_ns)], now_ns)
+
+    def waits(self, count: int) -> None:
+        self.patience.review([(10 * US, 2 * US)] * count, START_NS)
+
+
+# Budget
 
 
 @pytest.mark.parametrize(
-    ("waits", "yields"),
+    ("waits", "budget_ns"),
     [
-        ([], True),  # the benefit of the doubt
-        ([SHORT] * 20, True),
-        ([LONG], True),  # one is no habit
-        ([LONG] * 3, True),
-        ([LONG] * 6, False),
-        ([ENDLESS], True),  # however long it was
-        ([LONG] * 1000, False),
-        ([LONG] * 1000 + [SHORT] * 3, False),
-        ([LONG] * 1000 + [SHORT] * 7, True),  # opens as quickly as it closes
-        ([ENDLESS] * 6 + [SHORT] * 7, True),
-        ([LONG, LONG, SHORT] * 100, False),
-        ([LONG] + [SHORT] * 3, True),
-        (([LONG] + [SHORT] * 3) * 100, True),
-        ([GATE_S * 0.99] * 1000, True),
-        ([GATE_S * 1.01] * 1000, False),
+        ([], LONGEST),  # the benefit of the doubt
+        ([20 * US] * 20, LONGEST),  # whatever covers them all costs the same: the longest takes in later ones too
+        ([200 * US] * 20, LONGEST),
+        ([1 * MS] * 20, 0),  # yielding first would only add to the cost
+        ([300 * US] * 20, 0),
+        ([1 * MS] * 2 + [20 * US] * 20, 60 * US),  # two are no habit
+        ([1 * MS] * 10 + [20 * US] * 10, 60 * US),
+        ([1 * MS] * 10 + [100 * US] * 10, 125 * US),
+        ([1 * MS] * 30 + [100 * US] * 10, 0),
+        ([3600 * S] + [20 * US] * 5, 60 * US),  # however long it was
     ],
 )
-def test_the_gate_follows_the_lengths_of_late(waits: list[float], yields: bool) -> None:
-    assert after(*waits).may_yield(now=1.0) is yields
+def test_budget_is_what_would_have_cost_least(waits: list[int], budget_ns: int) -> None:
+    assert best_budget_ns(deque(waits)) == budget_ns
 
 
-def test_slow_yield_penalty_is_proportional_to_the_loss() -> None:
-    for lost_s in (SLOW_YIELD_S, 1e-3, LOSS_S, MAX_LOSS_S):
-        patience = Patience()
-        patience.slow_yield(100.0, lost_s)
-        penalty_s = PENALTY * lost_s
-        assert patience.level == 1
-        assert patience.slow_until == pytest.approx(100.0 + penalty_s)
-        assert not patience.may_yield(100.0)
-        assert not patience.may_yield(100.0 + 0.99 * penalty_s)
-        assert patience.may_yield(100.0 + 1.01 * penalty_s)
+def test_budget_follows_the_recent_waits_only() -> None:
+    patience = Patience(run_delay=lambda: 0)
+    assert patience.review([(1 * MS, 0)] * KEPT_WAITS, START_NS) == (0, 0)
+    assert patience.review([(30 * US, 0)] * (KEPT_WAITS // 8), START_NS)[0] == 0
+    assert patience.review([(30 * US, 0)] * KEPT_WAITS, START_NS) == (LONGEST, 0)
 
 
-def test_repeated_slow_yields_double_the_penalty_to_a_limit() -> None:
-    patience, now, penalties = Patience(), 50.0, []
+def test_budget_that_never_yields_stays_zero() -> None:
+    patience = Patience(yields=False)
+    assert patience.budget_ns == 0
+    assert patience.review([(20 * US, 0)] * 100, START_NS) == (0, 0)
+
+
+# Pauses
+
+
+def test_slow_yield_pause_is_proportional_to_the_loss() -> None:
+    for lost_ns in (SLOW_NS + 1, LOSS_NS, MAX_LOSS_NS):
+        machine = Machine()
+        machine.loses(START_NS, lost_ns)
+        assert machine.patience.level == 1
+        assert machine.patience.resume_ns == START_NS + PENALTY * lost_ns
+
+
+def test_slow_yields_double_the_pause_to_a_limit() -> None:
+    machine, now, pauses = Machine(), START_NS, []
     for _ in range(11):
-        patience.slow_yield(now, 1e-3)
-        penalties.append(round((patience.slow_until - now) / (PENALTY * 1e-3)))
-        now = patience.slow_until
-    assert penalties == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
-    assert 1 / (penalties[4] * PENALTY) < 0.01  # what the module says: soon less than 1% of the time
-    assert patience.level == MAX_LEVEL
+        machine.loses(now, 2 * MS)
+        pauses.append((machine.patience.resume_ns - now) // (PENALTY * 2 * MS))
+        now = machine.patience.resume_ns
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 256, 256]
+    assert 1 / (pauses[4] * PENALTY) < 0.01  # what the module says: soon less than 1% of the time
+    assert machine.patience.level == MAX_LEVEL
+
+
+def test_yield_of_a_sibling_starts_no_pause() -> None:
+    machine = Machine()
+    for _ in range(100):
+        machine.loses(START_NS, 800 * US)
+    assert (machine.patience.level, machine.patience.resume_ns) == (0, 0)
+
+
+@pytest.mark.parametrize("lost_ns", [MAX_LOSS_NS, S // 2, 60 * S, 10**6 * S])
+def test_stopped_process_starts_no_pause(lost_ns: int) -> None:
+    """It was not runnable: nobody else took its CPU."""
+    machine = Machine()
+    machine.loses(START_NS, lost_ns, to_a_process=False)
+    assert (machine.patience.level, machine.patience.resume_ns) == (0, 0)
+
+
+def test_kernel_without_run_delays_counts_every_loss_up_to_a_limit() -> None:
+    patience = Patience(run_delay=lambda: 0)
+    patience.review([(60 * S, 60 * S)], START_NS)
+    assert patience.resume_ns == START_NS + PENALTY * MAX_LOSS_NS
 
 
 @pytest.mark.parametrize(
-    ("quiet_s", "level"),
+    ("quiet_ns", "level"),
     [
-        (0.0, 4),
-        (0.99 * FORGIVE_S, 4),
-        (1.01 * FORGIVE_S, 3),
-        (2.5 * FORGIVE_S, 2),
-        (3.5 * FORGIVE_S, 1),
-        (1000.0, 1),
+        (0, 4),
+        (FORGIVE_NS * 99 // 100, 4),
+        (FORGIVE_NS * 101 // 100, 3),
+        (FORGIVE_NS * 5 // 2, 2),
+        (FORGIVE_NS * 7 // 2, 1),
+        (1000 * S, 1),
     ],
 )
-def test_quiet_seconds_after_a_penalty_are_forgiven(quiet_s: float, level: int) -> None:
-    patience, now = Patience(), 10.0
+def test_quiet_seconds_after_a_pause_are_forgiven(quiet_ns: int, level: int) -> None:
+    machine, now = Machine(), START_NS
     for _ in range(3):
-        patience.slow_yield(now, LOSS_S)
-        now = patience.slow_until
-    assert patience.level == 3
-    patience.slow_yield(now + quiet_s, LOSS_S)
-    assert patience.level == level
+        machine.loses(now, LOSS_NS)
+        now = machine.patience.resume_ns
+    assert machine.patience.level == 3
+    machine.loses(now + quiet_ns, LOSS_NS)
+    assert machine.patience.level == level
 
 
 def test_waits_that_yielding_has_ended_are_forgiven_too() -> None:
     """A daemon that wakes now and then is no neighbour that computes."""
-    patience = Patience()
+    machine = Machine()
     for _ in range(3):
-        patience.slow_yield(10.0, LOSS_S)
-    for _ in range(FORGIVE_WAITS - 1):
-        patience.yielded()
-    assert patience.level == 3
-    patience.slow_yield(10.0, LOSS_S)  # not in a row
-    for _ in range(FORGIVE_WAITS - 1):
-        patience.yielded()
-    assert patience.level == 4
-    patience.yielded()
-    assert patience.level == 3
-    for _ in range(10 * FORGIVE_WAITS):
-        patience.yielded()
-    assert patience.level == 0
+        machine.loses(START_NS, LOSS_NS)
+    machine.waits(FORGIVE_WAITS - 1)
+    assert machine.patience.level == 3
+    machine.loses(START_NS, LOSS_NS)  # not in a row
+    machine.waits(FORGIVE_WAITS - 1)
+    assert machine.patience.level == 4
+    machine.patience.review([(10 * US, 0)] * 10 * FORGIVE_WAITS, START_NS)  # slept: that proves nothing
+    assert machine.patience.level == 4
+    machine.waits(1)
+    assert machine.patience.level == 3
+    machine.waits(10 * FORGIVE_WAITS)
+    assert machine.patience.level == 0
 
 
-def test_a_loss_during_a_penalty_is_not_forgiven() -> None:
-    patience = Patience()
-    patience.slow_yield(10.0, LOSS_S)
-    patience.slow_yield(10.1, LOSS_S)  # by another thread, which began before
-    assert patience.level == 2
+def test_run_delay_of_a_thread_never_falls() -> None:
+    before = run_delay_ns()
+    os.sched_yield()
+    assert 0 <= before <= run_delay_ns()
 
 
-@pytest.mark.parametrize("lost_s", [MAX_LOSS_S, 0.5, 60.0, 1e6])
-def test_a_process_that_was_stopped_soon_yields_again(lost_s: float) -> None:
-    patience = Patience()
-    patience.slow_yield(10.0, lost_s)
-    assert patience.slow_until == pytest.approx(10.0 + PENALTY * MAX_LOSS_S)
-    for _ in range(100):
-        patience.slow_yield(patience.slow_until, lost_s)
-    last = patience.slow_until
-    patience.slow_yield(last, lost_s)
-    assert patience.slow_until - last <= 65  # at the very most
+def test_patience_state_can_be_read() -> None:
+    machine = Machine()
+    machine.loses(START_NS, LOSS_NS)
+    assert repr(machine.patience) == "Patience(budget 0 us, level 1)"
 
 
-def test_the_state_can_be_read() -> None:
-    patience = after(80e-6)
-    patience.slow_yield(1.0, 1e-3)
-    assert repr(patience) == "Patience(mean wait 10 us, level 1)"
+# Doorbell of `portable`, on a clock made up
 
 
-# Waiter
+class Policy:
+    """Policy with a fixed budget that keeps what it is told."""
+
+    slow_ns = SLOW_NS
+
+    def __init__(self, budget_ns: int) -> None:
+        self.budget_ns = budget_ns
+        self.told: list[tuple[int, int]] = []
+        self.resume_ns = 0
+
+    def review(self, waits: list[tuple[int, int]], now_ns: int) -> tuple[int, int]:
+        self.told += waits
+        return self.budget_ns, self.resume_ns
 
 
 class Clock:
     """A machine without luck: each yield takes what the table says, each sleep too."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, yields: list[float], sleeps: list[tuple[float, bool]]
+        self, monkeypatch: pytest.MonkeyPatch, *, yields: list[int], sleeps: list[tuple[int, bool]], budget_ns: int
     ) -> None:
-        self.now = 1000.0
+        self.now = 1000 * S
         self.yields = list(yields)
         self.sleeps = list(sleeps)
-        self.there_at = float("inf")
+        self.there_at: float = float("inf")
         self.asked: list[float] = []
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        self.policy = Policy(budget_ns)
+        self.segment = made(1)
+        self.doorbell = portable.Doorbell(self.segment.memory, self.policy)
+        monkeypatch.setattr(portable, "LOGGED", 1)
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now)
         monkeypatch.setattr(os, "sched_yield", self.do_yield)
-        monkeypatch.setattr(semaphore, "try_wait", lambda _: 0 if self.now >= self.there_at else -1)
+        monkeypatch.setattr(portable, "try_wait", lambda _: 0 if self.now >= self.there_at else -1)
         monkeypatch.setattr(semaphore, "block", self.sleep)
 
     def do_yield(self) -> None:
@@ -173,72 +234,81 @@ class Clock:
 
     def sleep(self, _: int, timeout_s: float) -> bool:
         self.asked.append(timeout_s)
-        length_s, got = self.sleeps.pop(0)
-        self.now += length_s
+        length_ns, got = self.sleeps.pop(0)
+        self.now += length_ns
         return got
 
 
-def test_waiter_takes_a_post_that_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waiter = Clock(monkeypatch, yields=[], sleeps=[]), Waiter(yields=True)
-    waiter.patience.mean_s = GATE_S
+def test_doorbell_takes_a_post_that_is_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[], sleeps=[], budget_ns=LONGEST)
     clock.there_at = 0
-    assert waiter.wait(0, 1.0)
-    assert waiter.patience.mean_s < GATE_S  # it counts as a wait, of no length
+    assert clock.doorbell.wait(1.0)
+    assert clock.doorbell.glance()
+    assert clock.doorbell.consumed == 2
+    assert clock.policy.told == []  # it says nothing about waits
 
 
-def test_it_yields_until_the_answer_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waiter = Clock(monkeypatch, yields=[5e-6] * 5, sleeps=[]), Waiter(yields=True)
-    clock.there_at = clock.now + 18e-6
-    assert waiter.wait(0, 1.0)
+def test_doorbell_yields_until_the_post_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[5 * US] * 5, sleeps=[], budget_ns=LONGEST)
+    clock.there_at = clock.now + 18 * US
+    assert clock.doorbell.wait(1.0)
     assert len(clock.yields) == 1
-    assert waiter.patience.mean_s == pytest.approx(20e-6 / 8)
+    assert clock.policy.told == [(20 * US, 5 * US)]
 
 
-def test_it_sleeps_when_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[20e-6] * 3, sleeps=[(300e-6, True)])
-    waiter = Waiter(yields=True)
-    assert waiter.wait(0, 0.25)
+def test_doorbell_sleeps_when_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[20 * US] * 3, sleeps=[(300 * US, True)], budget_ns=60 * US)
+    assert clock.doorbell.wait(0.25)
     assert (clock.yields, clock.asked) == ([], [0.25])
-    assert waiter.patience.mean_s == pytest.approx(360e-6 / 8)
+    assert clock.policy.told == [(360 * US, 20 * US)]
 
 
-def test_a_slow_yield_ends_the_yielding_and_the_next_wait_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, yields=[LOSS_S], sleeps=[(1e-3, True), (1e-3, False)])
-    waiter = Waiter(yields=True)
-    assert waiter.wait(0, 1.0)
-    assert waiter.patience.level == 1
-    assert not waiter.wait(0, 0.5)
+def test_doorbell_glance_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[20 * US] * 3, sleeps=[], budget_ns=60 * US)
+    assert not clock.doorbell.glance()
+    assert clock.policy.told == [(60 * US, 20 * US)]
+    clock.doorbell._budget_ns = 0
+    assert not clock.doorbell.glance()
+    assert len(clock.policy.told) == 1  # no wait
+    assert clock.doorbell.consumed == 0
+
+
+def test_doorbell_slow_yield_ends_the_yielding(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[LOSS_NS], sleeps=[(1 * MS, True), (1 * MS, False)], budget_ns=LONGEST)
+    clock.policy.resume_ns = clock.now + S
+    assert clock.doorbell.wait(1.0)
+    assert not clock.doorbell.wait(0.5)  # a pause
     assert clock.asked == [1.0, 0.5]
+    assert clock.policy.told == [(LOSS_NS + MS, LOSS_NS), (MS, 0)]
 
 
-def test_slow_yield_counts_even_if_the_post_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waiter = Clock(monkeypatch, yields=[LOSS_S], sleeps=[]), Waiter(yields=True)
-    clock.there_at = clock.now + 1e-3
-    assert waiter.wait(0, 1.0)
-    assert waiter.patience.level == 1
+def test_doorbell_slow_yield_counts_even_if_the_post_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, yields=[LOSS_NS], sleeps=[], budget_ns=LONGEST)
+    clock.there_at = clock.now + MS
+    assert clock.doorbell.wait(1.0)
+    assert clock.policy.told == [(LOSS_NS, LOSS_NS)]
 
 
-def test_one_that_never_yields_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waiter = Clock(monkeypatch, yields=[], sleeps=[(1e-6, True)]), Waiter(yields=False)
-    assert waiter.wait(0, 1.0)
-    assert clock.asked == [1.0]
+# The environment
 
 
 @pytest.mark.parametrize(("text", "yields"), [(None, True), ("adaptive", True), ("block", False)])
-def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch, text: str | None, yields: bool) -> None:
+def test_environment_decides_whether_to_yield(monkeypatch: pytest.MonkeyPatch, text: str | None, yields: bool) -> None:
     if text is None:
         monkeypatch.delenv("RAYLANE_WAIT", raising=False)
     else:
         monkeypatch.setenv("RAYLANE_WAIT", text)
-    assert Waiter().yields is yields
-    assert Waiter(yields=not yields).yields is not yields
+    assert waiting.patience().yields is yields
 
 
 @pytest.mark.parametrize("text", ["", "spin", "Block"])
-def test_a_wrong_word_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_environment_wrong_word_is_told(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("RAYLANE_WAIT", text)
     with pytest.raises(ValueError, match=f"RAYLANE_WAIT must be adaptive .* or block, got '{text}'"):
-        Waiter()
+        waiting.patience()
+
+
+# Real doorbells, native and portable
 
 
 def made(count: int) -> Segment:
@@ -248,46 +318,83 @@ def made(count: int) -> Segment:
     return segment
 
 
-@pytest.mark.parametrize("yields", [True, False])
-def test_a_wait_of_no_time_and_a_wait_in_vain(yields: bool) -> None:
-    segment, waiter = made(1), Waiter(yields=yields)
-    assert not waiter.wait(segment.address, 0)
-    assert not waiter.wait(segment.address, 0.01)
+KINDS = pytest.mark.parametrize("kind", sorted({native.Doorbell, portable.Doorbell}, key=lambda kind: kind.__module__))
+YIELDS = pytest.mark.parametrize("yields", [True, False])
+
+
+@KINDS
+@YIELDS
+def test_doorbell_waits_of_no_time_and_in_vain(kind: Any, yields: bool) -> None:
+    segment = made(1)
+    doorbell = kind(segment.memory, Patience(yields=yields))
+    assert not doorbell.wait(0)
+    assert not doorbell.wait(0.01)
     post(segment.address)
-    assert waiter.wait(segment.address, 0)
-    assert value(segment.address) == 0
+    assert doorbell.wait(0)
+    assert (value(segment.address), doorbell.consumed) == (0, 1)
+    assert not doorbell.glance()
 
 
-def _echo(pipe: Pipe, path: str, count: int, yields: bool) -> bool:
-    segment, waiter = Segment.open(path), Waiter(yields=yields)
+@KINDS
+def test_doorbell_reports_its_waits(kind: Any) -> None:
+    segment, policy = made(1), Policy(LONGEST)
+    doorbell = kind(segment.memory, policy)
+    for _ in range(portable.LOGGED):
+        assert policy.told == []
+        doorbell.wait(0.0)
+    assert len(policy.told) == portable.LOGGED
+    assert all(length >= worst > 0 for length, worst in policy.told)
+
+
+@KINDS
+def test_doorbell_raises_the_error_of_its_policy(kind: Any) -> None:
+    class Broken(Policy):
+        def review(self, waits: list[tuple[int, int]], now_ns: int) -> tuple[int, int]:
+            raise ZeroDivisionError("no idea")
+
+    doorbell = kind(made(1).memory, Broken(0))
+    for _ in range(portable.LOGGED - 1):
+        doorbell.wait(0.0)
+    with pytest.raises(ZeroDivisionError, match="no idea"):
+        doorbell.wait(0.0)
+
+
+def _echo(pipe: Pipe, paths: tuple[str, str], count: int, yields: bool) -> int:
+    mine, other = Segment.open(paths[0]), Segment.open(paths[1])
+    doorbell = native.Doorbell(mine.memory, Patience(yields=yields))
     for _ in range(count):
-        while not waiter.wait(segment.address, 1.0):
+        while not doorbell.wait(1.0):
             pass
-        post(segment.address + SEMAPHORE_BYTES)
-    return waiter.patience.mean_s > 0
+        post(other.address)
+    return int(doorbell.consumed)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("yields", [True, False])
-def test_two_processes_lose_no_wake_up(yields: bool) -> None:
-    segment, waiter = made(2), Waiter(yields=yields)
-    child = start(_echo, segment.path, 2000, yields)
+@KINDS
+@YIELDS
+def test_two_processes_lose_no_wake_up(kind: Any, yields: bool) -> None:
+    here, there = made(1), made(1)
+    doorbell = kind(here.memory, Patience(yields=yields))
+    child = start(_echo, (there.path, here.path), 2000, yields)
     for _ in range(2000):
-        post(segment.address)
-        while not waiter.wait(segment.address + SEMAPHORE_BYTES, 1.0):
+        post(there.address)
+        while not doorbell.wait(1.0):
             pass
-    assert child.result()
+    assert child.result() == 2000
 
 
-def test_waiting_lets_other_threads_run(eventually: Callable[..., None]) -> None:
+@KINDS
+def test_waiting_lets_other_threads_run(kind: Any, eventually: Callable[..., None]) -> None:
     segment, done = made(1), []
 
-    def wait(waiter: Any) -> None:
-        while not waiter.wait(segment.address, 1.0):
+    def wait(doorbell: Any) -> None:
+        while not doorbell.wait(1.0):
             pass
-        done.append(waiter)
+        done.append(doorbell)
 
-    threads = [threading.Thread(target=wait, args=(Waiter(yields=yields),)) for yields in (True, False)]
+    threads = [
+        threading.Thread(target=wait, args=(kind(segment.memory, Patience(yields=yields)),)) for yields in (True, False)
+    ]
     for thread in threads:
         thread.start()
     for count in (1, 2):
@@ -297,6 +404,7 @@ def test_waiting_lets_other_threads_run(eventually: Callable[..., None]) -> None
         thread.join()
 
 
-def test_the_numbers_agree_with_one_another() -> None:
-    assert BUDGET_S < SLOW_YIELD_S < GATE_S < MAX_LOSS_S
+def test_numbers_agree_with_one_another() -> None:
+    assert list(BUDGETS_NS) == sorted(BUDGETS_NS, reverse=True)
+    assert LONGEST <= waiting.SLEEP_NS < SLOW_NS < MAX_LOSS_NS
     assert waiting.PENALTY << MAX_LEVEL > 100  # else yielding would cost more than it promises

@@ -187,7 +187,7 @@ def test_await_and_wait_obey_the_same_rule(workers: list[Any], graph: Compile) -
 def test_waiting_for_a_place_in_asyncio_does_not_spin(workers: list[Any], graph: Compile) -> None:
     g = graph(lambda x: two_outputs(x, workers), max_inflight=1)
     tries = 0
-    submit = g._submitter.submit
+    submit = g._submit
 
     def counted(*args: Any) -> Any:
         nonlocal tries
@@ -198,7 +198,7 @@ def test_waiting_for_a_place_in_asyncio_does_not_spin(workers: list[Any], graph:
         result = await g.execute_async(-1)
         with pytest.raises(ValueError, match="cannot do"):
             await result
-        g._submitter.submit = counted
+        g._submit = counted
         queued = asyncio.ensure_future(g.execute_async(1))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(release, workers)

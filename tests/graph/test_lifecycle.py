@@ -97,9 +97,10 @@ def test_doorbell_absorbs_posts_of_messages_read_before() -> None:
     doorbell = Doorbell()
     for _ in range(3):
         post(doorbell.address)
-    assert doorbell.absorb(2)
+    doorbell.read = 2
+    assert doorbell.absorb()
     assert (doorbell.consumed, value(doorbell.address)) == (2, 1)
-    assert not doorbell.absorb(2)
+    assert not doorbell.absorb()
     assert doorbell.wait(1)
     assert doorbell.consumed == 3
     assert not doorbell.wait(0.01)

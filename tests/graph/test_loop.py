@@ -13,7 +13,7 @@ class Busy:
     """Session that is always busy, until its owner has ended or `advance` raises."""
 
     actor_name = owner_name = "somebody"
-    messages_read = 0
+    flag = 0
     needs_polling = False
 
     def __init__(self, name: str, *, gone: bool = False, error: BaseException | None = None) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from core.processes import Child, start_code
-from raylane.core.semaphore import Segment, block, init, try_wait, value
+from raylane.core import native
+from raylane.core.semaphore import Segment, block, try_wait, value
 from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
@@ -23,6 +24,7 @@ from raylane.graph.channels.ring import (
     MAX_READERS,
     SLOT_BYTES,
     WAKE,
+    Doorbell,
     Received,
     RingReader,
     RingSpec,
@@ -39,12 +41,15 @@ class Ring:
     """Both ends, in this process, over two mappings."""
 
     def __init__(self, readers: int = 1, slots: int = 2, limit_bytes: int = 1 << 30) -> None:
-        self.spec, self.segment = ring.make_ring([f"reader {index}" for index in range(readers)], slots)
-        self.bells = [bell() for _ in range(readers)]
+        names = tuple(f"reader {index}" for index in range(readers))
+        ((self.spec, self.segment),) = ring.make_rings([RingSpec(names, slots, tuple(range(readers)))])
+        self.doorbells = [Doorbell() for _ in range(readers)]
+        self.bells = [doorbell.segment for doorbell in self.doorbells]
         self.pool = LeasePool(limit_bytes, timeout_s=0.05)
         self.writer = RingWriter(self.segment, self.spec, self.bells, self.pool)
         self.readers = [
-            RingReader(Segment.open(self.spec.path), self.spec, index, LeaseReader()) for index in range(readers)
+            RingReader(Segment.open(self.spec.path), self.spec, index, LeaseReader(), doorbell)
+            for index, doorbell in enumerate(self.doorbells)
         ]
         self.written = 0
 
@@ -57,12 +62,6 @@ class Ring:
         assert try_wait(reader.full) == 0
         assert try_wait(self.bells[index].address) == 0
         return reader.take()
-
-
-def bell() -> Segment:
-    segment = Segment.make(4096)
-    init(segment.address)
-    return segment
 
 
 def filled(nbytes: int, seed: int = 0) -> bytes:
@@ -112,7 +111,7 @@ def test_ring_messages_of_every_size_stay_in_their_slot(body: int, sizes: list[i
     assert (taken.kind, taken.flags, taken.shared) == (ERROR, 0, False)
     assert whole(taken) == sent
     assert taken.nbytes == body + sum(sizes)
-    assert made.writer.bytes == len(b"beforeits bufferafter") + taken.nbytes
+    assert made.writer.written_bytes == len(b"beforeits bufferafter") + taken.nbytes
     assert whole(made.take()) == (b"after", [])
 
 
@@ -171,6 +170,15 @@ def test_kinds_and_flags_travel() -> None:
             assert (taken.kind, taken.flags & WAKE) == (kind, WAKE)
 
 
+def test_flags_name_the_ring_that_has_a_message() -> None:
+    made = Ring(readers=3, slots=4)
+    assert [doorbell.flagged() for doorbell in made.doorbells] == [-1] * 3
+    made.write(b"x")
+    made.write(b"x", [bytes(40_000)])
+    assert [doorbell.flagged() for doorbell in made.doorbells] == [0, 1, 2]
+    assert [doorbell.flagged() for doorbell in made.doorbells] == [-1] * 3
+
+
 def test_every_reader_is_told_and_rung() -> None:
     made = Ring(readers=3, slots=4)
     for count in (1, 2, 3):
@@ -192,13 +200,18 @@ def test_the_eventfd_is_written_to_when_asked_for() -> None:
     made = Ring(slots=4)
     made.write(b"no eventfd yet", flags=WAKE)
     ours = os.eventfd(0, os.EFD_NONBLOCK)
-    made.writer.wake_with(os.dup(ours))
+    made.writer.own_wake_fd(os.dup(ours))
+    made.doorbells[0].sleeping(True)
     made.write(b"not asked for")
     assert not readable(ours)
     for buffers in ([], [bytes(40_000)]):
         made.write(b"asked for", buffers, flags=WAKE)
         assert readable(ours)
         os.eventfd_read(ours)
+    made.doorbells[0].sleeping(False)
+    made.write(b"not asleep", flags=WAKE)
+    # Without memory barriers the mark cannot be trusted: such a reader is always woken.
+    assert readable(ours) is not native.NATIVE
     before = len(os.listdir("/proc/self/fd"))
     made.writer = None  # type: ignore[assignment]
     assert len(os.listdir("/proc/self/fd")) == before - 1  # the ring's copy is gone with it
@@ -275,16 +288,16 @@ def test_reserved_memory_is_handed_over() -> None:
 READER = """
 # Takes `count` messages, answers each on a ring of its own, and says what it has seen.
 import zlib
-from raylane.core.semaphore import Segment, block, init, try_wait
+from raylane.core.semaphore import Segment, block, try_wait
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.ring import RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.values.message import Message, VALUE
-bell = Segment.make(4096)
-init(bell.address)
-pipe.send(bell.path)
+bell = Doorbell()
+pipe.send(bell.segment.path)
 there, back, driver, count, keep = pipe.receive()
-reader = RingReader(Segment.open(there[0]), RingSpec(*there), index, LeaseReader())
-writer = RingWriter(Segment.open(back[0]), RingSpec(*back), [Segment.open(driver)], LeasePool(1 << 30))
+there, back = RingSpec(*there), RingSpec(*back)
+reader = RingReader(Segment.open(there.path), there, index, LeaseReader(), bell)
+writer = RingWriter(Segment.open(back.path), back, [Segment.open(driver)], LeasePool(1 << 30))
 sums, kept = [], []
 while reader.sequence < count:
     while try_wait(bell.address) and not block(bell.address):
@@ -320,15 +333,16 @@ class Line:
     def __init__(self, readers: int, slots: int, count: int, *, keep: bool) -> None:
         self.children: list[Child] = [start_code(READER, index=index) for index in range(readers)]
         bells = [Segment.open(child.receive()) for child in self.children]
-        spec, segment = ring.make_ring([str(index) for index in range(readers)], slots)
+        names = tuple(str(index) for index in range(readers))
+        ((spec, segment),) = ring.make_rings([RingSpec(names, slots, (7,) * readers)])
         self.pool = LeasePool(1 << 30, timeout_s=20)
         self.writer = RingWriter(segment, spec, bells, self.pool)
-        self.bell, self.slots, self.answered = bell(), slots, 0
+        self.bell, self.slots, self.answered = Doorbell(), slots, 0
         self.back: list[RingReader] = []
         for child in self.children:
-            back, memory = ring.make_ring(["writer"], slots)
-            self.back.append(RingReader(memory, back, 0, LeaseReader()))
-            child.send((tuple(spec), tuple(back), self.bell.path, count, keep))
+            ((back, memory),) = ring.make_rings([RingSpec(("writer",), slots, (0,))])
+            self.back.append(RingReader(memory, back, 0, LeaseReader(), self.bell))
+            child.send((tuple(spec), tuple(back), self.bell.segment.path, count, keep))
 
     def write(self, number: int, message: Message) -> None:
         """As a graph does: no more in flight than there are slots."""
@@ -380,7 +394,7 @@ def test_a_reader_that_dies_spoils_nothing_for_the_others() -> None:
 
 def test_a_spec_says_how_to_open_a_ring() -> None:
     made = Ring(readers=2, slots=3)
-    assert made.spec == RingSpec(made.segment.path, ("reader 0", "reader 1"), 3)
+    assert made.spec == RingSpec(("reader 0", "reader 1"), 3, (0, 1), path=made.segment.path)
     assert made.segment.nbytes == HEADER_BYTES + 3 * SLOT_BYTES
     made.segment.close_fd()
     with pytest.raises(FileNotFoundError):

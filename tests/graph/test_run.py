@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.graph.graph_actors import Worker
 
 import raylane
 from raylane.errors import GraphClosedError, GraphFullError, GraphPlanError, GraphTimeoutError
+from raylane.graph.driver import flat
 from raylane.graph.driver import result as results
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -323,10 +325,9 @@ def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], grap
     assert result._done
     result._done = False  # as it was when this thread looked
     begun: list[float] = []
-    waiter = g._collector._doorbell.waiter
-    g._collector._doorbell.waiter = type(
-        "Spy", (), {"wait": lambda _, *args: begun.append(1.0) or waiter.wait(*args)}
-    )()
+    doorbell = g._collector.doorbell
+    g._collector.doorbell = types.SimpleNamespace(wait=lambda *args: begun.append(1.0) or doorbell.wait(*args))
+    flat.shorten_wait(g._collector)
 
     class Late:
         """A lock that lets the other thread finish first."""
@@ -340,7 +341,7 @@ def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], grap
         def locked(self) -> bool:
             return False
 
-    recoverable = g._collector._lock
+    recoverable = g._collector.lock
     lock, recoverable.lock = recoverable.lock, Late()
     assert result.get() == 1
     recoverable.lock = lock
@@ -355,7 +356,7 @@ def test_lock_orphaned_by_an_interrupt_ends_the_graph(workers: list[Any], graph:
         g = graph(lambda x: raylane.bind(workers[0].echo, x))
         assert g.execute(1).get() == 1
         result = g.execute(2)
-        getattr(g, half)._lock.lock.acquire()  # and Ctrl-C before the next instruction
+        getattr(g, half).lock.lock.acquire()  # and Ctrl-C before the next instruction
         if half == "_collector":
             assert result.get() == 2  # its answer had come
         with pytest.raises(GraphClosedError, match="interrupted"):
@@ -506,14 +507,14 @@ def test_wait_over_graphs_does_not_poll(workers: list[Any], graph: Compile) -> N
     made = [g.execute(index) for index, g in enumerate(graphs)]
     looks = 0
     for g in graphs:
-        read_all = g._collector._read_all
+        read_all = g._collector.read_all
 
         def counted(read_all: Any = read_all) -> bool:
             nonlocal looks
             looks += 1
             return read_all()
 
-        g._collector._read_all = counted
+        g._collector.read_all = counted
     timer = threading.Timer(0.5, lambda: ray.get(workers[2].release.remote()))
     timer.start()
     assert raylane.graph.wait(made, timeout=60) == ([made[2]], [made[0], made[1], made[3]])

@@ -232,6 +232,16 @@ class InlineGraph:
         """Return None: there is nothing to wait for."""
         return None
 
+    def overstayed(self) -> bool:
+        """Return False: awaiting a result that is done takes no time."""
+        return False
+
+    def glance(self, result: GraphResult) -> None:
+        """Do nothing: the result is done."""
+
+    def look(self) -> None:
+        """Do nothing: no message is on its way."""
+
     def notify(self) -> None:
         """Do nothing: no thread waits."""
         return

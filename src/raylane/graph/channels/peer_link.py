@@ -341,9 +341,9 @@ class FanOutWriter:
         self._link_bytes = 0
 
     @property
-    def bytes(self) -> int:
+    def written_bytes(self) -> int:
         """Number of bytes written in total, counted once for all readers."""
-        return self._link_bytes if self._ring is None else self._ring.bytes
+        return self._link_bytes if self._ring is None else self._ring.written_bytes
 
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
         """Send one message, like `RingWriter.write`. Also waits for broken connections and for large messages."""

@@ -104,8 +104,8 @@ class PeerNetwork:
         self._pools = {
             peer: LeasePool(spec.max_lent_bytes, spec.timeout_s, lifecycle=self.lifecycle) for peer in setup.peers
         }
-        made = ring.make_rings([(request.readers, request.slots, spec.member) for request in setup.rings])
-        self.rings |= {request.channel: found for request, found in zip(setup.rings, made, strict=True)}
+        made = ring.make_rings([wanted for _, wanted in setup.rings])
+        self.rings |= {channel: found for (channel, _), found in zip(setup.rings, made, strict=True)}
         for relay in setup.relays:
             ring_spec, segment = self._ring(relay.onward, relay.channel)
             doorbells = [

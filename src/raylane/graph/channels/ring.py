@@ -8,13 +8,15 @@
     writer                                          reader
     fill slot `sequence mod slots`
     post `full` of each reader              --->    finds `full` posted: the semaphore orders memory, so that the
-    post the doorbell of each reader                bytes of the slot are visible
-    (write the eventfd of the driver)       --->    wakes, if the reader was asleep
+    set the flag of each reader's ring              bytes of the slot are visible
+    post the doorbell of each reader        --->    wakes, if the reader was asleep
+    (write the eventfd of the driver)
 
-The doorbell comes last: a reader that it wakes must find the message. A process has one doorbell for all rings that it
-reads, of all graphs. It polls the semaphores of its rings without waiting, and waits for the doorbell when all rings
-are empty. So it often finds a message before it has consumed the message's doorbell post; `Doorbell` counts consumed
-posts, so that left-over posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
+The doorbell comes last: a reader that it wakes must find the message. An actor has one doorbell for all rings that it
+reads, of all graphs; the driver has one for each graph. The flags on the doorbell's page say which rings have messages,
+so that the cost of a message does not depend on the number of rings (`core.portable`). A reader often finds a message
+before it has consumed the message's doorbell post; `Doorbell` counts messages and consumed posts, so that left-over
+posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
 
 There is no semaphore for free slots. A graph admits no more executions than its rings have slots, and an execution
 ends only after every message of it was read: so the slot that comes next is always free (`plan.schedule` proves this
@@ -27,13 +29,13 @@ import os
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import semaphore
+from raylane.core import native, portable, semaphore
 from raylane.core.segment import segment_offsets
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment, try_wait
-from raylane.core.waiting import Waiter
+from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.waiting import patience
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
 from raylane.graph.values.message import Message
@@ -42,28 +44,26 @@ HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 16
 LEND_FROM_BYTES = 1 << 15
 """Total size from which buffers are leased, not copied into the slot: below, two copies cost less than a lease."""
-_HEADER = struct.Struct("<QIBBH")
+_HEADER = portable.HEADER
 _SIZE = struct.Struct("<Q")
-_SLOT_HEADER_BYTES = _HEADER.size
-_ROOM_BYTES = SLOT_BYTES - _SLOT_HEADER_BYTES
+ROOM_BYTES = SLOT_BYTES - _HEADER.size
+"""Size of the largest body that lies in a slot by itself."""
 
-LENT_BUFFERS, LENT_BODY, WAKE = 1, 2, 4
+LENT_BUFFERS, LENT_BODY, WAKE = 1, 2, portable.WAKE
 """Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio."""
 
 
-_received: Callable[..., Received] = tuple.__new__
-"""Constructor of Received that takes half the time of `Received(...)`."""
-
-
 class RingSpec(NamedTuple):
-    """Everything that another process needs to open a ring."""
+    """Everything that another process needs to open a ring. `make_rings` fills in `path` and `offset`."""
 
-    path: str
     readers: tuple[str, ...]
     """Names of the readers, in the order of their semaphores."""
     slots: int
+    flags: tuple[int, ...]
+    """Flag that stands for this ring on the page of each reader's doorbell."""
     writer: int = 0
     """Member that writes this ring: the sender of the messages, or the relay of this host."""
+    path: str = ""
     offset: int = 0
     """Offset of the ring in its segment, in bytes."""
 
@@ -84,23 +84,15 @@ class Received(NamedTuple):
         return len(self.body) + sum(len(buffer) for buffer in self.buffers)
 
 
-def make_ring(readers: Sequence[str], slots: int, writer: int = 0) -> tuple[RingSpec, Segment]:
-    """Create a ring for these readers.
+def make_rings(rings: Sequence[RingSpec]) -> list[tuple[RingSpec, Segment]]:
+    """Create rings in one segment. Returns the specs with their `path` and `offset`.
 
-    The segment keeps its file descriptor, through which other processes open it; call `Segment.close_fd` when all have.
-    """
-    ((spec, segment),) = make_rings([(readers, slots, writer)])
-    return spec, segment
-
-
-def make_rings(rings: Sequence[tuple[Sequence[str], int, int]]) -> list[tuple[RingSpec, Segment]]:
-    """Create rings, each of (readers, slots, writer), in one segment.
-
-    One segment, because a graph may have more edges than a process may have descriptors. GraphPlanError if a ring has
-    too many readers.
+    One segment, because a graph may have more edges than a process may have descriptors. The segment keeps its file
+    descriptor, through which other processes open it; call `Segment.close_fd` when all have. GraphPlanError if a ring
+    has too many readers.
     """
     offsets, end = [], 0
-    for readers, slots, _ in rings:
+    for readers, slots, *_ in rings:
         if len(readers) > MAX_READERS:
             raise GraphPlanError(
                 f"cannot send one value to {len(readers)} processes of one host: at most {MAX_READERS} can read it. "
@@ -113,10 +105,10 @@ def make_rings(rings: Sequence[tuple[Sequence[str], int, int]]) -> list[tuple[Ri
     # Pages are allocated when they are first written, so unused slots cost no memory.
     segment = Segment.make(end)
     made = []
-    for (readers, slots, writer), offset in zip(rings, offsets, strict=True):
-        for index in range(len(readers)):
+    for spec, offset in zip(rings, offsets, strict=True):
+        for index in range(len(spec.readers)):
             semaphore.init(segment.address + offset + index * SEMAPHORE_BYTES)
-        made.append((RingSpec(segment.path, tuple(readers), slots, writer, offset), segment))
+        made.append((spec._replace(path=segment.path, offset=offset), segment))
     return made
 
 
@@ -135,19 +127,24 @@ class RingWriter:
         """Open the writing end. `doorbells` are the readers' doorbells, in the order of `spec.readers`."""
         _check_size(segment, spec)
         self._segment = segment
-        self._doorbells = tuple(doorbells)  # keeps their memory mapped
         self._memory = segment.view
         self._spec = spec
         self._pool = pool
         self._slots = spec.slots
         self._slots_offset = spec.offset + HEADER_BYTES
-        fulls = [segment.address + spec.offset + index * SEMAPHORE_BYTES for index in range(len(spec.readers))]
-        # All `full` semaphores before the first doorbell: a reader that wakes must find its message.
-        self._semaphores = (*fulls, *(doorbell.address for doorbell in doorbells))
-        self.wake_fd: int | None = None
-        """Eventfd of the driver's asyncio loop, if the driver reads this ring and has one."""
-        self.bytes = 0
+        readers = tuple(
+            (spec.offset + index * SEMAPHORE_BYTES, doorbell.memory, flag)
+            for index, (doorbell, flag) in enumerate(zip(doorbells, spec.flags, strict=True))
+        )
+        self._slot_writer = native.SlotWriter(segment.memory, self._slots_offset, spec.slots, SLOT_BYTES, readers)
+        self.write_small = self._slot_writer.write
+        """Function (sequence, kind, flags, body) for messages without buffers whose body has at most ROOM_BYTES."""
+        self._large_bytes = 0
+
+    @property
+    def written_bytes(self) -> int:
         """Number of bytes written in total."""
+        return self._slot_writer.bytes + self._large_bytes
 
     def write(self, sequence: int, message: Message, flags: int = 0) -> None:
         """Send one message. Waits only for memory that readers still keep (with the errors of `LeasePool.lend`).
@@ -155,24 +152,11 @@ class RingWriter:
         After PoolFull nothing was written: write the message again later.
         """
         kind, body, buffers, _ = message
-        at = self._slots_offset + sequence % self._slots * SLOT_BYTES
-        size = len(body)
-        if not buffers and size <= _ROOM_BYTES:
-            memory = self._memory
-            # No barrier is needed between these writes: the posts below publish all of them together.
-            _HEADER.pack_into(memory, at, sequence, size, kind, flags, 0)
-            at += _SLOT_HEADER_BYTES
-            memory[at : at + size] = body
-            self.bytes += size
+        if not buffers and len(body) <= ROOM_BYTES:
+            self.write_small(sequence, kind, flags, body)
         else:
-            self._write_large(at, sequence, message, flags)
-        # The same as `_notify`, inlined: a call costs 0.1 us of the 2 us that this method takes.
-        post = semaphore.post
-        for address in self._semaphores:
-            post(address)
-        # Last, and only for executions that asyncio awaits: the system call costs 1 us.
-        if flags & WAKE and self.wake_fd is not None:
-            os.eventfd_write(self.wake_fd, 1)
+            self._write_large(sequence, message, flags)
+            self._slot_writer.notify(flags)
 
     def leased_bytes(self, message: Message) -> int:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
@@ -182,12 +166,13 @@ class RingWriter:
         return segment_offsets(parts)[1] if lent else 0
 
     def wake_with(self, fd: int) -> None:
-        """Write to eventfd `fd` from now on for messages with the flag WAKE. The ring takes ownership of `fd`.
+        """Write to eventfd `fd`, that of the reader's event loop, from now on for messages with the flag WAKE."""
+        self._slot_writer.wake_fd = fd
 
-        `fd` is closed when this writer is garbage: at no earlier time can no thread be writing to it.
-        """
+    def own_wake_fd(self, fd: int) -> None:
+        """Do the same, and close `fd` when this writer is garbage: no thread can be writing to it then."""
         weakref.finalize(self, os.close, fd)
-        self.wake_fd = fd
+        self.wake_with(fd)
 
     def reserve(self, body_bytes: int, sizes: Sequence[int]) -> Reservation | None:
         """Lease memory for a message that is still to be received, with buffers of these sizes. Waits as `write` does.
@@ -206,13 +191,12 @@ class RingWriter:
 
     def write_reserved(self, sequence: int, kind: int, body: bytes, reservation: Reservation, flags: int = 0) -> None:
         """Send a message whose reserved memory is filled. `body` is empty if the body lies in that memory too."""
-        at = self._slots_offset + sequence % self._slots * SLOT_BYTES
-        self.bytes += len(body) + sum(reservation.descriptor.sizes)
+        self._large_bytes += len(body) + sum(reservation.descriptor.sizes)
         place = pickle.dumps(tuple(reservation.descriptor), 5)
-        self._fill(at, sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
-        self._notify(flags)
+        self._fill(sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
+        self._slot_writer.notify(flags)
 
-    def _write_large(self, at: int, sequence: int, message: Message, flags: int) -> None:
+    def _write_large(self, sequence: int, message: Message, flags: int) -> None:
         kind, body, buffers, _ = message
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
         nbytes = sum(sizes) + len(body)
@@ -223,10 +207,11 @@ class RingWriter:
             descriptor = self._pool.lend([*buffers, body] if with_body else buffers, self._spec.readers)
             parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if with_body else body
             flags |= lent
-        self._fill(at, sequence, kind, parts, body, flags)
-        self.bytes += nbytes
+        self._fill(sequence, kind, parts, body, flags)
+        self._large_bytes += nbytes
 
-    def _fill(self, at: int, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
+    def _fill(self, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
+        at = self._slots_offset + sequence % self._slots * SLOT_BYTES
         sizes = [len(part) for part in parts]
         _HEADER.pack_into(self._memory, at, sequence, len(body), kind, flags, len(sizes))
         at += _HEADER.size
@@ -236,12 +221,6 @@ class RingWriter:
         for part in [*parts, body]:
             self._memory[at : at + len(part)] = part
             at += len(part)
-
-    def _notify(self, flags: int) -> None:
-        for address in self._semaphores:
-            semaphore.post(address)
-        if flags & WAKE and self.wake_fd is not None:
-            os.eventfd_write(self.wake_fd, 1)
 
 
 def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
@@ -257,86 +236,73 @@ def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
 class RingReader:
     """Reading end of a ring for one of its readers. Used by one thread at a time."""
 
-    def __init__(self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader) -> None:
-        """Open the reading end for reader `index` of `spec.readers`."""
+    def __init__(
+        self, segment: Segment, spec: RingSpec, index: int, leases: LeaseReader, doorbell: native.Doorbell
+    ) -> None:
+        """Open the reading end for reader `index` of `spec.readers`, whose doorbell is `doorbell`."""
         _check_size(segment, spec)
         self._segment = segment
-        self._memory = segment.memory  # slices of it are bytes: one object less than slices of a memoryview
-        self._slots = spec.slots
         self._index = index
         self._leases = leases
         self._shared = len(spec.readers) > 1
-        self.writer = spec.writer
+        self._slots = spec.slots
         self._slots_offset = spec.offset + HEADER_BYTES
-        self.full = segment.address + spec.offset + index * SEMAPHORE_BYTES
+        full_at = spec.offset + index * SEMAPHORE_BYTES
+        self._slot_reader = native.SlotReader(
+            segment.memory, full_at, self._slots_offset, spec.slots, SLOT_BYTES, doorbell
+        )
+        self.poll = self._slot_reader.poll
+        """Function that returns (kind, flags, body) of the next message, or None. Give its result to `received`."""
+        self.writer = spec.writer
+        self.flag = spec.flags[index]
+        self.full = segment.address + full_at
         """Address of the semaphore of this reader. After each successful wait for it, call `take` once."""
-        self.sequence = 0
+
+    @property
+    def sequence(self) -> int:
         """Sequence number of the next message."""
+        return self._slot_reader.sequence
 
     def take(self) -> Received:
         """Read the next message. Call only after a successful wait for `full`.
 
         SegmentGone if the message's leased memory vanished with its writer.
         """
-        memory = self._memory
-        # The semaphore that the caller has waited for makes the bytes of this slot visible.
-        at = self._slots_offset + self.sequence % self._slots * SLOT_BYTES
-        sequence, size, kind, flags, count = _HEADER.unpack_from(memory, at)
-        # A mismatch is a defect of raylane: an execution was admitted before this slot was free.
-        if sequence != self.sequence:
-            raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
-        self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
-        at += _SLOT_HEADER_BYTES
-        if not count:
-            return _received(Received, (kind, flags, memory[at : at + size], (), False))
-        return self._take_large(at, size, kind, flags, count)
+        return self.received(*self._slot_reader.take())
 
-    def _take_large(self, at: int, size: int, kind: int, flags: int, count: int) -> Received:
-        view = self._memory
-        sizes = [_SIZE.unpack_from(view, at + index * _SIZE.size)[0] for index in range(count)]
+    def received(self, kind: int, flags: int, body: bytes | None) -> Received:
+        """Return the whole message of which `poll` has just returned the beginning. Raises what `take` raises."""
+        if body is not None:
+            return Received(kind, flags, body, (), False)
+        memory = self._segment.memory  # slices of it are bytes: one object less than slices of a memoryview
+        at = self._slots_offset + (self._slot_reader.sequence - 1) % self._slots * SLOT_BYTES
+        _, size, _, _, count = _HEADER.unpack_from(memory, at)
+        at += _HEADER.size
+        sizes = [_SIZE.unpack_from(memory, at + index * _SIZE.size)[0] for index in range(count)]
         at += count * _SIZE.size
         parts = []
         for nbytes in [*sizes, size]:
             # Copied out of the slot, which will be written again; bytearrays, so that arrays in them are writable.
-            parts.append(bytearray(view[at : at + nbytes]))
+            parts.append(bytearray(memory[at : at + nbytes]))
             at += nbytes
-        body: Any = parts.pop()
+        whole: Any = parts.pop()
         if not flags & (LENT_BUFFERS | LENT_BODY):
-            return Received(kind, flags, body, parts, False)
+            return Received(kind, flags, whole, parts, False)
         descriptor = Descriptor(*pickle.loads(parts[0]))
         borrowed = self._leases.borrow(descriptor, self._index, writable=not self._shared)
         if flags & LENT_BODY:
-            body = borrowed.pop()
-        return Received(kind, flags & ~(LENT_BUFFERS | LENT_BODY), body, borrowed, self._shared)
+            whole = borrowed.pop()
+        return Received(kind, flags & ~(LENT_BUFFERS | LENT_BODY), whole, borrowed, self._shared)
 
 
-class Doorbell:
+class Doorbell(native.Doorbell):
     """Doorbell of this process. One thread waits at a time; any process posts."""
 
-    __slots__ = ("address", "consumed", "segment", "waiter")
+    __slots__ = ("address", "policy", "segment")
 
     def __init__(self) -> None:
-        self.segment = Segment.make(4096)
+        self.segment = Segment.make(portable.PAGE_BYTES)
         self.address = self.segment.address
         semaphore.init(self.address)
-        self.consumed = 0
-        """Posts consumed. Lower than the number of messages read when messages were found by polling."""
-        self.waiter = Waiter()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for one post and consume it. Return False after `timeout_s` (at most one second) or on a signal."""
-        if self.waiter.wait(self.address, timeout_s):
-            self.consumed += 1
-            return True
-        return False
-
-    def absorb(self, messages_read: int) -> bool:
-        """Consume posts of messages that were read before their posts. Return True if there were any.
-
-        After True the rings must be polled again: the consumed post may belong to a message that nobody has seen yet.
-        """
-        found = False
-        while self.consumed < messages_read and not try_wait(self.address):
-            self.consumed += 1
-            found = True
-        return found
+        self.policy = patience()
+        super().__init__(self.segment.memory, self.policy)

@@ -40,15 +40,6 @@ class NetworkSpec:
 
 
 @dataclass(frozen=True)
-class RingRequest:
-    """Ring that a process must create, because it writes the ring's messages."""
-
-    channel: int
-    readers: tuple[str, ...]
-    slots: int
-
-
-@dataclass(frozen=True)
 class RelaySpec:
     """Channel whose messages arrive over a link, and the readers to whom this process relays them."""
 
@@ -66,7 +57,8 @@ class PeerSetup:
     network: NetworkSpec
     peers: tuple[tuple[int, int], ...]
     """(member, level) of each link that will be opened to this process."""
-    rings: tuple[RingRequest, ...]
+    rings: tuple[tuple[int, RingSpec], ...]
+    """(channel, ring) of each ring that the process must create, because it writes the ring's messages."""
     relays: tuple[RelaySpec, ...]
 
 

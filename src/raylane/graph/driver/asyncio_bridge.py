@@ -1,7 +1,8 @@
 """How asyncio waits for results: one eventfd that the actors write, and one timer for all results that are awaited.
 
     actor                                   driver
-    writes a message with the flag WAKE
+                                            waits for a moment without sleeping (`Collector.glance`)
+    writes a message with the flag WAKE     marks itself as sleeping
     writes the driver's eventfd      --->   event loop wakes (add_reader), reads messages, resolves futures
 
 Messages carry the flag WAKE only if their execution was started while an event loop was running, so a message is never
@@ -26,6 +27,9 @@ from raylane.core import wake
 
 log = logging.getLogger("raylane.graph")
 
+STAY_S = 1e-3
+"""Seconds after which the event loop must run although awaited results come without a sleep."""
+
 
 class AsyncioBridge:
     """Connection of one graph to one event loop at a time."""
@@ -42,6 +46,7 @@ class AsyncioBridge:
         self._deadlines: collections.deque[tuple[float, asyncio.Future[None]]] = collections.deque()
         """(deadline, future), ordered by deadline: all futures have the same timeout."""
         self._timer: asyncio.TimerHandle | None = None
+        self._stays_until = 0.0
 
     def start(self, fd: int, refused: str | None) -> None:
         """Use this eventfd, which the actors have fetched. The bridge owns it from now on.
@@ -71,6 +76,20 @@ class AsyncioBridge:
             if self._timer is None:
                 self._timer = loop.call_later(self._timeout_s, self._expire)
         return future
+
+    def overstayed(self) -> bool:
+        """Return True if the event loop has not run for STAY_S; it is given a turn by the caller."""
+        now = time.monotonic()
+        if now < self._stays_until:
+            return False
+        self._stays_until = now + STAY_S
+        return True
+
+    def idle(self) -> bool:
+        """Return True if no callback of the running event loop is ready. False for loops that do not tell."""
+        # The queue of asyncio's own loops (BaseEventLoop in CPython 3.4 to 3.14).
+        ready = getattr(asyncio._get_running_loop(), "_ready", True)
+        return not ready
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> bool:
         # A second running loop is refused: one eventfd can wake one loop only.

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place, here
+from raylane.core.portable import FLAGS
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
@@ -28,14 +29,13 @@ from raylane.graph.channels.specs import (
     PeerEndpoint,
     PeerSetup,
     RelaySpec,
-    RingRequest,
 )
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route
 from raylane.graph.values import message as messages
-from raylane.graph.worker.program import CONTROL_SLOTS, HOST_VARIABLE, Program, report_slots, share_of
+from raylane.graph.worker.program import CONTROL_SLOTS, HOST_VARIABLE, Program, graph_flag, report_slots, share_of
 from raylane.transport import endpoint as endpoints
 from raylane.transport.source import Source
 
@@ -116,16 +116,18 @@ class ChannelSetup:
         connections = self._connections
         return connections.doorbell.segment.path if member == DRIVER else connections.infos[member - 1].doorbell
 
+    def _new_ring(self, route: Route, writer: int, readers: tuple[int, ...]) -> RingSpec:
+        # In the driver each ring has a flag of its own (as long as there are enough); in an actor each graph has one.
+        flags = tuple(route.channel % FLAGS if reader == DRIVER else graph_flag(self.graph) for reader in readers)
+        names = tuple(self._names[reader] for reader in readers)
+        return RingSpec(names, self._slots_of[route.channel], flags, writer)
+
     # Step 1: rings of the driver's host
 
     def create_rings(self) -> None:
         """Create all rings of the driver's host."""
         wanted = {
-            (route.channel, writer): (
-                [self._names[reader] for reader in readers],
-                self._slots_of[route.channel],
-                writer,
-            )
+            (route.channel, writer): self._new_ring(route, writer, readers)
             for route in self._routes.all
             for writer, readers in self._rings(route)
             if self._creator(writer) == DRIVER
@@ -147,8 +149,7 @@ class ChannelSetup:
             for writer, readers in self._rings(route):
                 # Rings of the driver's host exist already; this member creates those of its own host that it writes.
                 if writer == member and self._creator(writer) == member != DRIVER:
-                    names = tuple(self._names[reader] for reader in readers)
-                    rings.append(RingRequest(route.channel, names, self._slots_of[route.channel]))
+                    rings.append((route.channel, self._new_ring(route, writer, readers)))
             for relay in route.relays:
                 if relay.member == member:
                     onward = OutboundSpec(
@@ -212,7 +213,9 @@ class ChannelSetup:
     def _reader(self, route: Route) -> RingReader:
         writer, index = self._ring_of(route, DRIVER)
         at = route.channel, writer
-        return RingReader(self._segments[at], self._specs[at], index, self._connections.leases)
+        return RingReader(
+            self._segments[at], self._specs[at], index, self._connections.leases, self._connections.doorbell
+        )
 
     def _writer(self, route: Route) -> Writer:
         connections = self._connections

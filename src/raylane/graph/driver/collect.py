@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import post, try_wait
+from raylane.core.semaphore import post
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.ring import RingReader
@@ -43,14 +43,14 @@ CHECK_S = 1.0
 """Seconds between two checks of a sleeping thread for the end of the graph and for orphaned locks."""
 
 
-class _CollectedEdge:
+class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "full", "reader", "value")
+    __slots__ = ("bytes", "poll", "reader", "value")
 
     def __init__(self, reader: RingReader, value: int) -> None:
         self.reader = reader
-        self.full = reader.full
+        self.poll = reader.poll
         self.value = value
         self.bytes = 0
 
@@ -60,27 +60,31 @@ class Collector:
 
     def __init__(self, plan: Plan, connections: Connections, executions: Executions, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self._plan = plan
+        self.plan = plan
         self._connections = connections
         self._control = connections.control
-        self._doorbell = connections.doorbell
+        self.doorbell = connections.doorbell
         self._lifecycle = connections.lifecycle
-        self._executions = executions
-        self._lock = RecoverableLock()
-        """Held by the leader. Guards the edges and `_messages_read`."""
-        self._edges = [_CollectedEdge(reader, plan.edges[edge].value) for edge, reader in connections.readers.items()]
-        self.edge_count = len(self._edges)
+        self.executions = executions
+        self.lock = RecoverableLock()
+        """Held by the leader. Guards the edges."""
+        self.edges = [CollectedEdge(reader, plan.edges[edge].value) for edge, reader in connections.readers.items()]
+        self.edge_count = len(self.edges)
         """Number of messages that complete one execution."""
         # Looked up once: the plan computes such sets on first use, and every message needs them.
         self._fatal = plan.fatal_values
-        self._messages_read = 0
+        self._by_flag: dict[int, list[CollectedEdge]] = {}
+        for edge in self.edges:
+            self._by_flag.setdefault(edge.reader.flag, []).append(edge)
         self._changed = threading.Condition()
         """Notifies followers that results are done, or that the leader has left."""
-        self._followers = 0
-        self.bridge = AsyncioBridge(self._on_wake, timeout_s)
-        self._missed_wake = False
+        self.followers = 0
+        self.short_wait: Callable[[Collector, GraphResult, float | None], bool] | None = None
+        """Function that waits for a result where the usual case applies (`flat`)."""
+        self.bridge = AsyncioBridge(self.look, timeout_s)
+        self.missed_wake = False
         """True if the event loop was woken while another thread held the lock."""
-        self._output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
+        self.output_value = plan.output.value if isinstance(plan.output, Ref) and not plan.leaves else None
         """Index of the value that is the whole output: the usual case."""
         weak = weakref.ref(self)  # the watch must not keep the graph alive
 
@@ -92,7 +96,7 @@ class Collector:
         def on_failure(execution: int, body: Any) -> None:
             collector = weak()
             if collector is not None:
-                collector._executions.early_failures.append((execution, body))
+                collector.executions.early_failures.append((execution, body))
                 collector.notify()
 
         # After everything above is set: callbacks may come at once, from other threads.
@@ -107,36 +111,14 @@ class Collector:
     # Waiting
 
     def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
-        """Wait until a result is done. Return False after the timeout.
-
-        Fast path: no other thread reads, and one doorbell post brings the result.
-        """
-        # The fast path below waits up to CHECK_S for the doorbell.
-        if timeout_s is not None and timeout_s < CHECK_S:
-            return self.collect_until(result._is_done, Deadline(timeout_s))
-        start = time.monotonic()
-        lock = self._lock
-        if lock.lock.acquire(False):
-            try:
-                lock.entries += 1
-                lock.held = True
-                # Check again with the lock: another leader may have completed the result since the caller looked, and
-                # then the doorbell may stay silent for a long time.
-                if not result._done:
-                    self._doorbell.wait(CHECK_S)
-                    self._read_all()
-            finally:
-                lock.held = False
-                lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-                self._after_reading()
-            if result._done:
-                return True
-        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
-        return self.collect_until(result._is_done, Deadline(left))
+        """Wait until a result is done. Return False after the timeout."""
+        if self.short_wait is not None:
+            return self.short_wait(self, result, timeout_s)
+        return self.collect_until(result._is_done, Deadline(timeout_s))
 
     def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
         """Read messages, or wait while another thread does, until `ready()`. Return False after the deadline."""
-        lock = self._lock
+        lock = self.lock
         while not ready():
             if lock.lock.acquire(False):
                 try:
@@ -146,7 +128,7 @@ class Collector:
                 finally:
                     lock.held = False
                     lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-                    self._after_reading()
+                    self.after_reading()
             else:
                 self._follow(ready, deadline)
             left = deadline.left_s()
@@ -155,62 +137,61 @@ class Collector:
         return True
 
     def _lead(self, ready: Callable[[], bool], deadline: Deadline) -> None:
-        doorbell = self._doorbell
+        doorbell = self.doorbell
         while True:
             # Read before looking at the deadline: a call with timeout 0 must find what has arrived.
-            if self._read_all() and self._followers:
+            if self.read_all() and self.followers:
                 self._notify_followers()
             if ready():
                 return
             left = deadline.left_s()
             if left is not None and left <= 0:
                 return
-            expected = self._messages_read + self._control.messages_read
-            if doorbell.absorb(expected):
+            if doorbell.absorb():
                 continue
-            if doorbell.consumed > expected:  # a post that belongs to no message of an edge: a report, or `notify`
-                reports = self._control.messages_read
+            if doorbell.consumed > doorbell.read:  # a post that belongs to no message of an edge: a report, or `notify`
+                read = doorbell.read
                 self._poll_reports()
-                if self._control.messages_read > reports or self._executions.early_failures:
+                if doorbell.read > read or self.executions.early_failures:
                     continue
-                doorbell.consumed = self._messages_read + reports  # it was `notify`
+                doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
             if not doorbell.wait(CHECK_S if left is None else min(left, CHECK_S)):
                 self._poll_reports()
 
     def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
         with self._changed:
-            self._followers += 1
+            self.followers += 1
             try:
                 # Check again under the condition's lock: a leader that saw no follower did not notify.
-                if not self._lock.lock.locked() or ready():
+                if not self.lock.lock.locked() or ready():
                     return
                 left = deadline.left_s()
-                seen = self._lock.observe()
+                seen = self.lock.observe()
                 notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
                 if notified or (left is not None and left < CHECK_S):
                     return
-                if self._lock.orphaned(seen):
-                    self._lock.reset()
+                if self.lock.orphaned(seen):
+                    self.lock.reset()
                     self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
             finally:
-                self._followers -= 1
+                self.followers -= 1
 
     def _notify_followers(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _after_reading(self) -> None:
+    def after_reading(self) -> None:
         """Let other waiting threads and the event loop read, after the lock was released."""
-        if self._followers:
+        if self.followers:
             self._notify_followers()
-        if self._missed_wake:
-            self._missed_wake = False
+        if self.missed_wake:
+            self.missed_wake = False
             self.bridge.notify()
 
     def notify(self) -> None:
         """Make all waiting threads and the event loop check again. From any thread."""
-        post(self._doorbell.address)
+        post(self.doorbell.address)
         self.bridge.notify()
 
     # Reading
@@ -221,24 +202,21 @@ class Collector:
         if trouble is not None:
             self.fail(trouble)
 
-    def _read_all(self) -> bool:
+    def read_all(self) -> bool:
         """Read every message that is here; call with the lock held. Return True if a result was completed."""
-        executions = self._executions
+        executions = self.executions
         if not executions.pending:
             return False
         completed = False
         try:
-            for edge in self._edges:
+            for edge in self._flagged():
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
-                while executions.pending and not try_wait(edge.full):
-                    completed |= self._read(edge)
+                while executions.pending and (found := edge.poll()) is not None:
+                    completed |= self.read(edge, *found)
             if executions.early_failures:
                 completed |= self._fail_early()
-        except BaseException as error:
-            # Ctrl-C between a semaphore and its message: edges are no longer in step, so the graph must end.
-            self.fail(
-                GraphClosedError(f"reading results was interrupted: {messages.error_text(error, repr)}; compile again")
-            )
+        except BaseException as error:  # Ctrl-C too
+            self.interrupted(error)
             raise
         if self._lifecycle.error is not None and executions.pending:
             while executions.pending:
@@ -250,32 +228,57 @@ class Collector:
             completed = True
         return completed
 
-    def _read(self, edge: _CollectedEdge) -> bool:
-        """Read one message of an edge. Return True if that completed a result."""
-        executions = self._executions
+    def _flagged(self) -> list[CollectedEdge]:
+        """Return the edges that may have messages: those whose flag is set, or all if there is none."""
+        if self.edge_count == 1:
+            return self.edges
+        found: list[CollectedEdge] = []
+        while (flag := self.doorbell.flagged()) >= 0:
+            found += self._by_flag.get(flag, ())
+        return found or self.edges
+
+    def interrupted(self, error: BaseException) -> None:
+        """End the graph after an interrupt between a message and its value: edges are no longer in step."""
+        self.fail(
+            GraphClosedError(f"reading results was interrupted: {messages.error_text(error, repr)}; compile again")
+        )
+
+    def read(self, edge: CollectedEdge, kind: int, flags: int, body: Any) -> bool:
+        """Take over what `poll` of an edge has found. Return True if that completed a result."""
+        executions = self.executions
         reader = edge.reader
         # Message n of every edge belongs to execution n, and `pending` begins with execution `completed`.
-        result = executions.pending[reader.sequence - executions.completed]
-        self._messages_read += 1
+        result = executions.pending[reader.sequence - 1 - executions.completed]
         values: Any = result._values
         failure: BaseException | None = None
         try:
-            kind, _, body, buffers, shared = reader.take()
-            if kind == VALUE and not buffers:
+            if kind == VALUE and body is not None:
                 edge.bytes += len(body)
                 if not result._done:
                     values[edge.value] = pickle.loads(body)
             elif kind != NOTHING:
-                edge.bytes += len(body) + sum(len(buffer) for buffer in buffers)
+                received = reader.received(kind, flags, body)
+                edge.bytes += received.nbytes
                 if kind == ERROR:
-                    failure = self._decode_error(body)
+                    failure = self._decode_error(received.body)
                 elif not result._done:
-                    values[edge.value] = messages.decode(kind, body, buffers, shared=shared)
+                    values[edge.value] = messages.decode(kind, received.body, received.buffers, shared=received.shared)
         except SegmentGone:
             failure = self._lost(reader.writer)
         except Exception as error:
-            label = self._plan.source_label(edge.value)
-            failure = GraphValueError(f"{label} could not be unpickled by the driver: {messages.error_text(error)}")
+            failure = self.unreadable(edge, error)
+        return self.arrived(edge, result, values, failure)
+
+    def unreadable(self, edge: CollectedEdge, error: Exception) -> GraphValueError:
+        """Return the error for a message that could not be unpickled."""
+        label = self.plan.source_label(edge.value)
+        return GraphValueError(f"{label} could not be unpickled by the driver: {messages.error_text(error)}")
+
+    def arrived(
+        self, edge: CollectedEdge, result: GraphResult, values: list[Any], failure: BaseException | None
+    ) -> bool:
+        """Note that a value of an execution has arrived, or its failure. Return True if that completed a result."""
+        executions = self.executions
         failed_now = False
         if failure is not None:
             values[edge.value] = Failure(failure)
@@ -289,10 +292,10 @@ class Collector:
         executions.pending.popleft()
         executions.completed += 1
         executions.records.append((result.number, result.submitted_s, time.perf_counter()))
-        if self._output_value is not None and not result._done:
-            result.complete(values[self._output_value], None)
+        if self.output_value is not None and not result._done:
+            result.complete(values[self.output_value], None)
         else:
-            complete_result(self._plan, result, values)
+            complete_result(self.plan, result, values)
         result.end()
         if result._error is not None:
             # Reports of this execution have arrived by now and must be read before the next execution is admitted:
@@ -302,7 +305,7 @@ class Collector:
 
     def _fail_early(self) -> bool:
         """Fail the results whose failure actors have reported. Return True if there were any."""
-        executions = self._executions
+        executions = self.executions
         found = False
         while executions.early_failures:
             execution, body = executions.early_failures.popleft()
@@ -332,33 +335,64 @@ class Collector:
     # asyncio
 
     def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
-        """Return a future for a coroutine of this loop to await; None if a thread has to wait instead."""
-        return self.bridge.future(loop)
+        """Return a future for a coroutine of this loop to await; None if a thread has to wait instead.
 
-    def _on_wake(self) -> None:
+        Call `look` afterwards: messages that came before woke nobody.
+        """
+        future = self.bridge.future(loop)
+        if future is not None:
+            self.doorbell.sleeping(True)
+        return future
+
+    def overstayed(self) -> bool:
+        """Return True if coroutines have used `glance` for so long that the event loop must run before the next one."""
+        return self.bridge.overstayed()
+
+    def glance(self, result: GraphResult) -> None:
+        """Read messages until the result is done, but only as long as waiting without sleep pays off.
+
+        Sleeping in the event loop and waking up takes 15-30 us, often longer than the execution. Nothing is done if
+        other callbacks of the loop are ready to run.
+        """
+        lock = self.lock
+        if not self.bridge.idle() or not lock.lock.acquire(False):
+            return
+        try:
+            lock.entries += 1
+            lock.held = True
+            while not result._done and self.doorbell.glance():
+                self.read_all()
+        finally:
+            lock.held = False
+            lock.lock.release()  # before any other call: Ctrl-C is raised at calls
+            self.after_reading()
+
+    def look(self) -> None:
         """Read messages on the event loop's thread. Never waits.
 
         If another thread reads at the moment, it may already have passed the edge of the new message: it notifies the
         event loop again when it has finished.
         """
-        lock = self._lock
+        lock = self.lock
         if not lock.lock.acquire(False):
-            self._missed_wake = True
+            self.missed_wake = True
             # The other thread may have released the lock before it could see the flag.
             if not lock.lock.acquire(False):
                 return
         try:
             lock.entries += 1
             lock.held = True
-            self._read_all()
-            self._doorbell.absorb(self._messages_read + self._control.messages_read)
+            self.read_all()
+            self.doorbell.absorb()
             self._poll_reports()
-            if self._executions.early_failures:
-                self._read_all()
+            if self.executions.early_failures:
+                self.read_all()
+            if not self.executions.pending:
+                self.doorbell.sleeping(False)
         finally:
             lock.held = False
             lock.lock.release()  # before any other call: Ctrl-C is raised at calls
-            self._after_reading()
+            self.after_reading()
 
     # Ending
 
@@ -370,12 +404,12 @@ class Collector:
 
     def close(self, timeout_s: float) -> None:
         """Fail the pending results of an ended graph and detach from asyncio. Waits at most `timeout_s` seconds."""
-        lock = self._lock
+        lock = self.lock
         if lock.lock.acquire(timeout=timeout_s):
             try:
                 lock.entries += 1
                 lock.held = True
-                self._read_all()
+                self.read_all()
             finally:
                 lock.held = False
                 lock.lock.release()
@@ -387,10 +421,10 @@ class Collector:
         self._connections.disown(
             GraphClosedError("this process was forked, and the graph belongs to its parent; compile a graph here")
         )
-        self._lock.reset()
+        self.lock.reset()
         self._changed = threading.Condition()
         self.bridge.disown()
-        executions = self._executions
+        executions = self.executions
         while executions.pending:
             result = executions.pending.popleft()
             if not result._done:
@@ -400,12 +434,12 @@ class Collector:
 
     def describe_wait(self, number: int) -> str:
         """Return for messages which results of execution `number` have not arrived."""
-        late = [self._plan.source_label(edge.value) for edge in self._edges if edge.reader.sequence <= number]
+        late = [self.plan.source_label(edge.value) for edge in self.edges if edge.reader.sequence <= number]
         return f"still waiting for {', '.join(late)}" if late else "its messages are being read"
 
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {
             edge: (found.reader.sequence, found.bytes)
-            for edge, found in zip(self._connections.readers, self._edges, strict=True)
+            for edge, found in zip(self._connections.readers, self.edges, strict=True)
         }

@@ -68,7 +68,7 @@ class Connections:
             route = self.routes.edges[edge]
             if route.ring_readers(DRIVER) is not route.local:
                 assert self.network is not None
-                self.network.ring_writer(edge).wake_with(os.dup(self.wake_fd))
+                self.network.ring_writer(edge).own_wake_fd(os.dup(self.wake_fd))
 
     def describe_channels(self) -> dict[int, list[tuple[str, str]]]:
         """Return [(kind, note)] for each edge, for `show` and `draw`."""

@@ -62,9 +62,7 @@ class ControlChannels:
         self._asking = threading.Lock()  # held during one order and its answer
         self._asked: int | None = None
         """Member whose answer is waited for."""
-        self._reading = threading.Lock()  # guards the readers of all channels, messages_read and _trouble; held briefly
-        self.messages_read = 0
-        """Number of reports read. Each has posted the driver's doorbell once."""
+        self._reading = threading.Lock()  # guards the readers of all channels and _trouble; held briefly
         self._trouble: GraphError | None = None
         """Reason for the end of the graph, as reported by an actor."""
         self.on_failure: Callable[[int, Any], None] = lambda execution, error: None
@@ -137,8 +135,6 @@ class ControlChannels:
         """Read one report of a member. Call only after a successful wait for its semaphore."""
         channel = self._channels[member - 1]
         with self._reading:
-            # Counted before decoding, which may fail: the doorbell was posted for this report in any case.
-            self.messages_read += 1
             received = channel.reader.take()
             if received.kind == messages.ERROR:
                 self.on_failure(*pickle.loads(received.body))

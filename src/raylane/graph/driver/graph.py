@@ -14,6 +14,7 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphFullError
 from raylane.graph.channels.lease import POLL_INTERVAL_S
+from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
@@ -41,6 +42,8 @@ class CompiledGraph:
         self._submitter = Submitter(
             plan, connections, self._executions, self._collector, max_inflight=max_inflight, timeout_s=timeout_s
         )
+        self._submit = flat.submit_function(self._submitter, self._collector)
+        flat.shorten_wait(self._collector)
 
     # Executing
 
@@ -53,18 +56,18 @@ class CompiledGraph:
         TypeError if the inputs are not those that the graph names; GraphValueError if an input cannot be pickled;
         GraphActorDiedError or GraphClosedError if the graph has ended.
         """
-        return self._submitter.submit(args, kwargs, self.timeout_s)
+        return self._submit(args, kwargs, self.timeout_s)
 
     def execute_nowait(self, *args: Any, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but raise GraphFullError instead of waiting."""
-        return self._submitter.submit(args, kwargs, 0)
+        return self._submit(args, kwargs, 0)
 
     async def execute_async(self, *args: Any, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but let the event loop run during the wait. Await the result as well."""
         deadline = Deadline(self.timeout_s)
         while True:
             try:
-                return self._submitter.submit(args, kwargs, 0)
+                return self._submit(args, kwargs, 0)
             except GraphFullError as error:
                 reason = type(error)
             left = deadline.left_s()

@@ -33,6 +33,18 @@ class ResultSource(Protocol):
         """Return a future for a coroutine of this loop to await; None if a thread has to wait instead."""
         ...
 
+    def overstayed(self) -> bool:
+        """Return True if coroutines have used `glance` for so long that the event loop must run before the next one."""
+        ...
+
+    def glance(self, result: GraphResult) -> None:
+        """Read messages until the result is done, but only as long as waiting without sleep pays off."""
+        ...
+
+    def look(self) -> None:
+        """Read the messages that have arrived. Does not wait."""
+        ...
+
     def describe_wait(self, number: int) -> str:
         """Return for messages which results of execution `number` have not arrived."""
         ...
@@ -107,6 +119,11 @@ class GraphResult:
         return self._raise()
 
     def __await__(self) -> Generator[Any, Any, Any]:
+        source = self._source
+        if source is not None and self._wakes_asyncio:
+            if source.overstayed():
+                yield  # other coroutines and timers run
+            source.glance(self)
         if not self._done:
             yield from self._wait_until_done()
         if self._error is None:
@@ -143,7 +160,8 @@ class GraphResult:
         if self._waiting is None:
             self._waiting = []
         self._waiting.append((loop, future))
-        # Another thread may have completed the result before the future was in the list.
+        # Messages that came before the future was in the list have woken nobody.
+        source.look()
         if ready():
             resolve(self._waiting)
         yield from future

@@ -62,60 +62,59 @@ class Submitter:
         max_inflight: int,
         timeout_s: float | None,
     ) -> None:
-        self._lock = RecoverableLock()
+        self.lock = RecoverableLock()
         self._connections = connections
-        self._lifecycle = connections.lifecycle
-        self._executions = executions
+        self.lifecycle = connections.lifecycle
+        self.executions = executions
         self._collector = collector
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
         self._timeout_s = timeout_s
         self._arguments = Arguments(plan)
-        self._encoder = Encoder()  # guarded by _lock
+        self.encoder = Encoder()  # guarded by _lock
         self._fatal = plan.fatal_values
-        self._empty: list[Any] = [None] * len(plan.values)
+        self.empty: list[Any] = [None] * len(plan.values)
         self._collected_inputs = [v for v in plan.collects if plan.values[v].source == INPUT]
         """Input values that are outputs too."""
         inputs = connections.inputs
         whole = len(inputs) == 1 and not self._collected_inputs and plan.values[inputs[0][1]].steps == ()
-        self._single_input = inputs[0] if whole else None
+        self.single_input = inputs[0] if whole else None
         """(writer, value) if every execution sends exactly the one argument: the usual case."""
         forks.register(self)
 
     def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
         """Start one execution. Waits at most `timeout_s` seconds for capacity (0: raises GraphFullError instead)."""
-        if self._lifecycle.error is not None:
+        if self.lifecycle.error is not None:
             raise self._ended()
-        lock = self._lock
+        lock = self.lock
         if not lock.lock.acquire(False):
             self._wait_for_lock(timeout_s)
         try:
             lock.entries += 1
             lock.held = True
-            single = self._single_input
-            if single is not None and len(args) == 1 and not kwargs:
-                values = self._empty.copy()
-                inputs = [(single[0], self._encoder.encode(args[0]), single[1])]
-            else:
-                inputs, values = self._encode_inputs(args, kwargs)
-            # Inputs were encoded before the wait for capacity: an error in them is raised at once.
-            if self._executions.submitted - self._executions.completed >= self._max_inflight:
-                self._wait_for_capacity(timeout_s)
-            if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
-                raise NoMemory(
-                    "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
-                )
-            if self._lifecycle.error is not None:  # again: the graph may have ended during the wait
-                raise self._ended()
-            return self._send(inputs, values)
+            inputs, values = self._encode_inputs(args, kwargs)
+            return self.admit(inputs, values, timeout_s)
         finally:
             lock.held = False
             lock.lock.release()
 
+    def admit(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> GraphResult:
+        """Wait for capacity, then send the inputs of one execution. Call with the lock held."""
+        # Inputs were encoded before the wait for capacity: an error in them is raised at once.
+        if self.executions.inflight >= self.max_inflight:
+            self._wait_for_capacity(timeout_s)
+        if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
+            raise NoMemory(
+                "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
+            )
+        if self.lifecycle.error is not None:  # again: the graph may have ended during the wait
+            raise self._ended()
+        return self._send(inputs, values)
+
     def _encode_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[InputMessage], list[Any]]:
         """Return the messages to send, and the initial values of the result: inputs that are outputs too."""
         inputs = self._arguments.values(args, kwargs)
-        values = self._empty.copy()
-        encode = self._encoder.encode
+        values = self.empty.copy()
+        encode = self.encoder.encode
         for value in self._collected_inputs:
             # A copy, as if the input had travelled: the caller may change its object before it gets the result.
             values[value] = messages.duplicate(encode(inputs[value]))
@@ -128,7 +127,7 @@ class Submitter:
         deadline = Deadline(timeout_s)
         while True:
             left = deadline.left_s()
-            seen = self._lock.observe()
+            seen = self.lock.observe()
             if seen.lock.acquire(timeout=CHECK_S if left is None else min(left, CHECK_S)):
                 return
             if left is not None and left <= 0:
@@ -136,32 +135,32 @@ class Submitter:
             if left is not None and left < CHECK_S:
                 continue
             # The state of a half-done submission is unknown, so this lock is replaced and the graph ends.
-            if self._lock.orphaned(seen):
-                self._lock.reset()
+            if self.lock.orphaned(seen):
+                self.lock.reset()
                 self._collector.fail(GraphClosedError("execute was interrupted; compile the graph again"))
 
     def wait_until_unlocked(self, timeout_s: float | None) -> None:
         """Wait until no other thread is submitting, at most `timeout_s` and CHECK_S seconds. Runs on a thread."""
-        lock = self._lock.lock
+        lock = self.lock.lock
         if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
             lock.release()
 
     def _wait_for_capacity(self, timeout_s: float | None) -> None:
-        executions = self._executions
+        executions = self.executions
 
         def has_capacity() -> bool:
-            return executions.submitted - executions.completed < self._max_inflight
+            return executions.inflight < self.max_inflight
 
         if not self._collector.collect_until(has_capacity, Deadline(timeout_s)):
             if timeout_s != 0:
                 raise self.timeout_error()
             raise GraphFullError(
-                f"{self._max_inflight} executions are under way, which is max_inflight: get a result first, or call "
+                f"{self.max_inflight} executions are under way, which is max_inflight: get a result first, or call "
                 "execute, which waits"
             )
 
     def _send(self, inputs: list[InputMessage], values: list[Any]) -> GraphResult:
-        executions = self._executions
+        executions = self.executions
         number = executions.submitted
         collector = self._collector
         # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
@@ -182,30 +181,35 @@ class Submitter:
                         executions.early_failures.append((number, failure.body))
                         collector.notify()
         except BaseException as error:
-            # Interrupted, for example by Ctrl-C: some actors have the inputs of this execution and others do not, so
-            # later executions would get the inputs of this one.
-            self._collector.fail(
-                GraphClosedError(
-                    f"execution {number} was interrupted while it was submitted: {messages.error_text(error, repr)}"
-                )
-            )
+            self.interrupted(number, error)
             raise
         return result
 
+    def interrupted(self, number: int, error: BaseException) -> None:
+        """End the graph after an interrupted submission, for example by Ctrl-C.
+
+        Some actors have the inputs of the execution and others do not: later executions would get these inputs.
+        """
+        self._collector.fail(
+            GraphClosedError(
+                f"execution {number} was interrupted while it was submitted: {messages.error_text(error, repr)}"
+            )
+        )
+
     def disown(self) -> None:
         """Replace the lock in a forked child: a thread of the parent may hold the old one."""
-        self._lock.reset()
+        self.lock.reset()
 
     def _ended(self) -> GraphError:
         """Return the error that ended the graph, as a new object."""
-        error = self._lifecycle.error
+        error = self.lifecycle.error
         assert error is not None
         return type(error)(error.message, **error.fields)
 
     def timeout_error(self) -> GraphTimeoutError:
         """Return the error for an execution that got no capacity in time."""
         return GraphTimeoutError(
-            f"{self._max_inflight} executions were under way for {self._timeout_s} s: "
-            f"{self._collector.describe_wait(self._executions.completed)}. Nothing was started; raise timeout_s, or "
+            f"{self.max_inflight} executions were under way for {self._timeout_s} s: "
+            f"{self._collector.describe_wait(self.executions.completed)}. Nothing was started; raise timeout_s, or "
             "look for a slow call in stats()"
         )

@@ -17,6 +17,7 @@ import io
 import pickle
 import pickletools
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,6 +25,7 @@ import msgspec
 import ray
 
 from raylane import _ray
+from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 
@@ -85,25 +87,23 @@ class Encoder:
     """
 
     def __init__(self) -> None:
-        self._renew()
+        self.renew()
 
-    def _renew(self) -> None:
-        """Start with a new pickler, its methods bound once: an attribute lookup costs a tenth of a small value."""
-        file = io.BytesIO()
+    def renew(self) -> None:
+        """Start with a new pickler: after an error its state is undefined, after a large value it keeps memory."""
+        self._output: list[bytes] = []
         self._buffers: list[pickle.PickleBuffer] = []
+        file = types.SimpleNamespace(write=self._output.append)
         pickler = pickle.Pickler(file, 5, buffer_callback=self._buffers.append)
-        self._knows_torch = "torch" in sys.modules
         pickler.dispatch_table = _table()
-        rewind, dump, cut, content, forget = file.seek, pickler.dump, file.truncate, file.getvalue, pickler.clear_memo
+        self.knows_torch = "torch" in _modules
+        self.small = native.SmallPickler(
+            pickler.dump, pickler.clear_memo, self._output, self._buffers, _KEPT_BYTES
+        ).encode
+        """Function that returns the body of a VALUE for a small value; None: call `rest`; an error: call `otherwise`.
 
-        def pickled(value: Any) -> bytes:
-            rewind(0)
-            dump(value)
-            cut()
-            forget()  # now, not before the next value: the memo keeps references to the value
-            return content()
-
-        self._pickled = pickled
+        Before it, call `renew` unless `knows_torch` or torch is not imported. `encode` does all of this.
+        """
 
     def encode(self, value: Any) -> Message:
         """Return a value as a message, which may share memory with the value.
@@ -113,32 +113,35 @@ class Encoder:
         if value is None:
             return SIGNAL
         # torch may be imported after the encoder was created, and then the pickler must recognise tensors.
-        if not self._knows_torch and "torch" in _modules:
-            self._renew()
-        buffers = self._buffers
+        if not self.knows_torch and "torch" in _modules:
+            self.renew()
         try:
-            body = self._pickled(value)
-            # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
-            # the class itself. The text may also be the user's own; then cloudpickle is only slower.
-            if b"__main__" not in body:
-                if not buffers and len(body) < _KEPT_BYTES:
-                    return _message(Message, (VALUE, body, (), None))
-                self._renew()  # drop references to the value, and the memory of a large pickle
-                if len(buffers) > MAX_BUFFERS:
-                    return _with_few_buffers(value)
-                return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
-            self._renew()
-        except _TensorInside:
-            self._renew()  # the pickler stopped half way: its state is undefined
+            body = self.small(value)
+        except BaseException as error:
+            return self.otherwise(value, error)
+        return self.rest(value) if body is None else _message(Message, (VALUE, body, (), None))
+
+    def rest(self, value: Any) -> Message:
+        """Return the message of a value for which `small` has returned None."""
+        body, buffers = b"".join(self._output), self._buffers
+        self.renew()  # drop references to the value, and the memory of a large pickle
+        # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
+        # the class itself. The text may also be the user's own; then cloudpickle is only slower.
+        if b"__main__" in body:
+            return _by_cloudpickle(value)
+        if len(buffers) > MAX_BUFFERS:
+            return _with_few_buffers(value)
+        return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
+
+    def otherwise(self, value: Any, error: BaseException) -> Message:
+        """Return the message of a value for which `small` has raised `error`, or raise."""
+        self.renew()
+        if isinstance(error, _TensorInside):
             return _with_tensors(value)
-        except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
-            self._renew()
-            if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
-                raise
-        except BaseException:
-            self._renew()
-            raise
-        return _by_cloudpickle(value)
+        # A GraphResult inside has failed or has timed out; or Ctrl-C.
+        if isinstance(error, ray.exceptions.RayError) or not isinstance(error, Exception):
+            raise error
+        return _by_cloudpickle(value)  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:

@@ -9,24 +9,22 @@ An `Executor` is a state machine that never waits for a message. Only the graph 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import inspect
 import logging
 import pickle
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CoroutineType
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from raylane import _ray
+from raylane.core import native
 from raylane.core.deadline import Deadline
-from raylane.core.semaphore import try_wait
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
-from raylane.graph.channels.ring import WAKE, RingReader
+from raylane.graph.channels.ring import WAKE, Received
 from raylane.graph.plan.ir import DRIVER, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
 from raylane.graph.values import operations
@@ -41,53 +39,75 @@ KEPT_RECORDS = 8192
 _UNLOCKED = contextlib.nullcontext()
 
 
-class _InboundEdge:
+class Reader(Protocol):
+    """Reading end of an edge, as the executor uses it (implemented by `channels.ring.RingReader`)."""
+
+    writer: int
+    """Member that writes the messages."""
+
+    @property
+    def sequence(self) -> int:
+        """Number of messages read."""
+
+    @property
+    def poll(self) -> Callable[[], tuple[int, int, bytes | None] | None]:
+        """Function that returns (kind, flags, body) of the next message, or None if there is none."""
+
+    def received(self, kind: int, flags: int, body: bytes | None) -> Received:
+        """Return the whole message of which `poll` has just returned the beginning."""
+
+
+class Writer(Protocol):
+    """Sending end of an edge, as the executor uses it."""
+
+    def write(self, sequence: int, message: Message, flags: int = 0) -> None:
+        """Send one message. PoolFull if there is no memory for it: then nothing was sent."""
+
+
+class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "count", "fatal", "full", "label", "reader", "value")
+    __slots__ = ("bytes", "fatal", "label", "poll", "reader", "value")
 
-    def __init__(self, reader: RingReader, value: int, label: str, fatal: bool) -> None:
+    def __init__(self, reader: Reader, value: int, label: str, fatal: bool) -> None:
         self.reader = reader
-        self.full = reader.full
+        self.poll = reader.poll
         self.value = value
         """Index of the value that the edge carries."""
         self.label = label
         self.fatal = fatal
         """True if the execution fails when the message cannot be read."""
-        self.count = 0
         self.bytes = 0
 
 
-class _OutboundEdge:
+class OutboundEdge:
     """One edge out of a task: the steps that select its value from the task's result, and its writer."""
 
-    __slots__ = ("fatal", "reports", "steps", "write")
+    __slots__ = ("fatal", "reports", "steps", "write", "writer")
 
-    def __init__(self, steps: tuple[Step, ...], write: Callable[..., None], fatal: bool, to_driver: bool) -> None:
+    def __init__(self, steps: tuple[Step, ...], writer: Writer, fatal: bool, to_driver: bool) -> None:
         self.steps = steps
         self.fatal = fatal
         """True if the execution fails when the message cannot be sent."""
         self.reports = fatal and not to_driver
         """True if such a failure must be reported to the driver, because the edge does not lead there."""
-        self.write = write
+        self.writer = writer
+        self.write = writer.write
 
 
 class _BlockedSend:
     """Messages of a task that wait for memory. Meanwhile the actor serves its other graphs."""
 
-    __slots__ = ("deadline", "returned", "started", "task", "waiting")
+    __slots__ = ("deadline", "task", "waiting")
 
-    def __init__(
-        self, task: _PreparedTask, waiting: list[tuple[_OutboundEdge, Message]], deadline: Deadline, times: Any
-    ) -> None:
+    def __init__(self, task: PreparedTask, waiting: list[tuple[OutboundEdge, Message]], deadline: Deadline) -> None:
         self.task = task
         self.waiting = waiting
         """Messages in order. Each has memory of its own, because code of the actor runs before they are sent."""
         self.deadline = deadline
-        self.started, self.returned = times
 
 
-class _PreparedTask:
+class PreparedTask:
     """One task with everything that is looked up once."""
 
     __slots__ = (
@@ -101,10 +121,9 @@ class _PreparedTask:
         "reports",
         "single_argument",
         "task",
-        "total",
     )
 
-    def __init__(self, task: Task, label: str, call: Callable[..., Any], inputs: Sequence[_InboundEdge]) -> None:
+    def __init__(self, task: Task, label: str, call: Callable[..., Any], inputs: Sequence[InboundEdge]) -> None:
         self.task = task
         self.reports = False
         """True if a failure of the call must be reported to the driver, because none of its edges does so."""
@@ -113,13 +132,11 @@ class _PreparedTask:
         self.index = task.index
         self.inputs = list(inputs)
         """Edges whose message no earlier task of the same execution reads."""
-        self.total: list[float] = [0, 0.0, 0.0, 0.0]
-        """Number of calls; seconds spent waiting, computing, sending."""
         self.reads = task.reads
         alone = len(task.args) == 1 and not task.kwargs
         self.single_argument: int | None = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
         """Index of the value that is the one argument: the usual case, which needs no evaluation."""
-        self.outputs: list[_OutboundEdge] = []
+        self.outputs: list[OutboundEdge] = []
         self.local: list[tuple[int, tuple[Step, ...], bool]] = []
         """(value, steps, fatal) for each value of this task that later tasks of this actor use without a channel."""
 
@@ -138,8 +155,8 @@ class Executor:
         plan: Plan,
         member: int,
         instance: Any,
-        readers: dict[int, RingReader],
-        writers: dict[int, Callable[[int, Message, int], None]],
+        readers: Mapping[int, Reader],
+        writers: Mapping[int, Writer],
         *,
         loop: asyncio.AbstractEventLoop | None,
         lock: Any | None,
@@ -157,33 +174,28 @@ class Executor:
         self.member = member
         self.execution = 0
         """Number of the execution that the next task belongs to."""
-        self.messages_read = 0
-        self.records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(
-            maxlen=KEPT_RECORDS
-        )
-        """(task, execution, idle since, started, returned, sent), in seconds of time.perf_counter()."""
+        self.recorder = native.Recorder(len(plan.tasks), KEPT_RECORDS)
         self.inbound = {
-            edge: _InboundEdge(reader, value, plan.source_label(value), value in fatal_here)
+            edge: InboundEdge(reader, value, plan.source_label(value), value in fatal_here)
             for edge, reader in readers.items()
             for value in [plan.edges[edge].value]
         }
         self._asyncio_loop = loop
-        self._lock = lock
+        self.lock = lock
         self._callbacks = on_exit, on_failure
         self._reported = -1
         """Last execution whose failure was reported."""
         self._timeout_s = timeout_s
-        self._encoder = Encoder()
-        self._values: list[Any] = [None] * len(plan.values)
+        self.encoder = Encoder()
+        self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
-        self._flags = 0
+        self.flags = 0
         """Flags of all messages of the current execution, for the messages that it sends."""
-        self._tasks = self._prepare(instance, writers)
+        self.tasks = self._prepare(instance, writers)
         self._next = 0
         """Position of the next task in `_tasks`."""
-        self._missing = self._tasks[0].inputs.copy()
+        self._missing = self.tasks[0].inputs.copy()
         """Edges whose message the next task still needs."""
-        self._idle_since = time.perf_counter()
 
     def _failed(self, message: Message, report: bool) -> Message:
         """Return the message of an error that has arisen here; report it to the driver first if `report`.
@@ -194,10 +206,10 @@ class Executor:
         # One report for each execution: the reports ring has one slot for it.
         if report and self._reported != self.execution:
             self._reported = self.execution
-            self._callbacks[1](self.execution, message, self._flags)
+            self._callbacks[1](self.execution, message, self.flags)
         return message
 
-    def _prepare(self, instance: Any, writers: dict[int, Callable[[int, Message, int], None]]) -> list[_PreparedTask]:
+    def _prepare(self, instance: Any, writers: Mapping[int, Writer]) -> list[PreparedTask]:
         plan, arrived, prepared = self.plan, set[int](), []
         by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
         own = plan.order[self.member]
@@ -207,15 +219,15 @@ class Executor:
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
-            found = _PreparedTask(task, plan.labels[index], method_of(instance, task.method), inputs)
+            found = PreparedTask(task, plan.labels[index], method_of(instance, task.method), inputs)
             for value in plan.values:
                 if value.source == index and value.index in used_here:
                     found.local.append((value.index, value.steps, value.index in plan.fatal_values))
-            for edge, write in writers.items():
+            for edge, writer in writers.items():
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
                     to_driver = DRIVER in plan.edges[edge].readers
-                    found.outputs.append(_OutboundEdge(value.steps, write, value.index in plan.fatal_values, to_driver))
+                    found.outputs.append(OutboundEdge(value.steps, writer, value.index in plan.fatal_values, to_driver))
             seen_by_driver = any(edge.fatal and not edge.reports for edge in found.outputs)
             # The driver reads errors on its own edges anyway; a report would only come twice.
             found.reports = index in plan.fatal_tasks and not seen_by_driver
@@ -228,15 +240,13 @@ class Executor:
         missing = self._missing
         while missing:
             inbound = missing[-1]
-            if try_wait(inbound.full):
+            found = inbound.poll()
+            if found is None:
                 return False
             missing.pop()
-            self._read(inbound)
-        self._run(self._tasks[self._next])
-        if self._blocked is not None:
-            self.advance = self._send_blocked  # type: ignore[method-assign]  # until there is memory
-            return True
-        self._go_to_next_task()
+            self.read(inbound, *found)
+        self.run(self.tasks[self._next])
+        self.end_task()
         return True
 
     @property
@@ -244,55 +254,47 @@ class Executor:
         """True while a message waits for memory: readers post no doorbell when they return memory."""
         return self._blocked is not None
 
-    def _go_to_next_task(self) -> None:
+    def end_task(self) -> None:
+        """Go to the next task, unless messages of this one wait for memory."""
+        if self._blocked is not None:
+            return
         # The reset at the end of an execution comes before the next one begins: values of two never mix.
         self._next += 1
         if self._exiting:
             self.advance = _do_nothing  # type: ignore[method-assign]  # the actor ends: no method is called any more
             self._callbacks[0]()
             return
-        if self._next == len(self._tasks):
+        if self._next == len(self.tasks):
             self._next = 0
             self.execution += 1
-            self._flags = 0
-            self._values = [None] * len(self._values)
-        self._missing = self._tasks[self._next].inputs.copy()
+            self.flags = 0
+            self.values = [None] * len(self.values)
+        self._missing = self.tasks[self._next].inputs.copy()
 
-    def _read(self, inbound: _InboundEdge) -> None:
-        """Read the message of an edge. A value that cannot be read becomes a Failure."""
-        self.messages_read += 1
+    def read(self, inbound: InboundEdge, kind: int, flags: int, body: bytes | None) -> None:
+        """Take over what `poll` of an edge has found. A value that cannot be read becomes a Failure."""
+        self.flags |= flags & WAKE
         if self.before_user_code is not None:  # unpickling runs code of the value's class, and creates tensors
             self.before_user_code()
         try:
-            received = inbound.reader.take()
-        except SegmentGone:
-            self._values[inbound.value] = self._lost(inbound)
-            return
-        except (OSError, MemoryError) as error:  # out of descriptors or memory: only this message is lost
-            self._values[inbound.value] = self._unreadable(error, inbound)
-            return
-        kind, flags, body, buffers, _ = received
-        inbound.count += 1
-        self._flags |= flags & WAKE
-        if kind == VALUE and not buffers:  # the usual case, inlined: a call would cost 0.1 us
-            inbound.bytes += len(body)
-            try:
-                self._values[inbound.value] = pickle.loads(body)
-            except BaseException as error:
-                self._values[inbound.value] = self._unreadable(error, inbound)
-        elif kind != NOTHING:
-            inbound.bytes += received.nbytes
-            try:
+            if kind == VALUE and body is not None:
+                inbound.bytes += len(body)
+                self.values[inbound.value] = pickle.loads(body)
+            elif kind != NOTHING:
+                received = inbound.reader.received(kind, flags, body)
+                inbound.bytes += received.nbytes
                 # An error is not decoded here but passed on as it is: this actor may lack the error's class.
-                self._values[inbound.value] = (
-                    Failure(Message(ERROR, bytes(body)))
+                self.values[inbound.value] = (
+                    Failure(Message(ERROR, bytes(received.body)))
                     if kind == ERROR
-                    else messages.decode(kind, body, buffers, shared=received.shared)
+                    else messages.decode(kind, received.body, received.buffers, shared=received.shared)
                 )
-            except BaseException as error:
-                self._values[inbound.value] = self._unreadable(error, inbound)
+        except SegmentGone:
+            self.values[inbound.value] = self._lost(inbound)
+        except BaseException as error:  # out of descriptors or memory, or an error of unpickling
+            self.values[inbound.value] = self.unreadable(error, inbound)
 
-    def _lost(self, inbound: _InboundEdge) -> Failure[Message]:
+    def _lost(self, inbound: InboundEdge) -> Failure[Message]:
         """Return the failure for a message whose sender has ended. The driver finds the actor by the field `member`."""
         me, writer = self.plan.members[self.member], inbound.reader.writer
         error = GraphActorDiedError(
@@ -300,18 +302,17 @@ class Executor:
         )
         return Failure(self._failed(error_message(error, me), inbound.fatal))
 
-    def _unreadable(self, error: BaseException, inbound: _InboundEdge) -> Failure[Message]:
+    def unreadable(self, error: BaseException, inbound: InboundEdge) -> Failure[Message]:
         me = self.plan.members[self.member]
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
-    def _run(self, task: _PreparedTask) -> None:
+    def run(self, task: PreparedTask) -> None:
         """Call the method and send its result, or pass on the failure of an input."""
-        clock = time.perf_counter
-        values = self._values
+        values = self.values
         if self.before_user_code is not None:
             self.before_user_code()
-        started = clock()
+        self.recorder.started()
         result: Any = None
         for value in task.reads:
             if type(values[value]) is Failure:
@@ -319,19 +320,26 @@ class Executor:
                 break
         else:
             result = self._call(task, values)
-        returned = clock()
+        self.recorder.returned()
+        self.deliver(task, result, self.encoder.encode)
+
+    def deliver(self, task: PreparedTask, result: Any, encode: Callable[[Any], Message]) -> None:
+        """Store and send what a task has returned: a value, or a Failure."""
+        values = self.values
         # Values for this actor are stored before messages are sent: a send may fail or wait for memory.
         for value, steps, fatal in task.local:
             values[value] = self._selected(result, steps, task, fatal)
         for position, edge in enumerate(task.outputs):
             try:
-                self._send(edge, result, task)
+                self._send(edge, result, task, encode)
             except PoolFull:
                 # The rest is encoded now: code of the actor may change the values before there is memory.
                 waiting = [(later, self._message(later, result, task)) for later in task.outputs[position:]]
-                self._blocked = _BlockedSend(task, waiting, Deadline(self._timeout_s), (started, returned))
+                self._blocked = _BlockedSend(task, waiting, Deadline(self._timeout_s))
+                self._unblocked = self.advance
+                self.advance = self._send_blocked  # type: ignore[method-assign]  # until there is memory
                 return
-        self._record(task, started, returned)
+        self.recorder.sent(task.index, self.execution)
 
     def _send_blocked(self) -> bool:
         """Send messages that wait for memory. Takes the place of `advance`; False if none could be sent."""
@@ -341,13 +349,13 @@ class Executor:
         while blocked.waiting:
             edge, message = blocked.waiting[0]
             try:
-                edge.write(self.execution, message, self._flags)
+                edge.write(self.execution, message, self.flags)
             except PoolFull as full:
                 if blocked.deadline.left_s() != 0:
                     return sent
                 timeout = GraphTimeoutError(full.reason)
                 message = self._failed(error_message(timeout, blocked.task.label), edge.fatal)
-                edge.write(self.execution, message, self._flags)
+                edge.write(self.execution, message, self.flags)
             except BaseException as error:
                 # Even the error cannot be written: the loop ends this graph.
                 if message.kind == ERROR:
@@ -357,49 +365,43 @@ class Executor:
             blocked.waiting.pop(0)
             sent = True
         self._blocked = None
-        del self.advance  # back to the method of the class
-        self._record(blocked.task, blocked.started, blocked.returned)
-        self._go_to_next_task()
+        self.advance = self._unblocked  # type: ignore[method-assign]
+        self.recorder.sent(blocked.task.index, self.execution)
+        self.end_task()
         return True
 
-    def _record(self, task: _PreparedTask, started: float, returned: float) -> None:
-        sent = time.perf_counter()
-        idle_since, self._idle_since = self._idle_since, sent
-        self.records.append((task.index, self.execution, idle_since, started, returned, sent))
-        total = task.total
-        total[0] += 1
-        total[1] += started - idle_since
-        total[2] += returned - started
-        total[3] += sent - returned
-
-    def _call(self, task: _PreparedTask, values: list[Any]) -> Any:
+    def _call(self, task: PreparedTask, values: list[Any]) -> Any:
         """Call the method. Return its result, or a Failure."""
         try:
             # Arguments are evaluated inside of `try`: a failing gather is a failure of this call.
-            if task.single_argument is not None and self._lock is None:
+            if task.single_argument is not None and self.lock is None:
                 result = task.call(values[task.single_argument])
             else:
                 made: dict[int, Any] = {}
                 args = [operations.evaluate(expression, values, made) for expression in task.task.args]
                 kwargs = {key: operations.evaluate(value, values, made) for key, value in task.task.kwargs}
-                with self._lock or _UNLOCKED:
+                with self.lock or _UNLOCKED:
                     result = task.call(*args, **kwargs)
-            return self._run_coroutine(result) if type(result) is CoroutineType else result
-        except (SystemExit, ray.exceptions.AsyncioActorExit):  # ray.actor.exit_actor
+            return self.run_coroutine(result) if type(result) is CoroutineType else result
+        except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
+            return self.call_failed(task, error)
+
+    def call_failed(self, task: PreparedTask, error: BaseException) -> Failure[Message]:
+        """Return the Failure of a call that has raised `error`."""
+        if isinstance(error, SystemExit | ray.exceptions.AsyncioActorExit):  # ray.actor.exit_actor
             # Ray ends the actor later; until then no method of this graph may run.
             self._exiting = True
             exited = GraphError(f"{task.label} exited its actor")
             return Failure(self._failed(error_message(exited, task.label), False))
-        except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
-            return Failure(self._failed(raised_message(error, task.label), task.reports))
+        return Failure(self._failed(raised_message(error, task.label), task.reports))
 
-    def _run_coroutine(self, coroutine: Any) -> Any:
+    def run_coroutine(self, coroutine: Any) -> Any:
         """Run a coroutine method on the actor's own event loop, as Ray does. Other calls of the actor run meanwhile."""
         if self._asyncio_loop is None:  # a method of an ordinary actor that returns a coroutine
             return asyncio.run(coroutine)
         return asyncio.run_coroutine_threadsafe(coroutine, self._asyncio_loop).result()
 
-    def _selected(self, result: Any, steps: tuple[Step, ...], task: _PreparedTask, fatal: bool) -> Any:
+    def _selected(self, result: Any, steps: tuple[Step, ...], task: PreparedTask, fatal: bool) -> Any:
         if type(result) is Failure or not steps:
             return result
         try:
@@ -407,24 +409,24 @@ class Executor:
         except Exception as error:
             return Failure(self._failed(error_message(error, task.label), fatal))
 
-    def _send(self, edge: _OutboundEdge, result: Any, task: _PreparedTask) -> None:
+    def _send(self, edge: OutboundEdge, result: Any, task: PreparedTask, encode: Callable[[Any], Message]) -> None:
         if edge.steps:
             result = self._selected(result, edge.steps, task, edge.reports)
         try:
-            message = result.error if type(result) is Failure else self._encoder.encode(result)
-            edge.write(self.execution, message, self._flags)
+            message = result.error if type(result) is Failure else encode(result)
+            edge.write(self.execution, message, self.flags)
         except PoolFull:
             raise
         except BaseException as error:
             # The value cannot be pickled, is too large, or there is no memory. The readers wait for a message of this
             # execution, so they get the error.
-            edge.write(self.execution, self._failed(error_message(error, task.label), edge.reports), self._flags)
+            edge.write(self.execution, self._failed(error_message(error, task.label), edge.reports), self.flags)
 
-    def _message(self, edge: _OutboundEdge, result: Any, task: _PreparedTask) -> Message:
+    def _message(self, edge: OutboundEdge, result: Any, task: PreparedTask) -> Message:
         """Return the message that `_send` would send, in memory of its own."""
         result = self._selected(result, edge.steps, task, edge.fatal)
         try:
-            message: Message = result.error if type(result) is Failure else self._encoder.encode(result).copied()
+            message: Message = result.error if type(result) is Failure else self.encoder.encode(result).copied()
             return message
         except BaseException as error:
             return self._failed(error_message(error, task.label), edge.fatal)
@@ -433,16 +435,20 @@ class Executor:
         """Stop: `advance` does nothing any more, and blocked messages are dropped."""
         self.advance = _do_nothing  # type: ignore[method-assign]
         self._blocked = None
+        self._unblocked = _do_nothing
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of tasks and inbound edges, for the driver."""
+        totals = {found.index: self.recorder.totals(found.index) for found in self.tasks}
         tasks = {
-            task: {"count": int(n), "wait_s": wait, "compute_s": compute, "send_s": send}
-            for task, (n, wait, compute, send) in ((found.index, found.total) for found in self._tasks)
+            task: {"count": count, "wait_s": wait, "compute_s": compute, "send_s": send}
+            for task, (count, wait, compute, send) in totals.items()
         }
-        edges = {edge: {"count": inbound.count, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()}
+        edges = {
+            edge: {"count": inbound.reader.sequence, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()
+        }
         return {"tasks": tasks, "received": edges}
 
 

@@ -1,11 +1,12 @@
 """The graph loop of an actor: one thread that serves every compiled graph in which the actor takes part.
 
-    doorbell posted --> advance each executor (at most one task each) --> nothing to do: sleep until the next post
+    doorbell posted --> find the graphs whose flag is set --> advance each of them (one task each), until none has
+                        anything to do --> sleep until the next post
 
 The thread sleeps while its graphs are idle. It starts with the first graph and ends with the last. It is a thread of
 its own, not a task in Ray's background concurrency group, because that group has exactly one thread, which Ray needs
 itself, and a task there cannot be cancelled (docs/design/graphs.md). Every writer that sends to this process, whatever
-the graph, posts the process's one doorbell.
+the graph, sets the flag of the graph and posts the process's one doorbell: idle graphs cost nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from raylane.core.semaphore import post
@@ -55,14 +56,12 @@ class Session(Protocol):
     actor_name: str
     owner_name: str
     lifecycle: Lifecycle
+    flag: int
+    """Flag that writers of this graph set on the page of the doorbell. Several graphs may share one."""
 
     @property
     def executor(self) -> Executor:
         """Tasks of the graph."""
-
-    @property
-    def messages_read(self) -> int:
-        """Number of messages that this graph has read, orders included."""
 
     def obey(self) -> bool:
         """Obey one order of the driver. Return False if there is none. Does not wait."""
@@ -110,6 +109,9 @@ class GraphLoop:
         """Thread settings under which each graph was compiled; one object for equal settings."""
         self._applied: _SharedThreadState | None = None
         """Settings that the loop's thread has at present."""
+        self._by_flag: dict[int, list[Session]] = {}
+        self._active: list[Session] = []
+        """Sessions that may have something to do although their flag is not set."""
         self._next_owner_check = 0.0
         self._busy_rounds = 0
 
@@ -127,11 +129,13 @@ class GraphLoop:
         post(self.doorbell.address)
 
     def _start_session(self, session: Session, state: ThreadState) -> None:
-        self.doorbell.consumed -= 1  # `add` posts the doorbell once, without a message
+        self.doorbell.read += 1  # `add` posts the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = own = equal or _SharedThreadState(state)
         # A new tuple each time: other threads may iterate over the old one.
         self.sessions = (*self.sessions, session)
+        self._by_flag.setdefault(session.flag, []).append(session)
+        self._active.append(session)  # its messages may have come before
         if self._applied is None:
             self._apply(own)
         # Hooks cost time in every task, so they are set only once there are graphs of different settings.
@@ -150,35 +154,55 @@ class GraphLoop:
         self._applied = shared
 
     def _run(self) -> None:
-        doorbell, running = self.doorbell, State.RUNNING
+        doorbell = self.doorbell
         while True:
             # `_arriving` is read without the lock: `add` posts the doorbell afterwards, so no entry is missed for long.
             if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
-            busy = False
-            check = self._busy_rounds % ROUNDS_PER_CHECK == ROUNDS_PER_CHECK - 1
-            for session in self.sessions:
-                try:
-                    ran = session.executor.advance()
-                    # Orders are rare: an executor with tasks pays for them in one round of many only.
-                    if check or not ran:
-                        ran |= session.obey()
-                    busy |= ran
-                except BaseException as error:  # SystemExit included: any exception ends only this graph
-                    self._fail(session, error)
-                if session.lifecycle.state is not running:
-                    self._remove(session)
-                    busy = True
-            if busy:
-                self._busy_rounds += 1
-                if check:
-                    self._check_owners()
+            # A single session needs no search for its flag.
+            sessions: Sequence[Session] = self.sessions if len(self.sessions) == 1 else self._flagged()
+            if self._advance(sessions):
                 continue
-            if doorbell.absorb(sum(session.messages_read for session in self.sessions)):
+            if doorbell.absorb():
                 continue
-            polls = any(session.executor.needs_polling for session in self.sessions)
-            doorbell.wait(POLL_INTERVAL_S if polls else OWNER_CHECK_S)
+            rang = doorbell.wait(POLL_INTERVAL_S if self._active else OWNER_CHECK_S)
+            # A post without a flag (`core.portable`), unless it belongs to a message that was read before.
+            if rang and doorbell.consumed > doorbell.read and len(self.sessions) > 1:
+                self._active = self._flagged() or list(self.sessions)
             self._check_owners()
+
+    def _flagged(self) -> list[Session]:
+        """Return the active sessions and those whose flag is set, each once."""
+        found = self._active
+        while (flag := self.doorbell.flagged()) >= 0:
+            found = [*found, *(session for session in self._by_flag.get(flag, ()) if session not in found)]
+        return found
+
+    def _advance(self, sessions: Sequence[Session]) -> bool:
+        """Run at most one task of each session. Return False if none of them had anything to do."""
+        check = self._busy_rounds % ROUNDS_PER_CHECK == ROUNDS_PER_CHECK - 1
+        busy = False
+        active = []
+        for session in sessions:
+            ran = True
+            try:
+                ran = session.executor.advance()
+                # Orders are rare: an executor with tasks pays for them in one round of many only.
+                if check or not ran:
+                    ran |= session.obey()
+            except BaseException as error:  # SystemExit included: any exception ends only this graph
+                self._fail(session, error)
+            busy |= ran
+            if session.lifecycle.state is not State.RUNNING:
+                self._remove(session)
+            elif ran or session.executor.needs_polling:
+                active.append(session)
+        self._active = active
+        if busy:
+            self._busy_rounds += 1
+            if check:
+                self._check_owners()
+        return busy
 
     def _fail(self, session: Session, error: BaseException) -> None:
         """End one graph because of an error. Never raises: this thread serves the other graphs too."""
@@ -216,8 +240,8 @@ class GraphLoop:
         if session.lifecycle.state is State.ORPHANED:
             log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
         self.sessions = tuple(other for other in self.sessions if other is not session)
-        # The sum over sessions shrinks by the same number: the balance of posts stays as it was.
-        self.doorbell.consumed -= session.messages_read
+        self._by_flag[session.flag].remove(session)
+        self._active = [other for other in self._active if other is not session]
         del self._thread_states[session]
         session.close()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raylane.core.place import Place
+from raylane.core.portable import FLAGS
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec
 from raylane.graph.plan.ir import Plan
@@ -23,6 +24,11 @@ CONTROL_SLOTS = 4
 """Maximum number of unanswered orders to one actor."""
 TROUBLE, EXITED = "trouble", "exited"
 """Names of reports that answer no order: a defect has ended the graph in the actor; a method has exited the actor."""
+
+
+def graph_flag(graph: str) -> int:
+    """Return the flag that stands for a graph on the pages of its actors' doorbells. Several graphs may share one."""
+    return int(graph[:8], 16) % FLAGS
 
 
 def report_slots(max_inflight: int) -> int:

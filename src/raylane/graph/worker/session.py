@@ -33,8 +33,9 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
+from raylane.graph.worker.flat import shorten
 from raylane.graph.worker.loop import graph_loop
-from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program
+from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program, graph_flag
 
 MAX_ANSWER_BYTES = 64 << 20
 """Size limit of an answer to the driver; a trace of 8,192 calls takes about 1 MB."""
@@ -52,6 +53,8 @@ class Session:
     ) -> None:
         """Open all channels. `loop` is that of an asyncio actor; `network` exists if the graph spans hosts."""
         self.name = program.graph
+        self.flag = graph_flag(program.graph)
+        """Flag of the rings of this graph on the page of the process's doorbell."""
         self.actor_name = _ray.describe_self()
         self.owner_name = program.owner_name
         self._owner = program.owner
@@ -85,19 +88,20 @@ class Session:
             program.member,
             instance,
             readers,
-            {edge: writer.write for edge, writer in self._writers.items()},
+            self._writers,
             loop=loop,
             lock=graph_loop().exclusive if program.exclusive else None,
             on_exit=self._exit_actor,
             on_failure=self._report_failure,
             timeout_s=program.timeout_s,
         )
+        shorten(self.executor)
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
         self.wake_refused = None if program.wake is None else self._fetch_wake_fd(program, *program.wake)
         """Reason why this process cannot wake the driver's asyncio loop; None if it can."""
 
     def _reader(self, spec: RingSpec, index: int) -> RingReader:
-        return RingReader(self._open(spec.path), spec, index, self._leases)
+        return RingReader(self._open(spec.path), spec, index, self._leases, graph_loop().doorbell)
 
     def _open(self, path: str) -> Segment:
         # Mapped once: rings of one creator share a segment, and each mapping costs a system call and a page table.
@@ -126,13 +130,8 @@ class Session:
         to_driver = [w for edge, w in self._writers.items() if DRIVER in program.plan.edges[edge].readers]
         for writer in (*to_driver, self._reports):
             if isinstance(writer, RingWriter):  # messages over a link: the driver's receiver writes the eventfd
-                writer.wake_fd = self._wake_fd
+                writer.wake_with(self._wake_fd)
         return None
-
-    @property
-    def messages_read(self) -> int:
-        """Number of messages that this graph has read, orders included."""
-        return self.executor.messages_read + self._orders.sequence
 
     @property
     def network(self) -> PeerNetwork | None:
@@ -153,11 +152,11 @@ class Session:
             self.lifecycle.advance(Event.LEAVE)
             answer: Any = None
         elif order == "stats":
-            sent = {edge: writer.bytes for edge, writer in self._writers.items()}
+            sent = {edge: writer.written_bytes for edge, writer in self._writers.items()}
             leased = self._pool.leased_bytes() + (0 if self._network is None else self._network.leased_bytes())
             answer = self.executor.stats() | {"sent_bytes": sent, "lent_bytes": leased}
         elif order == "trace":
-            answer = list(self.executor.records)
+            answer = self.executor.recorder.records()
         else:
             answer = GraphError(f"{self.actor_name} does not know the order {order!r}")
         self._report(order, answer)

@@ -1,0 +1,65 @@
+"""Build hook: compiles `raylane/core/_native.c` for wheels and for editable installs.
+
+Without a C compiler or the headers of Python the package is installed without the module, and `raylane.core.native`
+uses its twin in Python; `raylane doctor` says which is in use. RAYLANE_PURE=1 leaves the module out on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("src/raylane/core/_native.c")
+FLAGS = "-std=c11 -D_GNU_SOURCE -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-missing-field-initializers"
+# Methods take (self, ignored) or (self, args, count) where their table says (self, args), as CPython documents.
+FLAGS += " -Wno-cast-function-type"
+
+
+def compile_native(root: Path, *more: str) -> Path:
+    """Compile the module next to its source, with `more` flags. OSError or CalledProcessError if that fails."""
+    target = root / SOURCE.with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
+    partial = target.with_suffix(".partial")
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    include = f"-I{sysconfig.get_paths()['include']}"
+    try:
+        subprocess.run(
+            [*compiler, *FLAGS.split(), *more, include, "-o", str(partial), str(root / SOURCE)],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        # A process that has the old file mapped keeps it; it must not be overwritten.
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+class NativeBuildHook(BuildHookInterface):
+    """Adds the compiled module to wheels and editable installs where it can be compiled."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before the wheel is put together."""
+        if os.environ.get("RAYLANE_PURE", "0") not in ("", "0"):
+            return
+        try:
+            found = compile_native(Path(self.root))
+        except (OSError, subprocess.CalledProcessError) as error:
+            text = (getattr(error, "stderr", None) or str(error)).strip()
+            self.app.display_warning(f"raylane: no native module, the Python one is used instead: {text}")
+            return
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True
+        build_data["artifacts"].append(str(found.relative_to(self.root)))
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(compile_native(Path(__file__).parent, *sys.argv[1:]))

@@ -1,0 +1,708 @@
+/* What runs for every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values.
+ *
+ * Optional. `raylane.core.portable` has the same classes in Python; `raylane.core.native` chooses. Both follow the
+ * memory layouts that `portable` documents, so that processes with and without this module work together. Every
+ * offset is checked against the size of its memory when an object is made, and every size that another process has
+ * written is checked before it is used.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <errno.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <structmember.h>
+#include <sys/eventfd.h>
+#include <time.h>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the layout of a slot is little-endian"
+#endif
+
+enum { SLOT_HEADER = 16, FLAGS_AT = 64, FLAGS = 256, SLEEPS_AT = 48, PAGE = 4096, WAKE = 4, LOGGED = 32 };
+
+static int64_t now_ns(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (int64_t)at.tv_sec * 1000000000 + at.tv_nsec;
+}
+
+static double now_s(void) {
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return (double)at.tv_sec + (double)at.tv_nsec * 1e-9;
+}
+
+/* Take writable memory of at least `nbytes`. The exporter stays alive until PyBuffer_Release. */
+static int take_memory(PyObject *object, Py_buffer *into, Py_ssize_t nbytes) {
+    if (PyObject_GetBuffer(object, into, PyBUF_WRITABLE)) return -1;
+    if (into->len >= nbytes) return 0;
+    PyErr_Format(PyExc_ValueError, "memory of %zd bytes is too small: %zd are needed", into->len, nbytes);
+    PyBuffer_Release(into);
+    return -1;
+}
+
+/* Return the semaphore at an offset, or NULL with ValueError if it does not lie in the memory. */
+static sem_t *semaphore_at(const Py_buffer *memory, Py_ssize_t at) {
+    char *found = (char *)memory->buf + at;
+    if (at < 0 || at > memory->len - (Py_ssize_t)sizeof(sem_t) || (uintptr_t)found % _Alignof(sem_t)) {
+        PyErr_Format(PyExc_ValueError, "no semaphore fits at offset %zd of %zd bytes", at, memory->len);
+        return NULL;
+    }
+    return (sem_t *)found;
+}
+
+/* Doorbell */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer page;
+    sem_t *semaphore;
+    unsigned char *flags;
+    PyObject *policy;
+    int64_t budget_ns, resume_ns, slow_ns;
+    long long consumed, read;
+    int logged;
+    int64_t lengths_ns[LOGGED], worst_ns[LOGGED];
+} Doorbell;
+
+static int doorbell_init(Doorbell *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"page", "policy", NULL};
+    PyObject *page, *policy;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO", names, &page, &policy)) return -1;
+    if (self->page.obj) {
+        PyErr_SetString(PyExc_TypeError, "a Doorbell is initialised once");
+        return -1;
+    }
+    PyObject *slow = PyObject_GetAttrString(policy, "slow_ns"), *budget = PyObject_GetAttrString(policy, "budget_ns");
+    int64_t slow_ns = slow ? PyLong_AsLongLong(slow) : -1, budget_ns = budget ? PyLong_AsLongLong(budget) : -1;
+    Py_XDECREF(slow);
+    Py_XDECREF(budget);
+    if (PyErr_Occurred() || take_memory(page, &self->page, PAGE)) return -1;
+    self->semaphore = semaphore_at(&self->page, 0);
+    if (!self->semaphore) return -1;
+    self->flags = (unsigned char *)self->page.buf + FLAGS_AT;
+    self->policy = Py_NewRef(policy);
+    self->slow_ns = slow_ns;
+    self->budget_ns = budget_ns;
+    return 0;
+}
+
+static void doorbell_dealloc(Doorbell *self) {
+    if (self->page.obj) PyBuffer_Release(&self->page);
+    Py_XDECREF(self->policy);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+/* Let the policy look at the waits that were noted since its last look. */
+static int review(Doorbell *self, int64_t now) {
+    PyObject *waits = PyList_New(self->logged);
+    if (!waits) return -1;
+    for (int i = 0; i < self->logged; i++) {
+        PyObject *pair = Py_BuildValue("(LL)", (long long)self->lengths_ns[i], (long long)self->worst_ns[i]);
+        if (!pair) {
+            Py_DECREF(waits);
+            return -1;
+        }
+        PyList_SET_ITEM(waits, i, pair);
+    }
+    self->logged = 0;
+    PyObject *found = PyObject_CallMethod(self->policy, "review", "OL", waits, (long long)now);
+    Py_DECREF(waits);
+    if (!found) return -1;
+    long long budget, resume;
+    int ok = PyArg_ParseTuple(found, "LL", &budget, &resume);
+    Py_DECREF(found);
+    if (!ok) return -1;
+    self->budget_ns = budget;
+    self->resume_ns = resume;
+    return 0;
+}
+
+static int note(Doorbell *self, int64_t length, int64_t worst, int64_t now) {
+    self->lengths_ns[self->logged] = length;
+    self->worst_ns[self->logged] = worst;
+    self->logged++;
+    return self->logged == LOGGED || worst > self->slow_ns ? review(self, now) : 0;
+}
+
+static int sleep_for(sem_t *semaphore, double timeout_s) {
+    double whole = timeout_s < 1.0 ? timeout_s : 1.0;
+    struct timespec until;
+#if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 30)
+    clock_gettime(CLOCK_MONOTONIC, &until);
+#else
+    clock_gettime(CLOCK_REALTIME, &until);
+#endif
+    int64_t nanoseconds = until.tv_nsec + (int64_t)((whole > 0 ? whole : 0) * 1e9);
+    until.tv_sec += (time_t)(nanoseconds / 1000000000);
+    until.tv_nsec = (long)(nanoseconds % 1000000000);
+#if defined(__GLIBC__) && (__GLIBC__ > 2 || __GLIBC_MINOR__ >= 30)
+    return sem_clockwait(semaphore, CLOCK_MONOTONIC, &until);
+#else
+    return sem_timedwait(semaphore, &until);
+#endif
+}
+
+/* Yield until the semaphore was taken, the budget is spent, or a yield took too long. Returns 1 if it was taken. */
+static int yield_for(Doorbell *self, int64_t start, int64_t *worst, int64_t *end) {
+    int64_t last = start, budget = self->budget_ns, slow = self->slow_ns;
+    for (;;) {
+        sched_yield();
+        int got = !sem_trywait(self->semaphore);
+        int64_t now = now_ns();
+        if (now - last > *worst) *worst = now - last;
+        *end = now;
+        if (got) return 1;
+        if (now - last > slow || now - start >= budget) return 0;
+        last = now;
+    }
+}
+
+static PyObject *doorbell_wait(Doorbell *self, PyObject *timeout) {
+    if (!sem_trywait(self->semaphore)) {
+        self->consumed++;
+        Py_RETURN_TRUE;
+    }
+    double timeout_s = PyFloat_AsDouble(timeout);
+    if (timeout_s == -1.0 && PyErr_Occurred()) return NULL;
+    int64_t start = now_ns(), worst = 0, end = start;
+    int got = 0;
+    Py_BEGIN_ALLOW_THREADS
+    if (self->budget_ns > 0 && start >= self->resume_ns) got = yield_for(self, start, &worst, &end);
+    if (!got) {
+        got = !sleep_for(self->semaphore, timeout_s);
+        end = now_ns();
+    }
+    Py_END_ALLOW_THREADS
+    if (got) self->consumed++;
+    if (note(self, end - start, worst, end)) return NULL;
+    return PyBool_FromLong(got);
+}
+
+static PyObject *doorbell_glance(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    if (!sem_trywait(self->semaphore)) {
+        self->consumed++;
+        Py_RETURN_TRUE;
+    }
+    int64_t start = now_ns(), worst = 0, end = start;
+    int got = 0;
+    if (self->budget_ns <= 0 || start < self->resume_ns) Py_RETURN_FALSE;
+    Py_BEGIN_ALLOW_THREADS
+    got = yield_for(self, start, &worst, &end);
+    Py_END_ALLOW_THREADS
+    if (got) self->consumed++;
+    if (note(self, end - start, worst, end)) return NULL;
+    return PyBool_FromLong(got);
+}
+
+static PyObject *doorbell_absorb(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    int found = 0;
+    while (self->consumed < self->read && !sem_trywait(self->semaphore)) {
+        self->consumed++;
+        found = 1;
+    }
+    return PyBool_FromLong(found);
+}
+
+static PyObject *doorbell_flagged(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    unsigned char *found = memchr(self->flags, 1, FLAGS);
+    if (!found) return PyLong_FromLong(-1);
+    __atomic_store_n(found, 0, __ATOMIC_SEQ_CST);
+    return PyLong_FromLong(found - self->flags);
+}
+
+static PyObject *doorbell_sleeping(Doorbell *self, PyObject *value) {
+    int sleeps = PyObject_IsTrue(value);
+    if (sleeps < 0) return NULL;
+    /* Ordered against the reads that follow: a writer either sees the mark, or its message is seen. */
+    __atomic_store_n((unsigned char *)self->page.buf + SLEEPS_AT, (unsigned char)sleeps, __ATOMIC_SEQ_CST);
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef doorbell_methods[] = {
+    {"wait", (PyCFunction)doorbell_wait, METH_O, "Wait for one post and consume it; False after the timeout."},
+    {"glance", (PyCFunction)doorbell_glance, METH_NOARGS, "Wait like `wait`, but never sleep."},
+    {"absorb", (PyCFunction)doorbell_absorb, METH_NOARGS, "Consume posts of messages that were read before them."},
+    {"flagged", (PyCFunction)doorbell_flagged, METH_NOARGS, "Clear and return one flag that is set, or -1."},
+    {"sleeping", (PyCFunction)doorbell_sleeping, METH_O, "Mark that the event loop sleeps, or that it does not."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef doorbell_members[] = {
+    {"consumed", T_LONGLONG, offsetof(Doorbell, consumed), 0, "Posts consumed."},
+    {"read", T_LONGLONG, offsetof(Doorbell, read), 0, "Messages read."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject DoorbellType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.Doorbell",
+    .tp_basicsize = sizeof(Doorbell),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)doorbell_init,
+    .tp_dealloc = (destructor)doorbell_dealloc,
+    .tp_methods = doorbell_methods,
+    .tp_members = doorbell_members,
+};
+
+/* Slots */
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Py_ssize_t slots_at, slots, slot_bytes;
+    sem_t *full;
+    Doorbell *doorbell;
+    long long sequence;
+} SlotReader;
+
+static int check_slots(Py_buffer *memory, Py_ssize_t at, Py_ssize_t slots, Py_ssize_t slot_bytes) {
+    if (at >= 0 && slots > 0 && slot_bytes >= SLOT_HEADER && at <= memory->len &&
+        slots <= (memory->len - at) / slot_bytes)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%zd slots of %zd bytes at offset %zd do not fit into %zd bytes", slots, slot_bytes,
+                 at, memory->len);
+    return -1;
+}
+
+static int reader_init(SlotReader *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"memory", "full_at", "slots_at", "slots", "slot_bytes", "doorbell", NULL};
+    PyObject *memory;
+    Doorbell *doorbell;
+    Py_ssize_t full_at;
+    if (self->memory.obj) {
+        PyErr_SetString(PyExc_TypeError, "a SlotReader is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnnO!", names, &memory, &full_at, &self->slots_at, &self->slots,
+                                     &self->slot_bytes, &DoorbellType, &doorbell))
+        return -1;
+    if (take_memory(memory, &self->memory, 0)) return -1;
+    if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
+    self->full = semaphore_at(&self->memory, full_at);
+    if (!self->full) return -1;
+    self->doorbell = (Doorbell *)Py_NewRef((PyObject *)doorbell);
+    return 0;
+}
+
+static void reader_dealloc(SlotReader *self) {
+    if (self->memory.obj) PyBuffer_Release(&self->memory);
+    Py_XDECREF(self->doorbell);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+    const char *slot =
+        (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(self->sequence % self->slots) * self->slot_bytes;
+    uint64_t sequence;
+    uint32_t size;
+    uint16_t count;
+    memcpy(&sequence, slot, 8);
+    memcpy(&size, slot + 8, 4);
+    memcpy(&count, slot + 14, 2);
+    unsigned char kind = (unsigned char)slot[12], flags = (unsigned char)slot[13];
+    if (sequence != (uint64_t)self->sequence)
+        return PyErr_Format(PyExc_AssertionError, "message %llu in the place of message %lld: a ring was overrun",
+                            (unsigned long long)sequence, self->sequence);
+    /* Before anything can fail: the message is consumed in any case. */
+    self->sequence++;
+    self->doorbell->read++;
+    PyObject *body;
+    if (count) {
+        body = Py_NewRef(Py_None);
+    } else {
+        if (size > self->slot_bytes - SLOT_HEADER)
+            return PyErr_Format(PyExc_AssertionError, "a message of %u bytes does not fit into a slot", size);
+        body = PyBytes_FromStringAndSize(slot + SLOT_HEADER, size);
+    }
+    PyObject *found = body ? PyTuple_New(3) : NULL;
+    if (!found) {
+        Py_XDECREF(body);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(found, 0, PyLong_FromLong(kind)); /* a small int: cannot fail */
+    PyTuple_SET_ITEM(found, 1, PyLong_FromLong(flags));
+    PyTuple_SET_ITEM(found, 2, body);
+    return found;
+}
+
+static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
+    if (sem_trywait(self->full)) Py_RETURN_NONE;
+    return reader_take(self, ignored);
+}
+
+static PyMethodDef reader_methods[] = {
+    {"take", (PyCFunction)reader_take, METH_NOARGS, "Read the next message, after a successful wait for it."},
+    {"poll", (PyCFunction)reader_poll, METH_NOARGS, "Read the next message, or return None if there is none."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef reader_members[] = {
+    {"sequence", T_LONGLONG, offsetof(SlotReader, sequence), READONLY, "Number of the next message."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject SlotReaderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SlotReader",
+    .tp_basicsize = sizeof(SlotReader),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)reader_init,
+    .tp_dealloc = (destructor)reader_dealloc,
+    .tp_methods = reader_methods,
+    .tp_members = reader_members,
+};
+
+typedef struct {
+    Py_buffer page;
+    sem_t *semaphore;
+    unsigned char *flag;
+} Bell;
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory;
+    Py_ssize_t slots_at, slots, slot_bytes, readers;
+    sem_t **fulls;
+    Bell *bells;
+    int wake_fd;
+    long long bytes;
+} SlotWriter;
+
+static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"memory", "slots_at", "slots", "slot_bytes", "readers", NULL};
+    PyObject *memory, *readers;
+    if (self->memory.obj) {
+        PyErr_SetString(PyExc_TypeError, "a SlotWriter is initialised once");
+        return -1;
+    }
+    self->wake_fd = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnO!", names, &memory, &self->slots_at, &self->slots,
+                                     &self->slot_bytes, &PyTuple_Type, &readers))
+        return -1;
+    if (take_memory(memory, &self->memory, 0)) return -1;
+    if (check_slots(&self->memory, self->slots_at, self->slots, self->slot_bytes)) return -1;
+    Py_ssize_t count = PyTuple_GET_SIZE(readers);
+    self->fulls = PyMem_Calloc((size_t)count + 1, sizeof(sem_t *));
+    self->bells = PyMem_Calloc((size_t)count + 1, sizeof(Bell));
+    if (!self->fulls || !self->bells) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Py_ssize_t full_at;
+        PyObject *page;
+        int flag;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(readers, i), "nOi", &full_at, &page, &flag)) return -1;
+        if (flag < 0 || flag >= FLAGS) {
+            PyErr_Format(PyExc_ValueError, "flag %d is not below %d", flag, FLAGS);
+            return -1;
+        }
+        self->fulls[i] = semaphore_at(&self->memory, full_at);
+        if (!self->fulls[i] || take_memory(page, &self->bells[i].page, PAGE)) return -1;
+        self->readers = i + 1; /* from here on dealloc releases this page */
+        self->bells[i].semaphore = semaphore_at(&self->bells[i].page, 0);
+        if (!self->bells[i].semaphore) return -1;
+        self->bells[i].flag = (unsigned char *)self->bells[i].page.buf + FLAGS_AT + flag;
+    }
+    return 0;
+}
+
+static void writer_dealloc(SlotWriter *self) {
+    for (Py_ssize_t i = 0; i < self->readers; i++) PyBuffer_Release(&self->bells[i].page);
+    PyMem_Free(self->fulls);
+    PyMem_Free(self->bells);
+    if (self->memory.obj) PyBuffer_Release(&self->memory);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static void notify_readers(SlotWriter *self, int flags) {
+    /* All `full` semaphores before the first doorbell: a reader that wakes must find its message. */
+    for (Py_ssize_t i = 0; i < self->readers; i++) sem_post(self->fulls[i]);
+    int sleeps = 0;
+    for (Py_ssize_t i = 0; i < self->readers; i++) {
+        __atomic_store_n(self->bells[i].flag, 1, __ATOMIC_RELEASE);
+        sem_post(self->bells[i].semaphore);
+    }
+    if (!(flags & WAKE) || self->wake_fd < 0) return;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    for (Py_ssize_t i = 0; i < self->readers; i++)
+        sleeps |= __atomic_load_n((unsigned char *)self->bells[i].page.buf + SLEEPS_AT, __ATOMIC_SEQ_CST);
+    if (sleeps) eventfd_write(self->wake_fd, 1); /* fails only if 2^64 writes are unread, and then the loop is awake */
+}
+
+static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) return PyErr_Format(PyExc_TypeError, "write takes sequence, kind, flags and body");
+    long long sequence = PyLong_AsLongLong(args[0]);
+    long kind = PyLong_AsLong(args[1]), flags = PyLong_AsLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    if (sequence < 0 || kind < 0 || kind > 255 || flags < 0 || flags > 255)
+        return PyErr_Format(PyExc_ValueError, "sequence %lld, kind %ld or flags %ld out of range", sequence, kind, flags);
+    Py_buffer body;
+    if (PyObject_GetBuffer(args[3], &body, PyBUF_SIMPLE)) return NULL;
+    if (body.len > self->slot_bytes - SLOT_HEADER) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fit into a slot of %zd", body.len, self->slot_bytes);
+        PyBuffer_Release(&body);
+        return NULL;
+    }
+    char *slot = (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(sequence % self->slots) * self->slot_bytes;
+    uint32_t size = (uint32_t)body.len;
+    memcpy(slot, &sequence, 8);
+    memcpy(slot + 8, &size, 4);
+    slot[12] = (char)kind;
+    slot[13] = (char)flags;
+    memset(slot + 14, 0, 2);
+    memcpy(slot + SLOT_HEADER, body.buf, (size_t)body.len);
+    self->bytes += body.len;
+    PyBuffer_Release(&body);
+    notify_readers(self, (int)flags);
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_notify(SlotWriter *self, PyObject *flags) {
+    long found = PyLong_AsLong(flags);
+    if (found == -1 && PyErr_Occurred()) return NULL;
+    notify_readers(self, (int)found);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef writer_methods[] = {
+    {"write", (PyCFunction)(void (*)(void))writer_write, METH_FASTCALL, "Write one small message; notify the readers."},
+    {"notify", (PyCFunction)writer_notify, METH_O, "Tell the readers of a message that was written otherwise."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef writer_members[] = {
+    {"wake_fd", T_INT, offsetof(SlotWriter, wake_fd), 0, "Eventfd of the reader's event loop, or -1."},
+    {"bytes", T_LONGLONG, offsetof(SlotWriter, bytes), 0, "Bytes written."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject SlotWriterType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SlotWriter",
+    .tp_basicsize = sizeof(SlotWriter),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)writer_init,
+    .tp_dealloc = (destructor)writer_dealloc,
+    .tp_methods = writer_methods,
+    .tp_members = writer_members,
+};
+
+/* Pickler of small values */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *dump, *forget, *output, *buffers;
+    Py_ssize_t limit;
+} SmallPickler;
+
+static int pickler_init(SmallPickler *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"dump", "forget", "output", "buffers", "limit", NULL};
+    PyObject *dump, *forget, *output, *buffers;
+    Py_ssize_t limit;
+    if (self->dump) {
+        PyErr_SetString(PyExc_TypeError, "a SmallPickler is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO!O!n", names, &dump, &forget, &PyList_Type, &output,
+                                     &PyList_Type, &buffers, &limit))
+        return -1;
+    self->dump = Py_NewRef(dump);
+    self->forget = Py_NewRef(forget);
+    self->output = Py_NewRef(output);
+    self->buffers = Py_NewRef(buffers);
+    self->limit = limit;
+    return 0;
+}
+
+static int pickler_clear(SmallPickler *self) {
+    Py_CLEAR(self->dump);
+    Py_CLEAR(self->forget);
+    Py_CLEAR(self->output);
+    Py_CLEAR(self->buffers);
+    return 0;
+}
+
+static int pickler_traverse(SmallPickler *self, visitproc visit, void *arg) {
+    Py_VISIT(self->dump);
+    Py_VISIT(self->forget);
+    Py_VISIT(self->output);
+    Py_VISIT(self->buffers);
+    return 0;
+}
+
+static void pickler_dealloc(SmallPickler *self) {
+    PyObject_GC_UnTrack(self);
+    pickler_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *pickler_encode(SmallPickler *self, PyObject *value) {
+    if (!self->dump) Py_RETURN_NONE;
+    PyObject *done = PyObject_CallOneArg(self->dump, value);
+    if (!done) return NULL;
+    Py_DECREF(done);
+    done = PyObject_CallNoArgs(self->forget);
+    if (!done) return NULL;
+    Py_DECREF(done);
+    if (PyList_GET_SIZE(self->output) != 1 || PyList_GET_SIZE(self->buffers)) Py_RETURN_NONE;
+    PyObject *body = PyList_GET_ITEM(self->output, 0);
+    if (!PyBytes_Check(body) || PyBytes_GET_SIZE(body) >= self->limit) Py_RETURN_NONE;
+    if (memmem(PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body), "__main__", 8)) Py_RETURN_NONE;
+    Py_INCREF(body);
+    if (PyList_SetSlice(self->output, 0, 1, NULL)) Py_CLEAR(body);
+    return body;
+}
+
+static PyMethodDef pickler_methods[] = {
+    {"encode", (PyCFunction)pickler_encode, METH_O, "Return the pickle of a small value, or None: look at the lists."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject SmallPicklerType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.SmallPickler",
+    .tp_basicsize = sizeof(SmallPickler),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)pickler_init,
+    .tp_dealloc = (destructor)pickler_dealloc,
+    .tp_traverse = (traverseproc)pickler_traverse,
+    .tp_clear = (inquiry)pickler_clear,
+    .tp_methods = pickler_methods,
+};
+
+/* Times of tasks */
+
+typedef struct {
+    int64_t task, execution;
+    double idle_since, started, returned, sent;
+} Record;
+
+typedef struct {
+    PyObject_HEAD
+    Record *records;
+    Py_ssize_t kept, tasks;
+    long long written;
+    double *totals; /* count, waiting, computing, sending of each task */
+    double idle_since, started, returned;
+} Recorder;
+
+static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"tasks", "kept", NULL};
+    if (self->records) {
+        PyErr_SetString(PyExc_TypeError, "a Recorder is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "nn", names, &self->tasks, &self->kept)) return -1;
+    if (self->tasks < 0 || self->kept < 1) {
+        PyErr_SetString(PyExc_ValueError, "a Recorder keeps at least one record");
+        return -1;
+    }
+    /* Pages of records that are never written cost no memory. */
+    self->records = PyMem_RawCalloc((size_t)self->kept, sizeof(Record));
+    self->totals = PyMem_RawCalloc((size_t)self->tasks * 4 + 1, sizeof(double));
+    if (!self->records || !self->totals) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->idle_since = now_s();
+    return 0;
+}
+
+static void recorder_dealloc(Recorder *self) {
+    PyMem_RawFree(self->records);
+    PyMem_RawFree(self->totals);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *recorder_started(Recorder *self, PyObject *Py_UNUSED(ignored)) {
+    self->started = now_s();
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_returned(Recorder *self, PyObject *Py_UNUSED(ignored)) {
+    self->returned = now_s();
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_sent(Recorder *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 2) return PyErr_Format(PyExc_TypeError, "sent takes task and execution");
+    long long task = PyLong_AsLongLong(args[0]), execution = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred()) return NULL;
+    if (task < 0 || task >= self->tasks) return PyErr_Format(PyExc_ValueError, "there is no task %lld", task);
+    double sent = now_s();
+    self->records[self->written++ % self->kept] =
+        (Record){task, execution, self->idle_since, self->started, self->returned, sent};
+    double *totals = self->totals + task * 4;
+    totals[0] += 1;
+    totals[1] += self->started - self->idle_since;
+    totals[2] += self->returned - self->started;
+    totals[3] += sent - self->returned;
+    self->idle_since = sent;
+    Py_RETURN_NONE;
+}
+
+static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) {
+    long long first = self->written > self->kept ? self->written - self->kept : 0;
+    PyObject *found = PyList_New((Py_ssize_t)(self->written - first));
+    for (long long i = first; found && i < self->written; i++) {
+        Record *record = &self->records[i % self->kept];
+        PyObject *one = Py_BuildValue("(LLdddd)", (long long)record->task, (long long)record->execution,
+                                      record->idle_since, record->started, record->returned, record->sent);
+        if (one)
+            PyList_SET_ITEM(found, (Py_ssize_t)(i - first), one);
+        else
+            Py_CLEAR(found);
+    }
+    return found;
+}
+
+static PyObject *recorder_totals(Recorder *self, PyObject *number) {
+    Py_ssize_t task = PyLong_AsSsize_t(number);
+    if (task == -1 && PyErr_Occurred()) return NULL;
+    if (task < 0 || task >= self->tasks) return PyErr_Format(PyExc_ValueError, "there is no task %zd", task);
+    double *totals = self->totals + task * 4;
+    return Py_BuildValue("(Lddd)", (long long)totals[0], totals[1], totals[2], totals[3]);
+}
+
+static PyMethodDef recorder_methods[] = {
+    {"started", (PyCFunction)recorder_started, METH_NOARGS, "Note that a call begins."},
+    {"returned", (PyCFunction)recorder_returned, METH_NOARGS, "Note that the call has returned."},
+    {"sent", (PyCFunction)(void (*)(void))recorder_sent, METH_FASTCALL, "Note that the results were sent."},
+    {"records", (PyCFunction)recorder_records, METH_NOARGS, "Return the records, oldest first."},
+    {"totals", (PyCFunction)recorder_totals, METH_O, "Return (count, waiting, computing, sending) of a task."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject RecorderType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "raylane.core._native.Recorder",
+    .tp_basicsize = sizeof(Recorder),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)recorder_init,
+    .tp_dealloc = (destructor)recorder_dealloc,
+    .tp_methods = recorder_methods,
+};
+
+static int add_types(PyObject *module) {
+    PyTypeObject *types[] = {&DoorbellType, &SlotReaderType, &SlotWriterType, &SmallPicklerType, &RecorderType};
+    for (size_t i = 0; i < sizeof(types) / sizeof(*types); i++)
+        if (PyModule_AddType(module, types[i])) return -1;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)add_types}, {0, NULL}};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "raylane.core._native",
+    .m_doc = "Native twin of raylane.core.portable.",
+    .m_slots = slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module); }

@@ -1,0 +1,316 @@
+"""What runs for every message of a compiled graph, in Python: the twin of `_native.c`. `native` chooses one of them.
+
+Both follow the same layouts, so that processes with and without the native module work together:
+
+    page of a doorbell (4096 bytes)      0     semaphore: one post for each message
+                                         48    1 while the process sleeps in an event loop: writers write its eventfd
+                                         64    256 flags, one byte each: 1 if a ring with this flag has a message
+    slot of a ring                       0     sequence u64 | body bytes u32 | kind u8 | flags u8 | buffers u16
+                                         16    body (with buffers: sizes u64 each, buffers, body)
+
+A writer fills the slot, posts the semaphore `full` of every reader, and then for each reader sets its flag and posts
+its doorbell. Semaphores order memory; flags do not, so that on some processors a post may be seen before its flag.
+A reader that consumes a post and finds no flag therefore polls all its rings.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raylane.core import semaphore
+from raylane.core.semaphore import post, try_wait
+
+PAGE_BYTES = 4096
+FLAGS_AT, FLAGS = 64, 256
+_SLEEPS_AT = 48
+HEADER = struct.Struct("<QIBBH")
+"""Header of a slot: sequence number, bytes of the body, kind, flags, number of buffers."""
+WAKE = 4
+"""Flag of a message: its execution is awaited in asyncio."""
+LOGGED = 32
+"""Number of waits between two looks of the policy."""
+
+
+class Policy(Protocol):
+    """Decision how long to yield before sleeping (implemented by `waiting.Patience`)."""
+
+    budget_ns: int
+    """First budget."""
+    slow_ns: int
+    """Length of a yield above which the policy looks at once."""
+
+    def review(self, waits: list[tuple[int, int]], now_ns: int) -> tuple[int, int]:
+        """Return (budget, time from which to yield again) after these waits: (length, longest yield), all in ns."""
+
+
+def _memory(buffer: Any, nbytes: int = 0) -> tuple[memoryview, int]:
+    """Return writable memory as bytes, and its address. ValueError if it is smaller than `nbytes`."""
+    view = memoryview(buffer).cast("B")
+    if view.nbytes < nbytes:
+        raise ValueError(f"memory of {view.nbytes} bytes is too small: {nbytes} are needed")
+    return view, ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def _semaphore_at(view: memoryview, address: int, at: int) -> int:
+    if not 0 <= at <= view.nbytes - 32 or at % 8:
+        raise ValueError(f"no semaphore fits at offset {at} of {view.nbytes} bytes")
+    return address + at
+
+
+def _check_slots(view: memoryview, at: int, slots: int, slot_bytes: int) -> None:
+    if at < 0 or slots <= 0 or slot_bytes < HEADER.size or at + slots * slot_bytes > view.nbytes:
+        raise ValueError(f"{slots} slots of {slot_bytes} bytes at offset {at} do not fit into {view.nbytes} bytes")
+
+
+class Doorbell:
+    """Reading end of a doorbell. One thread at a time waits."""
+
+    __slots__ = ("_address", "_budget_ns", "_log", "_page", "_policy", "_resume_ns", "_slow_ns", "consumed", "read")
+
+    def __init__(self, page: Any, policy: Policy) -> None:
+        self._page, address = _memory(page, PAGE_BYTES)
+        self._address = _semaphore_at(self._page, address, 0)
+        self._policy = policy
+        self._budget_ns, self._slow_ns = policy.budget_ns, policy.slow_ns
+        self._resume_ns = 0
+        self._log: list[tuple[int, int]] = []
+        self.consumed = 0
+        """Posts consumed. Lower than `read` when messages were found by polling."""
+        self.read = 0
+        """Messages read from the rings of this doorbell."""
+        # Without a memory barrier a mark that changes cannot be ordered against messages: writers always wake us.
+        self._page[_SLEEPS_AT] = 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for one post and consume it. Return False after `timeout_s` (at most one second) or on a signal."""
+        return self._wait(timeout_s)
+
+    def glance(self) -> bool:
+        """Wait for one post like `wait`, but return False where `wait` would sleep."""
+        return self._wait(None)
+
+    def _wait(self, timeout_s: float | None) -> bool:
+        address = self._address
+        # The message is often there already; this path needs no clock.
+        if not try_wait(address):
+            self.consumed += 1
+            return True
+        clock = time.monotonic_ns
+        start = last = clock()
+        worst, got, end = 0, False, start + self._budget_ns
+        yields = self._budget_ns > 0 and start >= self._resume_ns
+        while yields and not got:
+            os.sched_yield()
+            got = not try_wait(address)
+            now = clock()
+            worst = max(worst, now - last)
+            if now - last > self._slow_ns or now >= end:
+                break
+            last = now
+        if not got:
+            if timeout_s is not None:
+                got = semaphore.block(address, timeout_s)
+            elif not yields:
+                return False
+        self.consumed += got
+        now = clock()
+        self._log.append((now - start, worst))
+        if worst > self._slow_ns or len(self._log) >= LOGGED:
+            log, self._log = self._log, []
+            self._budget_ns, self._resume_ns = self._policy.review(log, now)
+        return got
+
+    def absorb(self) -> bool:
+        """Consume posts of messages that were read before their posts. Return True if there were any.
+
+        After True the rings must be polled again: the consumed post may belong to a message that nobody has seen yet.
+        """
+        found = False
+        while self.consumed < self.read and not try_wait(self._address):
+            self.consumed += 1
+            found = True
+        return found
+
+    def flagged(self) -> int:
+        """Clear one flag that is set and return its number; -1 if none is set. Poll the rings of that flag next."""
+        at = bytes(self._page[FLAGS_AT : FLAGS_AT + FLAGS]).find(1)
+        if at >= 0:
+            self._page[FLAGS_AT + at] = 0
+        return at
+
+    def sleeping(self, value: bool) -> None:
+        """Mark that this process sleeps in an event loop, so that writers write its eventfd; or that it does not."""
+
+
+class SlotReader:
+    """Reading end of the slots of one ring."""
+
+    __slots__ = ("_doorbell", "_full", "_slot_bytes", "_slots", "_slots_at", "_view", "sequence")
+
+    def __init__(
+        self, memory: Any, full_at: int, slots_at: int, slots: int, slot_bytes: int, doorbell: Doorbell
+    ) -> None:
+        self._view, address = _memory(memory)
+        _check_slots(self._view, slots_at, slots, slot_bytes)
+        self._full = _semaphore_at(self._view, address, full_at)
+        self._slots_at, self._slots, self._slot_bytes = slots_at, slots, slot_bytes
+        self._doorbell = doorbell
+        self.sequence = 0
+        """Number of the next message."""
+
+    def poll(self) -> tuple[int, int, bytes | None] | None:
+        """Read the next message like `take`, or return None if there is none."""
+        return None if try_wait(self._full) else self.take()
+
+    def take(self) -> tuple[int, int, bytes | None]:
+        """Return (kind, flags, body) of the next message, after a successful wait for it.
+
+        The body is None if the message has buffers; then the slot holds more. AssertionError if a ring was overrun.
+        """
+        # The semaphore that the caller has waited for makes the bytes of this slot visible.
+        at = self._slots_at + self.sequence % self._slots * self._slot_bytes
+        sequence, size, kind, flags, count = HEADER.unpack_from(self._view, at)
+        # A mismatch is a defect of raylane: an execution was admitted before this slot was free.
+        if sequence != self.sequence:
+            raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
+        self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
+        self._doorbell.read += 1
+        if count:
+            return kind, flags, None
+        if size > self._slot_bytes - HEADER.size:
+            raise AssertionError(f"a message of {size} bytes does not fit into a slot")
+        at += HEADER.size
+        return kind, flags, bytes(self._view[at : at + size])
+
+
+class SlotWriter:
+    """Writing end of the slots of one ring. `readers` holds (offset of `full`, page of the doorbell, flag) of each."""
+
+    __slots__ = ("_bells", "_fulls", "_slot_bytes", "_slots", "_slots_at", "_view", "bytes", "wake_fd")
+
+    def __init__(
+        self, memory: Any, slots_at: int, slots: int, slot_bytes: int, readers: tuple[tuple[int, Any, int], ...]
+    ) -> None:
+        self._view, address = _memory(memory)
+        _check_slots(self._view, slots_at, slots, slot_bytes)
+        self._slots_at, self._slots, self._slot_bytes = slots_at, slots, slot_bytes
+        pages = [_memory(page, PAGE_BYTES) for _, page, _ in readers]
+        for *_, flag in readers:
+            if not 0 <= flag < FLAGS:
+                raise ValueError(f"flag {flag} is not below {FLAGS}")
+        self._fulls = [_semaphore_at(self._view, address, at) for at, _, _ in readers]
+        self._bells = [
+            (page, FLAGS_AT + flag, _semaphore_at(page, at, 0))
+            for (page, at), (_, _, flag) in zip(pages, readers, strict=True)
+        ]
+        self.wake_fd = -1
+        """Eventfd of the reader's event loop, or -1."""
+        self.bytes = 0
+        """Bytes written, those of large messages not included."""
+
+    def write(self, sequence: int, kind: int, flags: int, body: Any) -> None:
+        """Write message `sequence` without buffers, and notify the readers. ValueError if it does not fit."""
+        size = len(body)
+        if size > self._slot_bytes - HEADER.size:
+            raise ValueError(f"{size} bytes do not fit into a slot of {self._slot_bytes}")
+        at = self._slots_at + sequence % self._slots * self._slot_bytes
+        # No barrier is needed between these writes: the posts below publish all of them together.
+        HEADER.pack_into(self._view, at, sequence, size, kind, flags, 0)
+        at += HEADER.size
+        self._view[at : at + size] = body
+        self.bytes += size
+        self.notify(flags)
+
+    def notify(self, flags: int) -> None:
+        """Tell the readers of a message that is in its slot."""
+        # All `full` semaphores before the first doorbell: a reader that wakes must find its message.
+        for full in self._fulls:
+            post(full)
+        for page, at, bell in self._bells:
+            page[at] = 1
+            post(bell)
+        # Last, and only for executions that asyncio awaits: the system call costs 1 us.
+        if flags & WAKE and self.wake_fd >= 0:
+            os.eventfd_write(self.wake_fd, 1)
+
+
+class SmallPickler:
+    """Pickles values with a pickler that is kept: `dump` appends the pickle to `output`, `forget` clears its memo."""
+
+    __slots__ = ("_buffers", "_dump", "_forget", "_limit", "_output")
+
+    def __init__(
+        self,
+        dump: Callable[[Any], object],
+        forget: Callable[[], object],
+        output: list[Any],
+        buffers: list[Any],
+        limit: int,
+    ) -> None:
+        self._dump, self._forget, self._output, self._buffers, self._limit = dump, forget, output, buffers, limit
+
+    def encode(self, value: Any) -> bytes | None:
+        """Return the pickle, or None if it is large, in several parts, has buffers or names `__main__`.
+
+        After None the parts are still in `output` and `buffers`. Raises what pickling raises.
+        """
+        self._dump(value)
+        self._forget()  # now, not before the next value: the memo keeps references to the value
+        output = self._output
+        if len(output) != 1 or self._buffers:
+            return None
+        body: bytes = output[0]
+        if type(body) is not bytes or len(body) >= self._limit or b"__main__" in body:
+            return None
+        del output[0]
+        return body
+
+
+class Recorder:
+    """Times of the tasks of one graph in one actor: totals of each task, and records of the last `kept` ones.
+
+    All in seconds of time.perf_counter().
+    """
+
+    __slots__ = ("_idle_since", "_records", "_returned", "_started", "_totals")
+
+    def __init__(self, tasks: int, kept: int) -> None:
+        self._records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(maxlen=kept)
+        self._totals: list[list[float]] = [[0, 0.0, 0.0, 0.0] for _ in range(tasks)]
+        self._started = self._returned = 0.0
+        self._idle_since = time.perf_counter()
+
+    def started(self) -> None:
+        """Note that a call begins."""
+        self._started = time.perf_counter()
+
+    def returned(self) -> None:
+        """Note that the call has returned."""
+        self._returned = time.perf_counter()
+
+    def sent(self, task: int, execution: int) -> None:
+        """Note that the results were sent."""
+        sent = time.perf_counter()
+        idle_since, started, returned = self._idle_since, self._started, self._returned
+        self._idle_since = sent
+        self._records.append((task, execution, idle_since, started, returned, sent))
+        total = self._totals[task]
+        total[0] += 1
+        total[1] += started - idle_since
+        total[2] += returned - started
+        total[3] += sent - returned
+
+    def records(self) -> list[tuple[int, int, float, float, float, float]]:
+        """Return (task, execution, idle since, started, returned, sent) of the last tasks, oldest first."""
+        return list(self._records)
+
+    def totals(self, task: int) -> tuple[int, float, float, float]:
+        """Return (count, seconds waiting, computing, sending) of a task."""
+        count, *seconds = self._totals[task]
+        return int(count), *seconds  # type: ignore[return-value]

@@ -1,0 +1,137 @@
+"""The short paths of the driver: one small input to one ring, one result from one ring.
+
+As in `worker.flat`, the steps of the usual case are put into one function each when the graph is compiled, because the
+number of steps counts after a pause. Everything else takes the general way of `Submitter` and `Collector`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from raylane.core.deadline import Deadline
+from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
+from raylane.graph.driver.collect import CHECK_S, Collector
+from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.submit import Submitter
+from raylane.graph.values.message import VALUE, Message
+
+
+def submit_function(submitter: Submitter, collector: Collector) -> Callable[..., GraphResult]:
+    """Return `Submitter.submit`, or a shorter one for graphs whose one argument goes to one ring as it is."""
+    if submitter.single_input is None:
+        return submitter.submit
+    writer, value = submitter.single_input
+    if not isinstance(writer, RingWriter):
+        return submitter.submit
+    # Looked up once: locals of the closure are found without a dictionary.
+    executions, lock, lifecycle = submitter.executions, submitter.lock, submitter.lifecycle
+    pending, bridge, encoder, empty = executions.pending, collector.bridge, submitter.encoder, submitter.empty
+    write, edges, max_inflight, modules = writer.write_small, collector.edge_count, submitter.max_inflight, sys.modules
+    general, running_loop = submitter.submit, asyncio._get_running_loop
+
+    def submit(args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None) -> GraphResult:
+        if kwargs or len(args) != 1 or lifecycle.error is not None or not lock.lock.acquire(False):
+            return general(args, kwargs, timeout_s)
+        try:
+            lock.entries += 1
+            lock.held = True
+            if not encoder.knows_torch and "torch" in modules:
+                encoder.renew()
+            try:
+                body = encoder.small(args[0])
+            except BaseException as error:
+                message = encoder.otherwise(args[0], error)
+            else:
+                number = executions.submitted
+                if body is None:
+                    message = encoder.rest(args[0])
+                elif len(body) > ROOM_BYTES or number - executions.completed >= max_inflight:
+                    message = Message(VALUE, body)
+                else:
+                    wakes = bridge.active and running_loop() is not None
+                    result = GraphResult(collector, number, edges, empty.copy(), wakes)
+                    try:
+                        pending.append(result)  # before the message: its answer may come at once
+                        executions.submitted = number + 1
+                        write(number, VALUE, WAKE if wakes else 0, body)
+                    except BaseException as error:
+                        submitter.interrupted(number, error)
+                        raise
+                    return result
+            return submitter.admit([(writer, message, value)], empty.copy(), timeout_s)
+        finally:
+            lock.held = False
+            lock.lock.release()
+
+    return submit
+
+
+def shorten_wait(collector: Collector) -> None:
+    """Give the collector a shorter way to wait, if the output is the value of the one edge to the driver."""
+    collector.short_wait = _short_wait(collector)
+
+
+def _short_wait(collector: Collector) -> Callable[..., bool] | None:
+    if collector.edge_count != 1 or collector.output_value is None:
+        return None
+    executions, lock, doorbell, (edge,) = collector.executions, collector.lock, collector.doorbell, collector.edges
+    if edge.value != collector.output_value:
+        return None
+    empty = [None] * len(collector.plan.values)
+    pending, early_failures, records = executions.pending, executions.early_failures, executions.records
+    wait, poll, loads, clock = doorbell.wait, edge.poll, pickle.loads, time.perf_counter
+    # The functions get the collector as an argument: a reference to it would be a cycle, and a graph that is dropped
+    # must end at once.
+
+    def read(collector: Collector, result: GraphResult) -> None:
+        """Read one message after a post of the doorbell."""
+        found = poll()
+        if found is None:
+            return
+        kind, flags, body = found
+        try:
+            if kind != VALUE or body is None or pending[0] is not result or result._done:
+                collector.read(edge, kind, flags, body)
+                return
+            edge.bytes += len(body)
+            try:
+                value = loads(body)
+            except Exception as error:
+                collector.arrived(edge, result, empty.copy(), collector.unreadable(edge, error))
+                return
+            pending.popleft()
+            executions.completed += 1
+            records.append((result.number, result.submitted_s, clock()))
+            result._values = None
+            result.complete(value, None)
+        except BaseException as error:  # Ctrl-C
+            collector.interrupted(error)
+            raise
+
+    def short_wait(collector: Collector, result: GraphResult, timeout_s: float | None) -> bool:
+        if (timeout_s is not None and timeout_s < CHECK_S) or not lock.lock.acquire(False):
+            return collector.collect_until(result._is_done, Deadline(timeout_s))
+        start = clock()
+        try:
+            lock.entries += 1
+            lock.held = True
+            # Check again with the lock: another leader may have completed the result since the caller looked, and
+            # then the doorbell may stay silent for a long time.
+            if not result._done and wait(CHECK_S) and not early_failures:
+                read(collector, result)
+        finally:
+            lock.held = False
+            lock.lock.release()  # before any other call: Ctrl-C is raised at calls
+            if collector.followers or collector.missed_wake:
+                collector.after_reading()
+        if result._done:
+            return True
+        left_s = None if timeout_s is None else max(0.0, timeout_s - (clock() - start))
+        return collector.collect_until(result._is_done, Deadline(left_s))
+
+    return short_wait

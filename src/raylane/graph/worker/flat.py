@@ -1,0 +1,100 @@
+"""The short path of an executor: one message in, one call, one message out.
+
+After a pause a message runs out of cold caches, so the number of steps on its way counts, not their speed in a loop.
+`shorten` therefore puts the steps of the usual case into one function when the graph is compiled. Everything else
+(errors, large values, several inputs, several graphs with different settings) takes the general way of the executor.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable
+from types import CoroutineType
+from typing import Any
+
+from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
+from raylane.graph.values.failures import Failure
+from raylane.graph.values.message import VALUE, Message
+from raylane.graph.worker.executor import Executor
+
+
+def shorten(executor: Executor) -> None:
+    """Replace `advance` of an executor where the short path applies."""
+    step = _flat_step(executor)
+    if step is not None:
+        executor.advance = step  # type: ignore[method-assign]
+
+
+def _message(body: bytes, value: Any) -> Message:
+    """Return the message of a value that is pickled already."""
+    return Message(VALUE, body)
+
+
+def _flat_step(executor: Executor) -> Callable[[], bool] | None:
+    """Return a function like `Executor.advance` for the usual case, or None where that does not apply.
+
+    The usual case is one task whose one argument is the one message that it needs, and whose result goes as it is to
+    readers of this host.
+    """
+    if len(executor.tasks) != 1 or executor.lock is not None:
+        return None
+    task = executor.tasks[0]
+    if len(task.inputs) != 1 or len(task.outputs) != 1 or task.local or task.single_argument != task.inputs[0].value:
+        return None
+    (inbound,), (edge,) = task.inputs, task.outputs
+    if edge.steps or not isinstance(edge.writer, RingWriter):
+        return None
+    # Looked up once: locals of the closure are found without a dictionary.
+    poll, call, loads, write = inbound.poll, task.call, pickle.loads, edge.writer.write_small
+    number, encoder, modules = task.index, executor.encoder, sys.modules
+    started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
+
+    def step() -> bool:
+        found = poll()
+        if found is None:
+            return False
+        kind, flags, body = found
+        if kind != VALUE or body is None or executor.before_user_code is not None:
+            executor.read(inbound, kind, flags, body)
+            executor.run(task)
+            executor.end_task()
+            return True
+        executor.flags = flags = flags & WAKE
+        inbound.bytes += len(body)
+        try:
+            argument = loads(body)
+        except BaseException as error:
+            executor.values[inbound.value] = executor.unreadable(error, inbound)
+            executor.run(task)
+            executor.end_task()
+            return True
+        started()
+        try:
+            result = call(argument)
+            if type(result) is CoroutineType:
+                result = executor.run_coroutine(result)
+        except BaseException as error:  # a cancelled coroutine too: a failed call must not end the loop
+            result = executor.call_failed(task, error)
+        returned()
+        if not encoder.knows_torch and "torch" in modules:
+            encoder.renew()
+        encode: Callable[[Any], Message] = encoder.encode
+        if type(result) is not Failure:
+            try:
+                body = encoder.small(result)
+            except BaseException as error:
+                encode = functools.partial(encoder.otherwise, error=error)
+            else:
+                if body is not None and len(body) <= ROOM_BYTES:
+                    write(executor.execution, VALUE, flags, body)
+                    sent(number, executor.execution)
+                    executor.execution += 1
+                    return True
+                encode = encoder.rest if body is None else functools.partial(_message, body)
+        executor.deliver(task, result, encode)
+        executor.end_task()
+        return True
+
+    return step
