@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup check test test-fast test-all faults gpu bench sft docs clean
+.PHONY: setup check test test-fast test-all test-pure faults gpu bench sft docs clean
 
 setup: $(STAMP)
 
@@ -30,9 +30,13 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -m fast -n auto $(ARGS)
 
-# Everything except what needs a CUDA device.
+# Everything except what needs a CUDA device; then the graphs again without the native module.
 test-all: setup
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	$(MAKE) test-pure
+
+test-pure: setup
+	RAYLANE_PURE=1 $(BIN)/python -m pytest -m 'not gpu and not slow' tests/core tests/graph
 
 faults: setup
 	$(BIN)/python -m pytest -m faults $(ARGS)

@@ -21,9 +21,12 @@ FLAGS = "-std=c11 -D_GNU_SOURCE -O2 -fPIC -shared -pthread -Wall -Wextra -Wno-mi
 FLAGS += " -Wno-cast-function-type"
 
 
-def compile_native(root: Path, *more: str) -> Path:
-    """Compile the module next to its source, with `more` flags. OSError or CalledProcessError if that fails."""
-    target = root / SOURCE.with_name("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
+def compile_native(root: Path, *more: str, into: Path | None = None) -> Path:
+    """Compile the module, with `more` flags, and return its file: next to its source, or in the folder `into`.
+
+    OSError or CalledProcessError if that fails.
+    """
+    target = (into or root / SOURCE.parent) / ("_native" + sysconfig.get_config_var("EXT_SUFFIX"))
     partial = target.with_suffix(".partial")
     compiler = shlex.split(os.environ.get("CC", "cc"))
     include = f"-I{sysconfig.get_paths()['include']}"
@@ -57,9 +60,3 @@ class NativeBuildHook(BuildHookInterface):
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
         build_data["artifacts"].append(str(found.relative_to(self.root)))
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(compile_native(Path(__file__).parent, *sys.argv[1:]))

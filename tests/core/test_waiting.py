@@ -134,7 +134,7 @@ def test_stopped_process_starts_no_pause(lost_ns: int) -> None:
     assert (machine.patience.level, machine.patience.resume_ns) == (0, 0)
 
 
-def test_kernel_without_run_delays_counts_every_loss_up_to_a_limit() -> None:
+def test_kernel_without_run_delays_counts_every_loss() -> None:
     patience = Patience(run_delay=lambda: 0)
     patience.review([(60 * S, 60 * S)], START_NS)
     assert patience.resume_ns == START_NS + PENALTY * MAX_LOSS_NS

@@ -324,10 +324,11 @@ def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], grap
     assert g.execute(2).get() == 2  # reads both
     assert result._done
     result._done = False  # as it was when this thread looked
-    begun: list[float] = []
-    doorbell = g._collector.doorbell
-    g._collector.doorbell = types.SimpleNamespace(wait=lambda *args: begun.append(1.0) or doorbell.wait(*args))
-    flat.shorten_wait(g._collector)
+    collector, begun = g._collector, list[float]()
+    doorbell = collector.doorbell
+    collector.doorbell = types.SimpleNamespace(wait=lambda *args: begun.append(1.0) or doorbell.wait(*args))
+    flat.shorten_wait(collector)
+    collector.doorbell = doorbell
 
     class Late:
         """A lock that lets the other thread finish first."""
@@ -338,13 +339,9 @@ def test_get_returns_at_once_if_another_thread_has_read(workers: list[Any], grap
 
         def release(self) -> None: ...
 
-        def locked(self) -> bool:
-            return False
-
-    recoverable = g._collector.lock
-    lock, recoverable.lock = recoverable.lock, Late()
-    assert result.get() == 1
-    recoverable.lock = lock
+    lock, collector.lock.lock = collector.lock.lock, Late()
+    assert collector.wait_for_result(result, None)
+    collector.lock.lock = lock
     assert not begun
 
 

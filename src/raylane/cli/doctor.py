@@ -19,6 +19,7 @@ import ray
 import torch
 
 from raylane.core.deadline import Deadline
+from raylane.core.native import NATIVE, PURE_VARIABLE
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
 from raylane.transport.backends.registry import NOT_YET, backends
@@ -159,8 +160,15 @@ def facts() -> dict[str, str]:
         "ptrace_scope": yama.read_text().strip() if yama.exists() else "not set (no Yama in this kernel)",
         "write counters": "readable" if counter_offsets() else "not readable: host cannot notice writes during a read",
         "memory guards": "readable" if guards else "not readable: host is refused, and auto uses tcp",
+        "native module": "in use" if NATIVE else _why_not_native(),
         "cuda devices": str(torch.cuda.device_count()),
     }
+
+
+def _why_not_native() -> str:
+    if os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
+        return f"refused by {PURE_VARIABLE}: graphs run the Python twin, more slowly"
+    return "not built: graphs run the Python twin, more slowly. Install a C compiler, then raylane again"
 
 
 def report(findings: Sequence[Finding]) -> str:

@@ -46,13 +46,16 @@ static int take_memory(PyObject *object, Py_buffer *into, Py_ssize_t nbytes) {
 
 /* Return the semaphore at an offset, or NULL with ValueError if it does not lie in the memory. */
 static sem_t *semaphore_at(const Py_buffer *memory, Py_ssize_t at) {
-    char *found = (char *)memory->buf + at;
-    if (at < 0 || at > memory->len - (Py_ssize_t)sizeof(sem_t) || (uintptr_t)found % _Alignof(sem_t)) {
+    if (at < 0 || at > memory->len - (Py_ssize_t)sizeof(sem_t) || ((uintptr_t)memory->buf + at) % _Alignof(sem_t)) {
         PyErr_Format(PyExc_ValueError, "no semaphore fits at offset %zd of %zd bytes", at, memory->len);
         return NULL;
     }
-    return (sem_t *)found;
+    return (sem_t *)((char *)memory->buf + at);
 }
+
+/* Return NULL from a method of an object whose __init__ has not run, or has failed. */
+#define REQUIRE(field) \
+    if (!(field)) return PyErr_Format(PyExc_ValueError, "this object was not initialised")
 
 /* Doorbell */
 
@@ -162,6 +165,7 @@ static int yield_for(Doorbell *self, int64_t start, int64_t *worst, int64_t *end
 }
 
 static PyObject *doorbell_wait(Doorbell *self, PyObject *timeout) {
+    REQUIRE(self->policy);
     if (!sem_trywait(self->semaphore)) {
         self->consumed++;
         Py_RETURN_TRUE;
@@ -183,6 +187,7 @@ static PyObject *doorbell_wait(Doorbell *self, PyObject *timeout) {
 }
 
 static PyObject *doorbell_glance(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->policy);
     if (!sem_trywait(self->semaphore)) {
         self->consumed++;
         Py_RETURN_TRUE;
@@ -199,6 +204,7 @@ static PyObject *doorbell_glance(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyObject *doorbell_absorb(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->policy);
     int found = 0;
     while (self->consumed < self->read && !sem_trywait(self->semaphore)) {
         self->consumed++;
@@ -208,6 +214,7 @@ static PyObject *doorbell_absorb(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyObject *doorbell_flagged(Doorbell *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->policy);
     unsigned char *found = memchr(self->flags, 1, FLAGS);
     if (!found) return PyLong_FromLong(-1);
     __atomic_store_n(found, 0, __ATOMIC_SEQ_CST);
@@ -215,6 +222,7 @@ static PyObject *doorbell_flagged(Doorbell *self, PyObject *Py_UNUSED(ignored)) 
 }
 
 static PyObject *doorbell_sleeping(Doorbell *self, PyObject *value) {
+    REQUIRE(self->policy);
     int sleeps = PyObject_IsTrue(value);
     if (sleeps < 0) return NULL;
     /* Ordered against the reads that follow: a writer either sees the mark, or its message is seen. */
@@ -296,6 +304,7 @@ static void reader_dealloc(SlotReader *self) {
 }
 
 static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->doorbell);
     const char *slot =
         (char *)self->memory.buf + self->slots_at + (Py_ssize_t)(self->sequence % self->slots) * self->slot_bytes;
     uint64_t sequence;
@@ -331,6 +340,7 @@ static PyObject *reader_take(SlotReader *self, PyObject *Py_UNUSED(ignored)) {
 }
 
 static PyObject *reader_poll(SlotReader *self, PyObject *ignored) {
+    REQUIRE(self->doorbell);
     if (sem_trywait(self->full)) Py_RETURN_NONE;
     return reader_take(self, ignored);
 }
@@ -369,7 +379,7 @@ typedef struct {
     Py_ssize_t slots_at, slots, slot_bytes, readers;
     sem_t **fulls;
     Bell *bells;
-    int wake_fd;
+    int wake_fd, ready;
     long long bytes;
 } SlotWriter;
 
@@ -397,7 +407,12 @@ static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
         Py_ssize_t full_at;
         PyObject *page;
         int flag;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(readers, i), "nOi", &full_at, &page, &flag)) return -1;
+        PyObject *reader = PyTuple_GET_ITEM(readers, i);
+        if (!PyTuple_Check(reader)) {
+            PyErr_SetString(PyExc_TypeError, "each reader is (offset of its semaphore, page, flag)");
+            return -1;
+        }
+        if (!PyArg_ParseTuple(reader, "nOi", &full_at, &page, &flag)) return -1;
         if (flag < 0 || flag >= FLAGS) {
             PyErr_Format(PyExc_ValueError, "flag %d is not below %d", flag, FLAGS);
             return -1;
@@ -409,6 +424,7 @@ static int writer_init(SlotWriter *self, PyObject *args, PyObject *kwargs) {
         if (!self->bells[i].semaphore) return -1;
         self->bells[i].flag = (unsigned char *)self->bells[i].page.buf + FLAGS_AT + flag;
     }
+    self->ready = 1;
     return 0;
 }
 
@@ -436,6 +452,7 @@ static void notify_readers(SlotWriter *self, int flags) {
 }
 
 static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_t count) {
+    REQUIRE(self->ready);
     if (count != 4) return PyErr_Format(PyExc_TypeError, "write takes sequence, kind, flags and body");
     long long sequence = PyLong_AsLongLong(args[0]);
     long kind = PyLong_AsLong(args[1]), flags = PyLong_AsLong(args[2]);
@@ -464,6 +481,7 @@ static PyObject *writer_write(SlotWriter *self, PyObject *const *args, Py_ssize_
 }
 
 static PyObject *writer_notify(SlotWriter *self, PyObject *flags) {
+    REQUIRE(self->ready);
     long found = PyLong_AsLong(flags);
     if (found == -1 && PyErr_Occurred()) return NULL;
     notify_readers(self, (int)found);
@@ -631,6 +649,7 @@ static PyObject *recorder_returned(Recorder *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyObject *recorder_sent(Recorder *self, PyObject *const *args, Py_ssize_t count) {
+    REQUIRE(self->totals);
     if (count != 2) return PyErr_Format(PyExc_TypeError, "sent takes task and execution");
     long long task = PyLong_AsLongLong(args[0]), execution = PyLong_AsLongLong(args[1]);
     if (PyErr_Occurred()) return NULL;
@@ -648,6 +667,7 @@ static PyObject *recorder_sent(Recorder *self, PyObject *const *args, Py_ssize_t
 }
 
 static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) {
+    REQUIRE(self->totals);
     long long first = self->written > self->kept ? self->written - self->kept : 0;
     PyObject *found = PyList_New((Py_ssize_t)(self->written - first));
     for (long long i = first; found && i < self->written; i++) {
@@ -663,6 +683,7 @@ static PyObject *recorder_records(Recorder *self, PyObject *Py_UNUSED(ignored)) 
 }
 
 static PyObject *recorder_totals(Recorder *self, PyObject *number) {
+    REQUIRE(self->totals);
     Py_ssize_t task = PyLong_AsSsize_t(number);
     if (task == -1 && PyErr_Occurred()) return NULL;
     if (task < 0 || task >= self->tasks) return PyErr_Format(PyExc_ValueError, "there is no task %zd", task);

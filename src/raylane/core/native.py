@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-__all__ = ["NATIVE", "Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler"]
+__all__ = ["NATIVE", "PURE_VARIABLE", "Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler"]
 
 PURE_VARIABLE = "RAYLANE_PURE"
 

@@ -1,0 +1,317 @@
+"""The native classes and their twins in Python: each works with the other, and refuses what would leave its memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raylane.core import native, portable, semaphore
+from raylane.core.portable import HEADER, PAGE_BYTES, WAKE
+from raylane.core.semaphore import Segment, value
+from raylane.core.waiting import Patience
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOT_BYTES, SLOTS, SLOTS_AT = 256, 3, 128
+NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler")
+
+KINDS: list[Any] = [portable]
+try:
+    from raylane.core import _native  # type: ignore[attr-defined,unused-ignore]
+
+    KINDS.append(_native)
+except ImportError:  # no C compiler: the tests below run on the one that there is
+    pass
+
+EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__.rpartition(".")[2])
+PAIRS = pytest.mark.parametrize(
+    ("writing", "reading"), [(a, b) for a in KINDS for b in KINDS], ids=lambda kind: kind.__name__.rpartition(".")[2]
+)
+
+
+class Channel:
+    """One ring of small slots with two readers, of the given implementations."""
+
+    def __init__(self, writing: Any, reading: Any) -> None:
+        self.segment = Segment.make(8192)
+        self.pages = [Segment.make(PAGE_BYTES) for _ in range(2)]
+        for at in (0, 64):
+            semaphore.init(self.segment.address + at)
+        for page in self.pages:
+            semaphore.init(page.address)
+        self.doorbells = [reading.Doorbell(page.memory, Patience()) for page in self.pages]
+        readers = tuple((index * 64, page.memory, index + 5) for index, page in enumerate(self.pages))
+        self.writer = writing.SlotWriter(self.segment.memory, SLOTS_AT, SLOTS, SLOT_BYTES, readers)
+        self.readers = [
+            reading.SlotReader(self.segment.memory, index * 64, SLOTS_AT, SLOTS, SLOT_BYTES, doorbell)
+            for index, doorbell in enumerate(self.doorbells)
+        ]
+
+
+def test_native_module_is_in_use_unless_refused() -> None:
+    refused = os.environ.get(native.PURE_VARIABLE, "0") not in ("", "0")
+    assert (len(KINDS) == 2 and not refused) is native.NATIVE
+    assert all(getattr(native, name) is getattr(KINDS[-1] if native.NATIVE else portable, name) for name in NAMES)
+
+
+@EACH
+def test_native_classes_are_all_there(kind: Any) -> None:
+    for name in NAMES:
+        mine = {key for key in dir(getattr(kind, name)) if not key.startswith("_")}
+        assert mine == {key for key in dir(getattr(portable, name)) if not key.startswith("_")}
+
+
+@PAIRS
+def test_slots_carry_messages_between_implementations(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    for number in range(10):
+        body = bytes([number]) * (number * 24)
+        made.writer.write(number, number % 3, number % 2 and WAKE, body)
+        for index, (reader, doorbell) in enumerate(zip(made.readers, made.doorbells, strict=True)):
+            assert doorbell.wait(1.0)
+            assert doorbell.flagged() == index + 5
+            assert reader.poll() == (number % 3, number % 2 and WAKE, body)
+            assert reader.poll() is None
+            assert (doorbell.consumed, doorbell.read, reader.sequence) == (number + 1, number + 1, number + 1)
+            assert doorbell.flagged() == -1
+    assert made.writer.bytes == sum(number * 24 for number in range(10))
+
+
+@PAIRS
+def test_slots_say_when_the_rest_of_a_message_must_be_read(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 7, 1, 2, 3)
+    made.writer.notify(0)
+    assert made.readers[0].poll() == (1, 2, None)
+    assert [value(page.address) for page in made.pages] == [1, 1]
+
+
+@PAIRS
+def test_slots_refuse_what_does_not_fit(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    with pytest.raises(ValueError, match="241 bytes do not fit into a slot of 256"):
+        made.writer.write(0, 0, 0, bytes(241))
+    assert made.readers[0].poll() is None
+    HEADER.pack_into(made.segment.view, SLOTS_AT, 0, 241, 0, 0, 0)  # by a hostile peer
+    made.writer.notify(0)
+    with pytest.raises(AssertionError, match="a message of 241 bytes does not fit into a slot"):
+        made.readers[0].poll()
+    made.writer.write(5, 0, 0, b"overrun")
+    with pytest.raises(AssertionError, match=r"message 0 in the place of message 1|message 5 in the place"):
+        made.readers[0].poll()
+
+
+@PAIRS
+def test_eventfd_is_written_to_for_a_reader_that_sleeps(writing: Any, reading: Any) -> None:
+    made = Channel(writing, reading)
+    fd = made.writer.wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        made.writer.write(0, 0, 0, b"")
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(fd)
+        made.doorbells[1].sleeping(True)
+        made.writer.write(1, 0, WAKE, b"")
+        assert os.eventfd_read(fd) == 1
+        made.doorbells[1].sleeping(False)
+        made.writer.write(2, 0, WAKE, b"")
+        if writing is reading is not portable:
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(fd)
+        else:  # one of them has no memory barrier: a mark that changes means nothing
+            assert os.eventfd_read(fd) == 1
+    finally:
+        os.close(fd)
+
+
+@EACH
+def test_slots_outside_of_their_memory_are_refused(kind: Any) -> None:
+    memory, page = Segment.make(8192), Segment.make(PAGE_BYTES)
+    bell = kind.Doorbell(page.memory, Patience())
+    for full_at, at, slots, size in [
+        (0, 64, 32, 256),
+        (0, -1, 1, 256),
+        (0, 64, 0, 256),
+        (0, 64, -1, 256),
+        (0, 64, 1, 15),
+        (0, 64, 1, 1 << 62),
+        (0, 64, 1 << 62, 256),
+        (0, 1 << 62, 1, 256),
+        (8180, 64, 1, 256),
+        (-64, 64, 1, 256),
+        (3, 64, 1, 256),
+    ]:
+        with pytest.raises(ValueError, match=r"do not fit into|no semaphore fits"):
+            kind.SlotReader(memory.memory, full_at, at, slots, size, bell)
+        with pytest.raises(ValueError, match=r"do not fit into|no semaphore fits"):
+            kind.SlotWriter(memory.memory, at, slots, size, ((full_at, page.memory, 0),))
+    for flag in (-1, portable.FLAGS):
+        with pytest.raises(ValueError, match=f"flag {flag} is not below 256"):
+            kind.SlotWriter(memory.memory, 64, 1, 256, ((0, page.memory, flag),))
+    with pytest.raises(ValueError, match="memory of 100 bytes is too small: 4096 are needed"):
+        kind.Doorbell(bytearray(100), Patience())
+    with pytest.raises(ValueError, match="memory of 100 bytes is too small: 4096 are needed"):
+        kind.SlotWriter(memory.memory, 64, 1, 256, ((0, bytearray(100), 0),))
+
+
+def pickler(kind: Any, limit: int = 1000) -> tuple[Any, list[Any], list[Any]]:
+    output: list[Any] = []
+    buffers: list[Any] = []
+    made = pickle.Pickler(types.SimpleNamespace(write=output.append), 5, buffer_callback=buffers.append)
+    return kind.SmallPickler(made.dump, made.clear_memo, output, buffers, limit), output, buffers
+
+
+@EACH
+def test_pickler_returns_small_values_and_keeps_no_memo(kind: Any) -> None:
+    small, output, buffers = pickler(kind)
+    shared = [1, 2]
+    for _ in range(3):  # a memo that is kept would write references to what the reader has never seen
+        assert pickle.loads(small.encode({"a": shared, "b": shared})) == {"a": [1, 2], "b": [1, 2]}
+    assert (output, buffers) == ([], [])
+
+
+@EACH
+@pytest.mark.parametrize("found", [bytes(2000), "__main__", bytes(200_000), pickle.PickleBuffer(b"x")], ids=str)
+def test_pickler_leaves_the_parts_of_other_values(kind: Any, found: Any) -> None:
+    small, output, buffers = pickler(kind)
+    assert small.encode(found) is None
+    again = pickle.loads(b"".join(output), buffers=buffers)
+    assert bytes(again) == bytes(found) if not isinstance(found, str) else again == found
+
+
+@EACH
+def test_pickler_raises_what_pickling_raises(kind: Any) -> None:
+    small, _, _ = pickler(kind)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        small.encode(lambda: None)
+
+
+@EACH
+def test_recorder_keeps_the_last_records_and_all_totals(kind: Any) -> None:
+    recorder = kind.Recorder(3, 4)
+    assert recorder.records() == []
+    for execution in range(6):
+        recorder.started()
+        recorder.returned()
+        recorder.sent(execution % 2, execution)
+    records = recorder.records()
+    assert [(task, execution) for task, execution, *_ in records] == [(0, 2), (1, 3), (0, 4), (1, 5)]
+    for _, _, idle_since, started, returned, sent in records:
+        assert idle_since <= started <= returned <= sent
+    assert all(before[5] == after[2] for before, after in itertools.pairwise(records))
+    assert [recorder.totals(task)[0] for task in range(3)] == [3, 3, 0]
+    assert recorder.totals(2) == (0, 0.0, 0.0, 0.0)
+    for task in (3, -1) if kind is not portable else (3,):
+        with pytest.raises((ValueError, IndexError)):
+            recorder.sent(task, 0)
+
+
+ABUSE = """
+# Everything once, with values that a defect or a hostile peer could give, under AddressSanitizer.
+import gc, importlib.util, os, pickle, sys, types
+spec = importlib.util.spec_from_file_location("raylane.core._native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+from raylane.core import semaphore
+from raylane.core.portable import HEADER
+from raylane.core.semaphore import Segment
+from raylane.core.waiting import Patience
+segment, page = Segment.make(8192), Segment.make(4096)
+for at in (segment.address, page.address):
+    semaphore.init(at)
+def attempt(call, *args):
+    try:
+        return call(*args)
+    except (ValueError, TypeError, AssertionError, ArithmeticError, MemoryError, AttributeError, pickle.PicklingError):
+        return None
+odd = [0, 1, -1, 7, 15, 16, 64, 4096, 8191, 8192, 1 << 31, 1 << 32, (1 << 63) - 1, -(1 << 63), 1 << 64, None, "x", 1.5]
+bell = native.Doorbell(page.memory, Patience())
+for a in odd:
+    attempt(native.Doorbell, a, Patience())
+    attempt(native.Doorbell, bytearray(4096), a)
+    attempt(native.Recorder, a, 4) if a not in ((1 << 31), (1 << 32), (1 << 63) - 1) else None
+    attempt(bell.wait, 0.0 if isinstance(a, int) else a)
+    attempt(bell.sleeping, a)
+    for b in odd:
+        for c in (1, 3, 16, 256, 1 << 62):
+            reader = attempt(native.SlotReader, segment.memory, 0, a, b, c, bell)
+            writer = attempt(native.SlotWriter, segment.memory, a, b, c, ((0, page.memory, 3),))
+            if writer is not None:
+                attempt(writer.write, 0, 0, 0, b"x" * max(0, c - 16))
+                attempt(writer.write, a, b, c, b"x" * 300)
+                attempt(writer.write, a, 0, 0, b"y")
+            if reader is not None:
+                HEADER.pack_into(segment.view, a, 0, 0xFFFFFFFF, 255, 255, 0)
+                attempt(reader.take)
+        attempt(native.SlotReader, segment.memory, a, 64, 3, 256, bell)
+        attempt(native.SlotWriter, segment.memory, 64, 3, 256, ((a, page.memory, b),))
+        attempt(native.SlotWriter, segment.memory, 64, 3, 256, a)
+        attempt(native.SlotWriter, segment.memory, 64, 3, 256, (a, b))
+readers = tuple((0, page.memory, flag) for flag in range(256))
+writer = native.SlotWriter(segment.memory, 64, 3, 256, readers)
+reader = native.SlotReader(segment.memory, 0, 64, 3, 256, bell)
+while reader.poll.__self__ and not semaphore.try_wait(segment.address): pass
+for number in range(1000):
+    writer.write(number, 0, 4, bytes(number % 240))
+    assert reader.take() == (0, 4, bytes(number % 240))
+    while bell.flagged() >= 0: pass
+assert bell.glance() and bell.absorb() and bell.consumed == bell.read
+output, buffers = [], []
+made = pickle.Pickler(types.SimpleNamespace(write=output.append), 5, buffer_callback=buffers.append)
+small = native.SmallPickler(made.dump, made.clear_memo, output, buffers, 1000)
+for found in (1, "__main__", bytes(100_000), pickle.PickleBuffer(b"x"), lambda: 0, [small]):
+    attempt(small.encode, found)
+    output.clear(), buffers.clear()
+for bad in ((None, None, [], [], 1), (1, 2, 3, 4, 5), (made.dump, made.clear_memo, [1, 2], [], 5)):
+    broken = attempt(native.SmallPickler, *bad)
+    broken and attempt(broken.encode, 1)
+cycle = []
+cycle.append(native.SmallPickler(cycle.append, cycle.clear, cycle, [], 5))
+recorder = native.Recorder(2, 3)
+for execution in range(10):
+    recorder.started(); recorder.returned(); recorder.sent(execution % 2, execution)
+    attempt(recorder.sent, execution + 2, execution); attempt(recorder.totals, execution); recorder.records()
+for kind in (native.Doorbell, native.SlotReader, native.SlotWriter, native.SmallPickler, native.Recorder):
+    empty = kind.__new__(kind)  # without __init__
+    for name in dir(empty):
+        method = getattr(empty, name)
+        if not name.startswith("_") and callable(method):
+            attempt(method), attempt(method, 0), attempt(method, 0, 0), attempt(method, 0, 0, 0, b"")
+del cycle, bell, reader, writer, small, broken
+gc.collect()
+print("survived")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_native_module_survives_abuse_under_the_sanitizer(tmp_path: Path) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    hatch_build = pytest.importorskip("hatch_build", reason="hatchling is not installed")
+    library = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    asan = library.stdout.strip()
+    if not os.path.isabs(asan):
+        pytest.skip("the compiler has no AddressSanitizer")
+    built = hatch_build.compile_native(
+        ROOT, "-Werror", "-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover", into=tmp_path
+    )
+    env = {
+        **os.environ,
+        "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", ABUSE, str(built)], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "survived"), done.stderr[-3000:]
