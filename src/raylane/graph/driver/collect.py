@@ -296,7 +296,7 @@ class Collector:
         result.end()
         if result._error is not None:
             # Reports of this execution have arrived by now and must be read before the next execution is admitted:
-            # see `worker.program.report_slots`.
+            # see `channels.layout.report_slots`.
             self._control.poll(all_channels=True)
         return True
 
