@@ -24,13 +24,13 @@ def test_graph_over_three_nodes_survives_a_pulled_cable() -> None:
         driver = net.start(
             0,
             f"{networks.ray_node(head, None, 'head')}; "
-            f"cd {root}; PYTHONPATH={root} exec {sys.executable} -m tests.faults.network_driver {head}",
+            f"cd {root}; PYTHONPATH={root}/src:{root} exec {sys.executable} -m tests.faults.network_driver {head}",
         )
         for index, (address, name) in enumerate([(one, "one"), (two, "two")], 1):
             # The head may take its time: a node is started again until it has found it.
             start = networks.ray_node(address, head, name)
             net.start(
-                index, f"cd {root}; export PYTHONPATH={root}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat"
+                index, f"cd {root}; export PYTHONPATH={root}/src:{root}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat"
             )
         heard: list[str] = []
         timer = threading.Timer(100, driver.kill)
