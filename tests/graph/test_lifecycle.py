@@ -98,6 +98,9 @@ def test_lock_taken_by_an_interrupted_thread_is_orphaned() -> None:
     seen = lock.observe()
     lock.lock.acquire()
     assert lock.orphaned(seen)
+    assert lock.recover(seen)
+    assert lock.lock.acquire(blocking=False)
+    assert not lock.recover(seen)
     lock.reset()
     assert lock.lock.acquire(False)
 

@@ -63,11 +63,9 @@ class PeerNetwork:
         """State of the graph in this process. ORPHANED in an actor: the driver has ended or has dropped the graph."""
         self._compiled_by = Deadline(layout.timeout_s)
         self._events: NetworkEvents | None = None
-        self._lock = threading.RLock()  # guards _events and the three below; reentrant: a finalizer may `close`
-        self._early_gone: list[int] = []
-        """Members that have gone before `listen` was called."""
-        self._early_alarms: list[str] = []
-        """Alarms that were raised before `listen` was called."""
+        self._lock = threading.RLock()  # guards _events and the two below; reentrant: a finalizer may `close`
+        self._early: list[Callable[[NetworkEvents], None]] = []
+        """Calls of the events before `listen` was called."""
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._reporting = threading.Lock()  # guards _reports_sent
         self._reports_sent = 0
@@ -171,11 +169,20 @@ class PeerNetwork:
         """Call these callbacks from now on, and at once for events that have happened before. For the driver."""
         with self._lock:
             self._events = events
-            gone, alarms = self._early_gone, self._early_alarms
-        for member in gone:
-            events.on_gone(member)
-        for text in alarms:
-            events.on_alarm(text)
+            early, self._early = self._early, []
+        for call in early:
+            call(events)
+
+    def _notify(self, call: Callable[[NetworkEvents], None]) -> bool:
+        """Pass an event to the driver's callbacks, or keep it for `listen`. Return True if it was passed."""
+        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
+        with self._lock:
+            events = self._events
+            if events is None:
+                self._early.append(call)
+                return False
+        call(events)
+        return True
 
     def peer_gone(self, member: int) -> None:
         """Handle the end of a peer (an event of `PeerLink`).
@@ -184,13 +191,7 @@ class PeerNetwork:
         """
         if self.lifecycle.disconnecting:
             return
-        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
-        with self._lock:
-            self._early_gone.append(member)
-            events = self._events
-        if events is not None:
-            events.on_gone(member)
-        elif member == DRIVER:
+        if not self._notify(lambda events: events.on_gone(member)) and member == DRIVER:
             self.lifecycle.advance(Event.OWNER_GONE)
 
     def peer_unreachable(self, member: int, why: str) -> None:
@@ -214,11 +215,7 @@ class PeerNetwork:
             if not self.report(Message(messages.VALUE, text.encode()[:MAX_REPORT_BYTES])):
                 log.error("%s", text)
             return
-        with self._lock:
-            self._early_alarms.append(text)
-            events = self._events
-        if events is not None:
-            events.on_alarm(text)
+        self._notify(lambda events: events.on_alarm(text))
 
     def report(self, message: Message) -> bool:
         """Send an alarm or a failure to the driver. Return False if there is no link to the driver.
@@ -237,9 +234,8 @@ class PeerNetwork:
 
     def _on_failure(self, data: bytes) -> None:
         """Handle the report of a member of another host that an execution has failed. Only the driver gets these."""
-        events = self._events
-        if events is not None:
-            events.on_failure(*pickle.loads(data))
+        execution, error = pickle.loads(data)
+        self._notify(lambda events: events.on_failure(execution, error))
 
     # State
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
@@ -85,7 +85,12 @@ class ChannelSetup:
     def _layout(self, member: int) -> Layout:
         """Return what a member must know of the channels, as far as it is known yet."""
         routes, links = self._routes[member], self._links[member]
-        used = {(channel, writer) for channel, route in routes.items() for writer in self._rings_used(route, member)}
+        used = (
+            (channel, writer)
+            for channel, route in routes.items()
+            for writer, readers in route.rings.items()
+            if member == writer or member in readers
+        )
         told = {reader for route in routes.values() for reader in route.rings.get(member, ())}
         return Layout(
             graph=self.graph,
@@ -102,9 +107,6 @@ class ChannelSetup:
             rings={at: self._rings[at] for at in used if at in self._rings},
             sources={to: self._sources[to] for _, to, _ in links if to in self._sources},
         )
-
-    def _rings_used(self, route: Route, member: int) -> Collection[int]:
-        return [writer for writer, readers in route.rings.items() if member == writer or member in readers]
 
     def create_rings(self) -> None:
         """Create all rings of the driver's host. Writers on other hosts create theirs."""

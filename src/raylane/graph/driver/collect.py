@@ -190,8 +190,7 @@ class Collector:
                 notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
                 if notified or (left is not None and left < CHECK_S):
                     return
-                if self._lock.orphaned(seen):
-                    self._lock.reset()
+                if self._lock.recover(seen):
                     self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
             finally:
                 self._followers -= 1
