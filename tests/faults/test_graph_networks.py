@@ -19,18 +19,20 @@ def test_graph_over_three_nodes_survives_a_pulled_cable() -> None:
     if why is not None:
         pytest.skip(f"namespaces cannot be made here: {why}")
     root = Path(__file__).parents[2]
+    paths = f"{root}/src:{root}"
     with networks.network(3) as net:
         head, one, two = net.addresses
         driver = net.start(
             0,
             f"{networks.ray_node(head, None, 'head')}; "
-            f"cd {root}; PYTHONPATH={root} exec {sys.executable} -m tests.faults.network_driver {head}",
+            f"cd {root}; PYTHONPATH={paths} exec {sys.executable} -m tests.faults.network_driver {head}",
         )
         for index, (address, name) in enumerate([(one, "one"), (two, "two")], 1):
             # The head may take its time: a node is started again until it has found it.
             start = networks.ray_node(address, head, name)
             net.start(
-                index, f"cd {root}; export PYTHONPATH={root}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat"
+                index,
+                f"cd {root}; export PYTHONPATH={paths}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat",
             )
         heard: list[str] = []
         timer = threading.Timer(100, driver.kill)

@@ -11,7 +11,7 @@ from raylane.core.semaphore import post, value
 from raylane.errors import GraphClosedError
 from raylane.graph.channels.ring import Doorbell
 from raylane.graph.driver.locks import RecoverableLock
-from raylane.graph.lifecycle import TRANSITIONS, Event, Lifecycle, State
+from raylane.graph.lifecycle import LINK_TRANSITIONS, TRANSITIONS, Event, Lifecycle, LinkEvent, LinkState, State
 
 
 def test_lifecycle_has_a_transition_for_every_state_and_event() -> None:
@@ -26,6 +26,15 @@ def test_lifecycle_closed_and_forked_are_final() -> None:
     for event in Event:
         assert TRANSITIONS[State.FORKED, event] is State.FORKED
         assert TRANSITIONS[State.CLOSED, event] in (State.CLOSED, State.FORKED)
+
+
+def test_link_table_refuses_a_second_connection() -> None:
+    refused = set(itertools.product(LinkState, LinkEvent)) - set(LINK_TRANSITIONS)
+    assert refused == {(LinkState.CONNECTED, LinkEvent.CONNECT)}
+
+
+def test_link_abandoned_stays_abandoned() -> None:
+    assert {LINK_TRANSITIONS[LinkState.ABANDONED, event] for event in LinkEvent} == {LinkState.ABANDONED}
 
 
 def test_lifecycle_keeps_the_first_error() -> None:
@@ -89,6 +98,9 @@ def test_lock_taken_by_an_interrupted_thread_is_orphaned() -> None:
     seen = lock.observe()
     lock.lock.acquire()
     assert lock.orphaned(seen)
+    assert lock.recover(seen)
+    assert lock.lock.acquire(blocking=False)
+    assert not lock.recover(seen)
     lock.reset()
     assert lock.lock.acquire(False)
 

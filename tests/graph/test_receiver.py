@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.receiver import MAX_REPORT_BYTES, Receiver
-from raylane.graph.channels.specs import NetworkSpec
 from raylane.graph.values.message import ERROR, VALUE
 from raylane.testing.leaks import leaks, snapshot
 
@@ -100,10 +100,23 @@ def test_peer_that_reconnects_often_costs_one_thread(peer_of: Fixture) -> None:
 
 
 def test_network_refuses_peers_that_were_not_announced() -> None:
-    spec = NetworkSpec(
-        key=b"k", member=0, names=("driver", "a"), alarm_channel=ALARM, timeout_s=5.0, max_lent_bytes=1 << 20
+    layout = Layout(
+        graph="6b",
+        member=0,
+        names=("driver", "a"),
+        edge_count=ALARM - 2,
+        max_inflight=1,
+        timeout_s=5.0,
+        max_lent_bytes=1 << 20,
+        near_driver=True,
+        routes={},
+        doorbells={},
+        links=(),
+        rings={},
+        sources={},
     )
-    network = PeerNetwork(spec)
+    assert layout.alarm_channel == ALARM
+    network = PeerNetwork(layout)
     for level in range(20):
         one, two = socket.socketpair()
         network._accept(two, 1, level)

@@ -1,4 +1,4 @@
-"""Lifecycle of one graph in one process, as a table of states and events.
+"""Lifecycles of one graph in one process and of its links to other hosts, as tables of states and events.
 
 The driver has one `Lifecycle` for each graph, and so has every actor of the graph. Everything that must stop waiting
 when the graph ends (lease pools, links to peers) reads the same object. The table itself is pure.
@@ -9,6 +9,12 @@ when the graph ends (lease pools, links to peers) reads the same object. The tab
     LEAVING  --owner_gone-->  ORPHANED
     any      --close-->       CLOSED      every connection is closed, or is being closed (FORKED stays FORKED)
     any      --fork-->        FORKED      this process is a forked child; the graph belongs to the parent
+
+Each link to a process of another host (`channels.peer_link`) has a state of its own:
+
+    BROKEN   --connect-->     CONNECTED   frames are sent; it begins BROKEN, before the first connection
+    CONNECTED --break-->      BROKEN      sending and waiting threads connect again
+    any      --abandon-->     ABANDONED   the peer has gone, could not be reached, or the graph ends: frames are dropped
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import threading
 
 from raylane.errors import GraphError
 
-__all__ = ["TRANSITIONS", "Event", "Lifecycle", "State"]
+__all__ = ["LINK_TRANSITIONS", "TRANSITIONS", "Event", "Lifecycle", "LinkEvent", "LinkState", "State"]
 
 
 class State(enum.Enum):
@@ -61,6 +67,33 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **{(State.FORKED, event): State.FORKED for event in (*_ENDING, Event.CLOSE)},
 }
 """Next state by state and event. A pair that is missing raises KeyError: it is a defect of raylane."""
+
+
+class LinkState(enum.Enum):
+    """State of a link to a process of another host."""
+
+    BROKEN = "broken"
+    CONNECTED = "connected"
+    ABANDONED = "abandoned"
+
+
+class LinkEvent(enum.Enum):
+    """Event that may change the state of a link."""
+
+    CONNECT = "connect"
+    BREAK = "break"
+    ABANDON = "abandon"
+
+
+LINK_TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
+    (LinkState.BROKEN, LinkEvent.CONNECT): LinkState.CONNECTED,
+    (LinkState.BROKEN, LinkEvent.BREAK): LinkState.BROKEN,
+    (LinkState.CONNECTED, LinkEvent.BREAK): LinkState.BROKEN,
+    # Nothing leads out of ABANDONED: a finalizer may abandon a link that is just being connected.
+    **{(LinkState.ABANDONED, event): LinkState.ABANDONED for event in LinkEvent},
+    **{(state, LinkEvent.ABANDON): LinkState.ABANDONED for state in LinkState},
+}
+"""Next state of a link. A connected link that connects is a defect of raylane: KeyError."""
 
 
 class Lifecycle:

@@ -34,7 +34,7 @@ from raylane.core.watcher import Watch, watcher
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
 from raylane.graph.channels.ring import RingWriter
-from raylane.graph.lifecycle import Lifecycle
+from raylane.graph.lifecycle import LINK_TRANSITIONS, Lifecycle, LinkEvent, LinkState
 from raylane.graph.values.message import Message
 from raylane.transport import wire
 from raylane.transport.link import Address, Link
@@ -109,9 +109,9 @@ class PeerLink:
         self._events = events
         self._lock = threading.RLock()  # guards everything below
         self._socket: socket.socket | None = None
+        """Connection while the state is CONNECTED, else None."""
         self._watch: Watch | None = None
-        self._abandoned = False
-        """True after the peer has gone or could not be reached: messages are dropped."""
+        self._state = LinkState.BROKEN
         self._retained: dict[int, collections.deque[_RetainedFrame]] = {}
         self._confirmed: dict[int, int] = {}
         """Last message of each channel that the peer has confirmed."""
@@ -129,7 +129,7 @@ class PeerLink:
         """
         pieces, lent = frames.pack_message(channel, sequence, message, flags)
         with self._lock:
-            if self._abandoned:
+            if self._state is LinkState.ABANDONED:
                 return False
             retained = self._retained.get(channel)
             if retained is None:
@@ -152,7 +152,7 @@ class PeerLink:
     def wait_until_received(self, channel: int, sequence: int) -> None:
         """Wait until the peer has received a message completely, or the link is abandoned."""
         with self._lock:
-            while self._confirmed.get(channel, -1) < sequence and not self._abandoned:
+            while self._confirmed.get(channel, -1) < sequence and self._state is not LinkState.ABANDONED:
                 if self._socket is None:
                     self._reconnect("it was closed")
                     continue
@@ -200,6 +200,10 @@ class PeerLink:
             link.close()
             raise
         self._socket = sock
+        self._advance(LinkEvent.CONNECT)
+        if self._state is LinkState.ABANDONED:  # a finalizer has closed this link within this very call
+            self._disconnect()
+            return
         # A thread that only waits for results sends nothing and would never notice the break.
         self._watch = watcher.watch_connection(sock, lambda: self._on_break(sock))
 
@@ -243,8 +247,12 @@ class PeerLink:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self._abandon()
 
+    def _advance(self, event: LinkEvent) -> None:
+        self._state = LINK_TRANSITIONS[self._state, event]
+
     def _abandon(self) -> None:
-        self._abandoned = True
+        self._disconnect()
+        self._advance(LinkEvent.ABANDON)
         self._retained.clear()
 
     def _on_break(self, sock: socket.socket) -> None:
@@ -255,12 +263,13 @@ class PeerLink:
 
         def reconnect() -> None:
             with self._lock:
-                if self._socket is sock and not self._abandoned:  # a sender may have noticed the break first
+                if self._socket is sock:  # a sender may have noticed the break first
                     self._reconnect("noticed while the connection was idle")
 
         threading.Thread(target=reconnect, name="raylane-reconnect", daemon=True).start()
 
     def _disconnect(self) -> None:
+        self._advance(LinkEvent.BREAK)
         sock, self._socket = self._socket, None
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -286,7 +295,6 @@ class PeerLink:
             self._lock.acquire()
         try:
             self._abandon()
-            self._disconnect()
         finally:
             self._lock.release()
 

@@ -4,18 +4,19 @@ The driver has a `PeerNetwork`, and so has every actor that sends to another hos
 one host has none. It is set up in two steps, because every process must be ready before the first link is opened:
 
     driver                                      every actor with a link
-    PeerSetup                           --->    `prepare`: create rings, register the graph with the listener
-    PeerEndpoint of all                 <---
-    LinkSpecs (within the Program)      --->    `connect`: open links
+    Layout                              --->    `prepare`: create rings, register the graph with the listener
+    addresses and rings of all          <---
+    Layout with these                   --->    `connect`: open links
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,11 @@ from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph.channels import ring
+from raylane.graph.channels.layout import ChannelEnds, Layout
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import FanOutWriter, LinkTarget, PeerLink, PeerRefused
+from raylane.graph.channels.peer_link import LinkTarget, PeerLink, PeerRefused
 from raylane.graph.channels.receiver import JOIN_S, MAX_REPORT_BYTES, InboundChannel, Receiver
 from raylane.graph.channels.ring import RingSpec, RingWriter
-from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec, PeerSetup
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import CONTROL_LEVEL
@@ -39,21 +40,6 @@ log = logging.getLogger("raylane.graph")
 
 KEPT_REPORTS = 8
 """Number of reports to the driver that are sent again after a reconnection."""
-
-
-def open_shared(path: str, owner: str) -> Segment:
-    """Map shared memory of another process, called `owner` in messages.
-
-    GraphPlanError if that is impossible: then the two processes are not on one host after all.
-    """
-    try:
-        return Segment.open(path)
-    except OSError as error:
-        raise GraphPlanError(
-            f"cannot open shared memory of {owner} ({path}): {error}. raylane assumes that processes of one kernel, "
-            "pid namespace and user share /proc; where they do not, give them different values of the environment "
-            "variable RAYLANE_HOST, and they will use the network"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -71,80 +57,77 @@ class NetworkEvents:
 class PeerNetwork:
     """Links and receivers of this process for one graph. Thread-safe after `connect`."""
 
-    def __init__(self, spec: NetworkSpec, lifecycle: Lifecycle | None = None) -> None:
-        self.spec = spec
+    def __init__(self, layout: Layout, lifecycle: Lifecycle | None = None) -> None:
+        self.layout = layout
         self.lifecycle = lifecycle or Lifecycle()
         """State of the graph in this process. ORPHANED in an actor: the driver has ended or has dropped the graph."""
-        self._compiled_by = Deadline(spec.timeout_s)
+        self._compiled_by = Deadline(layout.timeout_s)
         self._events: NetworkEvents | None = None
-        self._lock = threading.RLock()  # guards _events and the three below; reentrant: a finalizer may `close`
-        self._early_gone: list[int] = []
-        """Members that have gone before `listen` was called."""
-        self._early_alarms: list[str] = []
-        """Alarms that were raised before `listen` was called."""
+        self._lock = threading.RLock()  # guards _events and the two below; reentrant: a finalizer may `close`
+        self._early: list[Callable[[NetworkEvents], None]] = []
+        """Calls of the events before `listen` was called."""
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._reporting = threading.Lock()  # guards _reports_sent
         self._reports_sent = 0
         self.links: dict[tuple[int, int], PeerLink] = {}
         """Open links by (member, level)."""
-        self.rings: dict[int, tuple[RingSpec, Segment]] = {}
-        """Rings that this process has created, by channel."""
+        self._made: list[Segment] = []
+        """Segments of the rings that this process has created; other processes open them."""
         self._inbound: dict[int, InboundChannel] = {}
         self._pools: dict[tuple[int, int], LeasePool] = {}
         """Pool for the messages of each announced peer and level."""
-        self._relays: list[tuple[InboundChannel, int, tuple[tuple[int, int], ...], int]] = []
-        """Relayed channels whose onward links are not open yet."""
 
     # Setting up
 
-    def prepare(self, setup: PeerSetup) -> dict[int, RingSpec]:
-        """Create this process's rings and accept connections of the graph. Return the rings by channel."""
-        spec = self.spec
-        # One pool for each peer and level: a receiver that waits for memory must not hold up another one.
+    def prepare(self, made: Iterable[Segment] = ()) -> dict[tuple[int, int], RingSpec]:
+        """Create the rings that this process writes, and accept connections of the graph. Return the new rings.
+
+        `made` are segments of this process with rings that the layout names already.
+        """
+        layout, own = self.layout, self.layout.member
+        # One pool for each peer and level: a receiver that waits for memory must not hold up another one. Only these
+        # peers may connect: the listener refuses any other member and level.
         self._pools = {
-            peer: LeasePool(spec.max_lent_bytes, spec.timeout_s, lifecycle=self.lifecycle) for peer in setup.peers
+            (source, level): LeasePool(layout.max_lent_bytes, layout.timeout_s, lifecycle=self.lifecycle)
+            for source, to, level in layout.links
+            if to == own
         }
-        made = ring.make_rings([wanted for _, wanted in setup.rings])
-        self.rings |= {channel: found for (channel, _), found in zip(setup.rings, made, strict=True)}
-        for relay in setup.relays:
-            ring_spec, segment = self._ring(relay.onward, relay.channel)
-            doorbells = [
-                open_shared(path, name) for path, name in zip(relay.onward.doorbells, ring_spec.readers, strict=True)
-            ]
-            channel = InboundChannel(RingWriter(segment, ring_spec, doorbells, self._pools[relay.source]))
-            self._inbound[relay.channel] = channel
-            # Links are not open yet: the relay gets its onward writer in `connect`.
-            if relay.onward.links:
-                self._relays.append((channel, relay.channel, relay.onward.links, relay.slots))
-        endpoints.endpoint().streams[spec.key] = self._accept  # last: from now on peers may connect
-        return {channel: ring_spec for channel, (ring_spec, _) in self.rings.items()}
+        wanted = [at for at in ((c, own) for c in layout.routes if layout.readers_here(c)) if at not in layout.rings]
+        rings = ring.make_rings([layout.new_ring(channel, own, layout.readers_here(channel)) for channel, _ in wanted])
+        new = {at: spec for at, (spec, _) in zip(wanted, rings, strict=True)}
+        self._made = [segment for _, segment in rings]
+        self.layout = dataclasses.replace(layout, rings={**layout.rings, **new})
+        ends = ChannelEnds(self.layout, [*made, *self._made])
+        for channel, route in layout.routes.items():
+            for relay in route.relays:
+                if relay.member == own:
+                    pool = self._pools[relay.source, relay.level]
+                    self._inbound[channel] = InboundChannel(ends.ring_writer(channel, pool))
+        endpoints.endpoint().streams[layout.key] = self._accept  # last: from now on peers may connect
+        return new
 
-    def _ring(self, outbound: OutboundSpec, channel: int) -> tuple[RingSpec, Segment]:
-        if channel in self.rings:
-            return self.rings[channel]
-        assert outbound.ring is not None
-        return outbound.ring, open_shared(outbound.ring.path, outbound.ring.readers[0])
-
-    def connect(self, links: Sequence[LinkSpec], deadline: Deadline) -> None:
-        """Open every link of this process. Waits until all are open.
+    def connect(self, layout: Layout, deadline: Deadline) -> None:
+        """Open every link of this process, to the addresses in `layout`. Waits until all are open.
 
         GraphClosedError if a peer has gone, GraphTimeoutError after the deadline, GraphPlanError if a peer cannot be
         reached; each names both ends.
         """
+        self.layout = layout
         endpoint = endpoints.endpoint()
-        spec = self.spec
-        for to in links:
+        for source, to, level in layout.links:
+            if source != layout.member:
+                continue
             target = LinkTarget(
-                member=to.member,
-                level=to.level,
-                name=spec.names[to.member],
-                address=endpoint.address_of(to.source),
-                key=spec.key,
+                member=to,
+                level=level,
+                name=layout.names[to],
+                address=endpoint.address_of(layout.sources[to]),
+                key=layout.key,
                 secret=endpoint.secret(),
-                own_member=spec.member,
-                own_name=spec.names[spec.member],
+                own_member=layout.member,
+                own_name=layout.names[layout.member],
             )
-            link = self.links[to.member, to.level] = PeerLink(target, spec.timeout_s, self)
+            link = self.links[to, level] = PeerLink(target, layout.timeout_s, self)
             try:
                 link.open(deadline)
             except (PeerRefused, TransportError) as error:
@@ -161,12 +144,9 @@ class PeerNetwork:
                     f"{target.own_name} cannot connect to {target.name} at {target.address}: {error}. The hosts of a "
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
-        for inbound, channel, onward, slots in self._relays:
-            inbound.onward = self.writer(None, channel, onward, slots)
-
-    def writer(self, own: RingWriter | None, channel: int, links: Iterable[tuple[int, int]], keep: int) -> FanOutWriter:
-        """Return the writer of a channel that has readers on other hosts, over open links."""
-        return FanOutWriter(own, [self.links[to] for to in links], channel, keep)
+        ends = ChannelEnds(layout, links=self.links)
+        for channel, inbound in self._inbound.items():
+            inbound.onward = ends.fan_out(channel, None)
 
     # Events
 
@@ -176,8 +156,8 @@ class PeerNetwork:
             receiver = self._receivers.get((member, level))
             announced = (member, level) in self._pools  # only these may connect: each receiver costs a thread
             if receiver is None and announced and not self.lifecycle.disconnecting:
-                name = f"link of level {level} from {self.spec.names[member]}"
-                receiver = Receiver(name, self._inbound, self.spec.alarm_channel, self.raise_alarm, self._on_failure)
+                name = f"link of level {level} from {self.layout.names[member]}"
+                receiver = Receiver(name, self._inbound, self.layout.alarm_channel, self.raise_alarm, self._on_failure)
                 self._receivers[member, level] = receiver
         if receiver is None:
             sock.close()
@@ -188,11 +168,20 @@ class PeerNetwork:
         """Call these callbacks from now on, and at once for events that have happened before. For the driver."""
         with self._lock:
             self._events = events
-            gone, alarms = self._early_gone, self._early_alarms
-        for member in gone:
-            events.on_gone(member)
-        for text in alarms:
-            events.on_alarm(text)
+            early, self._early = self._early, []
+        for call in early:
+            call(events)
+
+    def _notify(self, call: Callable[[NetworkEvents], None]) -> bool:
+        """Pass an event to the driver's callbacks, or keep it for `listen`. Return True if it was passed."""
+        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
+        with self._lock:
+            events = self._events
+            if events is None:
+                self._early.append(call)
+                return False
+        call(events)
+        return True
 
     def peer_gone(self, member: int) -> None:
         """Handle the end of a peer (an event of `PeerLink`).
@@ -201,21 +190,15 @@ class PeerNetwork:
         """
         if self.lifecycle.disconnecting:
             return
-        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
-        with self._lock:
-            self._early_gone.append(member)
-            events = self._events
-        if events is not None:
-            events.on_gone(member)
-        elif member == DRIVER:
+        if not self._notify(lambda events: events.on_gone(member)) and member == DRIVER:
             self.lifecycle.advance(Event.OWNER_GONE)
 
     def peer_unreachable(self, member: int, why: str) -> None:
         """Handle that a peer could not be reached again (an event of `PeerLink`)."""
-        names, own = self.spec.names, self.spec.member
+        names, own = self.layout.names, self.layout.member
         text = (
             f"the connection from {names[own]} to {names[member]} broke and could not be opened again within "
-            f"{self.spec.timeout_s} s: {why}"
+            f"{self.layout.timeout_s} s: {why}"
         )
         if member == DRIVER:
             log.warning("%s: leaving the graph", text)
@@ -227,15 +210,11 @@ class PeerNetwork:
         """Report to the driver that the graph cannot continue."""
         if self.lifecycle.disconnecting:
             return
-        if self.spec.member != DRIVER:
+        if self.layout.member != DRIVER:
             if not self.report(Message(messages.VALUE, text.encode()[:MAX_REPORT_BYTES])):
                 log.error("%s", text)
             return
-        with self._lock:
-            self._early_alarms.append(text)
-            events = self._events
-        if events is not None:
-            events.on_alarm(text)
+        self._notify(lambda events: events.on_alarm(text))
 
     def report(self, message: Message) -> bool:
         """Send an alarm or a failure to the driver. Return False if there is no link to the driver.
@@ -248,15 +227,14 @@ class PeerNetwork:
         if len(message.body) <= MAX_REPORT_BYTES:
             # Several threads report (receivers, the graph loop); numbers must follow the order of sending.
             with self._reporting:
-                link.send(self.spec.alarm_channel, self._reports_sent, message, 0, KEPT_REPORTS)
+                link.send(self.layout.alarm_channel, self._reports_sent, message, 0, KEPT_REPORTS)
                 self._reports_sent += 1
         return True
 
     def _on_failure(self, data: bytes) -> None:
         """Handle the report of a member of another host that an execution has failed. Only the driver gets these."""
-        events = self._events
-        if events is not None:
-            events.on_failure(*pickle.loads(data))
+        execution, error = pickle.loads(data)
+        self._notify(lambda events: events.on_failure(execution, error))
 
     # State
 
@@ -287,7 +265,7 @@ class PeerNetwork:
         self.lifecycle.advance(Event.CLOSE)  # first: from now on no thread waits for memory or reconnects
         endpoint = endpoints.existing()
         if endpoint is not None:
-            endpoint.streams.pop(self.spec.key, None)
+            endpoint.streams.pop(self.layout.key, None)
         for link in self.links.values():
             link.close()
         with self._lock:
@@ -300,9 +278,9 @@ class PeerNetwork:
             deadline = Deadline(join_s)
             for receiver in receivers:
                 receiver.join(deadline.left_s() or 0.0)
-        for _, segment in self.rings.values():
+        for segment in self._made:
             segment.close_fd()
         # Links and receivers refer to this object: cut these cycles, so that memory is freed without a collection.
         self._events = None
-        for part in (self.links, self.rings, self._inbound, self._pools, self._relays):
+        for part in (self.links, self._made, self._inbound, self._pools):
             part.clear()

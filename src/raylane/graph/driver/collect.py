@@ -171,8 +171,7 @@ class Collector:
                 notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
                 if notified or (left is not None and left < CHECK_S):
                     return
-                if self.lock.orphaned(seen):
-                    self.lock.reset()
+                if self.lock.recover(seen):
                     self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
             finally:
                 self.followers -= 1
@@ -299,7 +298,7 @@ class Collector:
         result.end()
         if result._error is not None:
             # Reports of this execution have arrived by now and must be read before the next execution is admitted:
-            # see `worker.program.report_slots`.
+            # see `channels.layout.report_slots`.
             self._control.poll(all_channels=True)
         return True
 

@@ -43,7 +43,7 @@ class Connections:
         self.infos = list(infos)
         self.lifecycle = Lifecycle()
         self.doorbell = Doorbell()
-        self.routes = Routes((), ())
+        self.routes = Routes(())
         self.network: PeerNetwork | None = None
         """Connections to other hosts, if the graph spans hosts."""
         self.inputs: list[tuple[Writer, int]] = []
@@ -66,7 +66,7 @@ class Connections:
         """Let the receivers of messages from other hosts write to the eventfd, as actors of this host do."""
         for edge in self.readers:
             route = self.routes.edges[edge]
-            if route.ring_readers(DRIVER) is not route.local:
+            if route.ring_of(DRIVER) != route.writer:
                 assert self.network is not None
                 self.network.ring_writer(edge).own_wake_fd(os.dup(self.wake_fd))
 
@@ -108,7 +108,7 @@ class Connections:
             on_end(self.control.died(member))
 
         for member in range(1, len(self.plan.members)):
-            if self.routes.control[member - 1].orders.relays:
+            if self.routes.orders[member - 1].relays:
                 continue  # on another host: the link notices its end
             try:
                 place = self.infos[member - 1].place

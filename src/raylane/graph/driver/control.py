@@ -20,11 +20,12 @@ from typing import Any
 from raylane.core.deadline import Deadline
 from raylane.core.semaphore import block, try_wait
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphTimeoutError
+from raylane.graph.channels.layout import CONTROL_SLOTS
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.ring import RingReader
 from raylane.graph.lifecycle import Lifecycle, State
 from raylane.graph.values import message as messages
-from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE
+from raylane.graph.worker.program import EXITED, TROUBLE
 
 log = logging.getLogger("raylane.graph")
 

@@ -19,10 +19,10 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
-from raylane.graph.channels.specs import PeerSetup
+from raylane.graph.channels.layout import Layout
 from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.connections import Connections
-from raylane.graph.plan.ir import DRIVER, Plan
+from raylane.graph.plan.ir import Plan
 from raylane.graph.worker import bootstrap
 
 CAUSE_S = 5.0
@@ -43,18 +43,18 @@ def deploy(
     members = range(1, len(plan.members))
     infos = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
     connections = Connections(plan, actors, [infos[member] for member in members])
-    setups: dict[int, PeerSetup] = {}
+    peers: dict[int, Layout] = {}
     setup = ChannelSetup(
         connections, max_inflight=max_inflight, timeout_s=timeout_s, max_lent_bytes=max_lent_bytes, exclusive=exclusive
     )
     try:
-        # Rings first: programs and peer setups name their paths.
+        # Rings first: layouts name their paths.
         setup.create_rings()
-        setups = setup.peer_setups()
-        if setups:
-            setup.prepare_own_network(setups.pop(DRIVER))
-            calls = {member: (bootstrap.prepare_network, setup.graph, own) for member, own in setups.items()}
-            setup.add_endpoints(_call_all(plan, actors, calls, deadline))
+        peers = setup.peer_layouts()
+        if peers:
+            setup.prepare_own_network()
+            calls = {member: (bootstrap.prepare_network, layout) for member, layout in peers.items()}
+            setup.add_peers(_call_all(plan, actors, calls, deadline))
         # The driver's own links before the actors join: an actor's link to the driver needs the driver ready.
         setup.open_own_ends(deadline)
         joins = {member: (bootstrap.join_graph, program) for member, program in enumerate(setup.programs(), 1)}
@@ -64,7 +64,7 @@ def deploy(
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
         os.close(connections.wake_fd)
-        for member in setups:
+        for member in peers:
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)
         if isinstance(error, OSError) and not isinstance(error, GraphError):
             raise GraphPlanError(

@@ -58,3 +58,10 @@ class RecoverableLock:
         second ago), and yet the lock is locked.
         """
         return seen.lock is self.lock and seen.lock.locked() and not self.held and seen.entries == self.entries
+
+    def recover(self, seen: Observation) -> bool:
+        """Replace the lock if it is locked without an owner. Return True if so: then what it guards is half done."""
+        orphaned = self.orphaned(seen)
+        if orphaned:
+            self.reset()
+        return orphaned

@@ -135,8 +135,7 @@ class Submitter:
             if left is not None and left < CHECK_S:
                 continue
             # The state of a half-done submission is unknown, so this lock is replaced and the graph ends.
-            if self.lock.orphaned(seen):
-                self.lock.reset()
+            if self.lock.recover(seen):
                 self._collector.fail(GraphClosedError("execute was interrupted; compile the graph again"))
 
     def wait_until_unlocked(self, timeout_s: float | None) -> None:

@@ -49,24 +49,29 @@ def plan(
     lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding).
     GraphPlanError if the nodes make no graph: no calls, two inputs, an argument that is not a node.
     """
-    calls, source = _find(output)
-    whole = source is not None and _uses_whole([*calls, output], source)
+    calls, whole = _find(output)
     planner = _Planner(calls, whole, identify, name)
     return planner.build(output, order or {}), planner.actors
 
 
-def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
-    """Return all calls of the graph, in the order in which they were bound, and its input."""
+def _find(output: n.Node) -> tuple[list[n.CallNode], bool]:
+    """Return all calls of the graph, in the order in which they were bound, and True if its input is used whole.
+
+    Used whole means: by a call, the output or a node other than an item of the input.
+    """
     if not isinstance(output, n.Node):
         raise GraphPlanError(f"compile({output!r}): the argument must be a node, such as the result of raylane.bind")
     seen: dict[int, n.Node] = {}
     inputs: dict[int, n.InputNode] = {}
     waiting: list[n.Node] = [output]
+    whole = isinstance(output, n.InputNode)
     while waiting:
         node = waiting.pop()
         if id(node) in seen:
             continue
         seen[id(node)] = node
+        parts = _nodes_of(node)
+        whole |= not isinstance(node, n.ItemNode) and any(isinstance(part, n.InputNode) for part in parts)
         if isinstance(node, n.MultiOutputNode) and node is not output:
             raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
         source = node if isinstance(node, n.InputNode) else node.input if isinstance(node, n.CallNode) else None
@@ -74,7 +79,7 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
             inputs[id(source)] = source
             # The input knows every call bound to it, so calls that no output needs (leaves) are found too.
             waiting.extend(source._calls)
-        waiting.extend(_nodes_of(node))
+        waiting.extend(parts)
     _refuse_cycles(seen)
     if len(inputs) > 1:
         raise GraphPlanError(
@@ -84,7 +89,7 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], n.InputNode | None]:
     calls = sorted((node for node in seen.values() if isinstance(node, n.CallNode)), key=lambda call: call.number)
     if not calls:
         raise GraphPlanError(f"compile({output!r}): the graph calls no actor; bind at least one method")
-    return calls, next(iter(inputs.values()), None)
+    return calls, whole
 
 
 class _Planner:
@@ -272,22 +277,6 @@ def _is_mutable(value: Any) -> bool:
         if type(found) is tuple and id(found) not in seen:
             seen.add(id(found))
             waiting.extend(found)
-    return False
-
-
-def _uses_whole(users: Sequence[n.Node], source: n.InputNode) -> bool:
-    """Return True if a node uses the whole input, not only arguments of it. `users` are all calls and the output."""
-    waiting = list(users)
-    seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is source:
-            return True
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if not (isinstance(node, n.ItemNode) and node.base is source):
-            waiting.extend(_nodes_of(node))
     return False
 
 

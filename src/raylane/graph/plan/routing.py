@@ -51,14 +51,24 @@ class Route:
     relays: tuple[Relay, ...] = ()
     """One relay for each other host with readers."""
 
+    @property
+    def rings(self) -> dict[int, tuple[int, ...]]:
+        """Readers of each ring, in the order of its semaphores, by the member that writes the ring."""
+        local = {self.writer: self.local} if self.local else {}
+        return local | {relay.member: relay.readers for relay in self.relays}
+
+    def ring_of(self, reader: int) -> int:
+        """Return the member that writes the ring which `reader` reads."""
+        return next(writer for writer, readers in self.rings.items() if reader in readers)
+
     def onward(self, member: int) -> tuple[tuple[int, int], ...]:
         """Return (member, level) of each link over which `member` sends."""
         return tuple((relay.member, relay.level) for relay in self.relays if relay.source == member)
 
-    def ring_readers(self, member: int) -> tuple[int, ...]:
-        """Return the readers of the ring that `member` reads, in the order of the ring's semaphores."""
-        groups = (self.local, *(relay.readers for relay in self.relays))
-        return next(group for group in groups if member in group)
+    @property
+    def members(self) -> set[int]:
+        """The writer, all readers and all relays, which are readers too."""
+        return {self.writer}.union(*self.rings.values())
 
 
 def fanout(count: int, arity: int = ARITY) -> list[int]:
@@ -83,25 +93,23 @@ def route(
 
 
 @dataclass(frozen=True)
-class ControlRoutes:
-    """Routes of the two control channels of one actor: orders from the driver, reports to the driver."""
-
-    orders: Route
-    reports: Route
-
-
-@dataclass(frozen=True)
 class Routes:
-    """Routes of all channels of a graph. Channel numbers of edges are edge indices; control channels follow them."""
+    """Routes of all channels of a graph, by channel number: the edges, then orders and reports of each actor in turn.
+
+    The number after them belongs to alarms, which travel over links alone.
+    """
 
     edges: tuple[Route, ...]
-    control: tuple[ControlRoutes, ...]
-    """Control channels of members 1, 2, ..."""
+    """Channel numbers of edges are edge indices."""
+    orders: tuple[Route, ...] = ()
+    """Channels of the driver's orders to members 1, 2, ..."""
+    reports: tuple[Route, ...] = ()
+    """Channels of the reports of members 1, 2, ..."""
 
     @property
     def all(self) -> tuple[Route, ...]:
-        """Routes of all edges and control channels."""
-        return (*self.edges, *(route for pair in self.control for route in (pair.orders, pair.reports)))
+        """Routes of all edges and control channels; each stands at the position of its number."""
+        return (*self.edges, *(route for pair in zip(self.orders, self.reports, strict=True) for route in pair))
 
     @functools.cached_property
     def links(self) -> frozenset[tuple[int, int, int]]:
@@ -112,24 +120,16 @@ class Routes:
         alarms = {(member, DRIVER, CONTROL_LEVEL) for link in links for member in link[:2] if member != DRIVER}
         return frozenset(links | alarms)
 
-    @property
-    def alarm_channel(self) -> int:
-        """Channel on which members report to the driver why they left: one after all others."""
-        return len(self.edges) + 2 * len(self.control)
-
 
 def routes(plan: Plan, hosts: Sequence[Hashable]) -> Routes:
     """Return the routes of all channels of a plan. `hosts` has the host of each member, the driver's first."""
-    count = len(plan.edges)
-    edges = tuple(route(edge.index, edge.writer, edge.readers, hosts) for edge in plan.edges)
-    control = tuple(
-        ControlRoutes(
-            route(count + 2 * member - 2, DRIVER, (member,), hosts, control=True),
-            route(count + 2 * member - 1, member, (DRIVER,), hosts, control=True),
-        )
-        for member in range(1, len(plan.members))
+    count = len(plan.edges) - 2
+    actors = range(1, len(plan.members))
+    return Routes(
+        edges=tuple(route(edge.index, edge.writer, edge.readers, hosts) for edge in plan.edges),
+        orders=tuple(route(count + 2 * actor, DRIVER, (actor,), hosts, control=True) for actor in actors),
+        reports=tuple(route(count + 2 * actor + 1, actor, (DRIVER,), hosts, control=True) for actor in actors),
     )
-    return Routes(edges, control)
 
 
 def kind(found: Route) -> str:

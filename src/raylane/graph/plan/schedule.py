@@ -2,52 +2,47 @@
 
 `order_of` is used by `planner`, `check` by `compile` before any actor is called.
 
-A running graph is a marked graph (F. Commoner, A. Holt, S. Even, A. Pnueli, "Marked directed graphs", J. Comput. Syst.
-Sci. 5, 1971): each *event* happens once in every execution, and an *arc* from a to b with k tokens means that b of
-execution n comes after a of execution n - k. These arcs are the only reasons to wait:
+**Which waits decide.** A running graph is a marked graph (F. Commoner, A. Holt, S. Even, A. Pnueli, "Marked directed
+graphs", J. Comput. Syst. Sci. 5, 1971): it deadlocks if and only if a cycle of events exists in which each waits for
+the one before it *in the same execution*. A wait for an earlier execution cannot be part of such a cycle. Those are:
 
-    submit -0-> send e0 -0-> send e1 ... -1-> submit       the driver submits one execution after the other
-    collect e -max_inflight-> submit                       and only when there is capacity
-    task -0-> next task of the member ... -1-> first       a member runs its tasks in order, then starts again
-    writer of an edge's message -0-> its reader            a message is written before it is read
-    reader -slots-> writer                                 a slot is free before it is written
-    task -0-> task of the same member that uses its result
+    submit      waits for the end of the execution `max_inflight` earlier, and for the submission before
+    a member    begins an execution after it has ended the one before
+    a writer    waits for a free slot, that is, for the readers of the execution `slots` earlier
 
-Theorem: such a system never deadlocks if and only if every directed cycle carries a token. On a cycle without tokens
-each event waits for the one before it, in the first execution already. The arcs across executions (`max_inflight`,
-`slots`, from one execution to the next) all carry tokens. So, as long as every edge has one message in each execution,
-only the orders within one execution matter; the check does not rely on that and uses all arcs.
+The driver's sends wait for its submission and for each other alone, and for its collecting nothing waits in the same
+execution: so neither is on a cycle. What is left are waits of tasks for tasks, and these decide:
+
+    task        waits for the task that its member runs before it
+    task        waits for the tasks whose results it uses
+
+So a plan cannot deadlock, with any `max_inflight` and any number of slots, if and only if these waits form no cycle.
+The tests compare this with a check of all waits, and with simulated runs in random and in all orders.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from typing import NamedTuple
 
 from raylane.errors import GraphDeadlockError
-from raylane.graph.plan.ir import DRIVER, INPUT, Plan
+from raylane.graph.plan.ir import INPUT, Plan
 
-__all__ = ["Arc", "arcs_of", "check", "find_deadlock", "order_of", "reading_task"]
-
-Event: TypeAlias = tuple[str, int]
-"""("task", index); ("send", edge) and ("collect", edge) of the driver; ("submit", 0)."""
-
-SUBMIT: Event = ("submit", 0)
+__all__ = ["Wait", "check", "find_deadlock", "order_of", "reading_task", "waits_of"]
 
 
-@dataclass(frozen=True)
-class Arc:
-    """Constraint: `after` of execution n waits for `before` of execution n - `tokens`. `why` is the text for people."""
+class Wait(NamedTuple):
+    """Task `task` begins after task `before` of the same execution has ended."""
 
-    before: Event
-    after: Event
-    tokens: int
-    why: str
+    task: int
+    before: int
+    value: int | None
+    """Value of `before` that `task` uses; None if the member's order is the reason."""
 
 
 def order_of(
@@ -65,37 +60,28 @@ def order_of(
         assert sorted(tasks) == [t for t, m in enumerate(task_members) if m == member], f"order of {member}: {tasks}"
         for earlier, later in pairwise(tasks):
             before[later].add(earlier)
-    # Where no valid order exists, the wish of the user stands: the check then names the cycle with those calls.
-    order: list[list[int]] = [[] for _ in range(max(task_members, default=DRIVER) + 1)]
-    for task in _global_order(before, needs):
-        order[task_members[task]].append(task)
-    return tuple(tuple(wanted.get(member, tasks)) for member, tasks in enumerate(order))
-
-
-def _global_order(before: Sequence[Collection[int]], needs: Sequence[Collection[int]]) -> list[int]:
-    """Return a topological order by `before`. A cycle is cut at a task whose `needs` are met, if there is one."""
     after: list[list[int]] = [[] for _ in before]
-    for task, earlier in enumerate(before):
-        for one in earlier:
+    for task, earlier_ones in enumerate(before):
+        for one in earlier_ones:
             after[one].append(task)
-    missing = [len(earlier) for earlier in before]
-    ready = [task for task, count in enumerate(missing) if count == 0]
+    order: list[list[int]] = [[] for _ in range(max(task_members, default=0) + 1)]
     left = set(range(len(before)))
-    order = []
+    ready = [task for task in left if not before[task]]
+    heapq.heapify(ready)  # a heap, so that equal plans get equal orders in every process and in every run
     while left:
+        # No task is free: the wanted orders contradict the data. Continue with a task that has its data, so that the
+        # check can name the cycle in terms of the user's calls.
         if not ready:
-            # No task is free: the wanted orders contradict the data. Continue all the same, so that the check can name
-            # the cycle in terms of the user's calls.
             ready = [min((t for t in left if left.isdisjoint(needs[t])), default=min(left))]
-        # A heap, so that equal plans get equal orders in every process and in every run.
         task = heapq.heappop(ready)
         left.remove(task)
-        order.append(task)
+        order[task_members[task]].append(task)
         for later in after[task]:
-            missing[later] -= 1
-            if missing[later] == 0 and later in left:
+            before[later].remove(task)
+            if not before[later] and later in left:
                 heapq.heappush(ready, later)
-    return order
+    # Where no valid order exists, the wish of the user stands: the check then names the cycle with those calls.
+    return tuple(tuple(wanted.get(member, tasks)) for member, tasks in enumerate(order))
 
 
 def reading_task(plan: Plan, edge: int, member: int) -> int:
@@ -106,118 +92,99 @@ def reading_task(plan: Plan, edge: int, member: int) -> int:
     return readers[0]
 
 
-def arcs_of(plan: Plan, max_inflight: int, slots: int) -> list[Arc]:
-    """Return all reasons to wait, if `slots` messages fit into each edge."""
-    return [
-        *_driver_arcs(plan, max_inflight),
-        *_order_arcs(plan),
-        *_edge_arcs(plan, slots),
-        *_own_result_arcs(plan),
-    ]
-
-
-def _driver_arcs(plan: Plan, max_inflight: int) -> Iterable[Arc]:
-    sends: list[Event] = [("send", edge.index) for edge in plan.edges_from(DRIVER)]
-    turn = [SUBMIT, *sends]
-    for earlier, later in pairwise(turn):
-        yield Arc(
-            earlier, later, 0, f"{_name(plan, later)} waits for {_name(plan, earlier)}: the driver sends in this order"
-        )
-    # The submit lock: one execution is submitted completely before the next one begins.
-    yield Arc(turn[-1], SUBMIT, 1, f"{_name(plan, SUBMIT)} waits for the previous submission")
-    for edge in plan.edges_to(DRIVER):
-        collect: Event = ("collect", edge.index)
-        yield Arc(collect, SUBMIT, max_inflight, f"{_name(plan, SUBMIT)} waits for {_name(plan, collect)}")
-
-
-def _order_arcs(plan: Plan) -> Iterable[Arc]:
-    for member, tasks in enumerate(plan.order):
-        events: list[Event] = [("task", task) for task in tasks]
-        for earlier, later in pairwise(events):
-            why = f"{_name(plan, later)} waits for {_name(plan, earlier)}: {plan.members[member]} runs it first"
-            yield Arc(earlier, later, 0, why)
-        if events:
-            why = f"{_name(plan, events[0])} waits for {_name(plan, events[-1])} of the previous execution"
-            yield Arc(events[-1], events[0], 1, why)
-
-
-def _edge_arcs(plan: Plan, slots: int) -> Iterable[Arc]:
-    for edge in plan.edges:
-        source = plan.values[edge.value].source
-        made: Event = ("send", edge.index) if source == INPUT else ("task", source)
-        for reader in edge.readers:
-            read: Event = (
-                ("collect", edge.index) if reader == DRIVER else ("task", reading_task(plan, edge.index, reader))
-            )
-            writer, reading, value = _name(plan, made), _name(plan, read), plan.source_label(edge.value)
-            yield Arc(made, read, 0, f"{reading} waits for {writer}: it reads {value} from edge {edge.index}")
-            yield Arc(read, made, slots, f"{writer} waits for {reading}: edge {edge.index} is full")
-
-
-def _own_result_arcs(plan: Plan) -> Iterable[Arc]:
-    for task in plan.tasks:
-        for value in task.reads:
-            source = plan.values[value].source
-            if source != INPUT and plan.tasks[source].member == task.member:
-                made: Event = ("task", source)
-                used: Event = ("task", task.index)
-                why = f"{_name(plan, used)} waits for {_name(plan, made)}: it uses {plan.source_label(value)}"
-                yield Arc(made, used, 0, why)
-
-
-def _name(plan: Plan, event: Event) -> str:
-    kind, index = event
-    if kind == "task":
-        # A label usually begins with the member's name; where it does not, the name is added.
-        label, member = plan.labels[index], plan.members[plan.tasks[index].member]
-        return label if label.startswith(member) else f"{label} on {member}"
-    if kind == "submit":
-        return "the driver's submission"
-    value = plan.source_label(plan.edges[index].value)
-    return f"the driver's sending of {value}" if kind == "send" else f"the driver's collecting of {value}"
+def waits_of(plan: Plan) -> list[list[Wait]]:
+    """Return for each task its waits for other tasks of the same execution."""
+    waits: list[list[Wait]] = [[] for _ in plan.tasks]
+    for tasks in plan.order:
+        for before, task in pairwise(tasks):
+            waits[task].append(Wait(task, before, None))
+    for reader in plan.tasks:
+        sources = ((value, plan.values[value].source) for value in reader.reads)
+        waits[reader.index] += [Wait(reader.index, source, value) for value, source in sources if source != INPUT]
+    return waits
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:
-    """Return None if the graph can never deadlock, whatever the timing; else a shortest cycle of waiting events.
+    """Return None if the graph can never deadlock, whatever the timing; else a cycle of tasks that wait for each other.
 
-    Each step names two events (member and task, or an action of the driver) and the reason; the second event of a step
-    is the first of the next, and the last step leads back to the first. The check is exact: see the module docstring.
+    Each step names two tasks and the reason; the second task of a step is the first of the next, and the last step
+    leads back to the first. `max_inflight` and `slots` must be 1 or more; their values change nothing (see above).
     """
-    found = _cycle(plan, max_inflight, slots)
-    return None if found is None else [arc.why for arc in found]
+    cycle = _cycle(plan, max_inflight, slots)
+    return None if cycle is None else [_text(plan, wait) for wait in cycle]
 
 
-def check(plan: Plan, max_inflight: int, slots: int | None = None) -> None:
+def check(plan: Plan, max_inflight: int, slots: int = 1) -> None:
     """Raise GraphDeadlockError, with the cycle and the order to change, if the graph could deadlock.
 
-    `slots` is the number of messages that fit into an edge; by default `max_inflight`, so that no write has to wait.
     The error's field `cycle` holds the steps, `members` the names of the members on the cycle.
     """
-    slots = max_inflight if slots is None else slots
     cycle = _cycle(plan, max_inflight, slots)
     if cycle is None:
         return
-    members = sorted({plan.tasks[arc.after[1]].member for arc in cycle if arc.after[0] == "task"})
-    names = [plan.members[member] for member in members]
-    steps = "".join(f"\n  {number}. {arc.why}" for number, arc in enumerate(cycle, 1))
+    steps = [_text(plan, wait) for wait in cycle]
+    members = sorted({plan.tasks[wait.task].member for wait in cycle})
+    shown = "".join(f"\n  {number}. {step}" for number, step in enumerate(steps, 1))
     raise GraphDeadlockError(
-        f"this graph would deadlock in its first execution, because these wait for each other:{steps}\n"
-        f"{_remedy(plan, members, max_inflight, slots)}",
-        cycle=[arc.why for arc in cycle],
-        members=names,
+        f"this graph would deadlock in its first execution, because these wait for each other:{shown}\n"
+        f"{_remedy(plan, members)}",
+        cycle=steps,
+        members=[plan.members[member] for member in members],
     )
 
 
-def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -> str:
+def _cycle(plan: Plan, max_inflight: int = 1, slots: int = 1) -> list[Wait] | None:
+    """Return a cycle of waits, in which the `before` of each is the `task` of the next one; None if there is none."""
+    if max_inflight < 1 or slots < 1:
+        raise ValueError(f"max_inflight and slots must be 1 or more, got {max_inflight} and {slots}")
+    waits = waits_of(plan)
+    try:
+        graphlib.TopologicalSorter({task: [w.before for w in found] for task, found in enumerate(waits)}).prepare()
+    except graphlib.CycleError as error:
+        # The cycle that was found may be a long one: show the shortest on which one of its tasks lies.
+        return min((_shortest_cycle(task, waits) for task in sorted(set(error.args[1]))), key=len)
+    return None
+
+
+def _shortest_cycle(start: int, waits: Sequence[Sequence[Wait]]) -> list[Wait]:
+    """Return the shortest way from a task, along the tasks that it waits for, back to itself. There must be one."""
+    # Breadth first: the first way that returns to `start` is a shortest one.
+    ways = deque([wait] for wait in waits[start])
+    seen = set()
+    while (last := ways[0][-1].before) != start:
+        way = ways.popleft()
+        if last not in seen:
+            seen.add(last)
+            ways.extend([*way, wait] for wait in waits[last])
+    return ways[0]
+
+
+def _text(plan: Plan, wait: Wait) -> str:
+    member, before = plan.tasks[wait.task].member, plan.tasks[wait.before].member
+    names = []
+    for task in wait[:2]:
+        # A label usually begins with the member's name; where it does not, the name is added.
+        label, name = plan.labels[task], plan.members[plan.tasks[task].member]
+        names.append(label if label.startswith(name) else f"{label} on {name}")
+    if wait.value is None:
+        why = f"{plan.members[member]} runs it first"
+    elif member == before:
+        why = f"it uses {plan.source_label(wait.value)}"
+    else:
+        edge = next(edge.index for edge in plan.edges if edge.value == wait.value)
+        why = f"it reads {plan.source_label(wait.value)} from edge {edge}"
+    return f"{names[0]} waits for {names[1]}: {why}"
+
+
+def _remedy(plan: Plan, members: Sequence[int]) -> str:
     """Return the advice to change the order of one member on the cycle if that is enough, else of several."""
     task_members = [task.member for task in plan.tasks]
     needs = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
     kept = dict(enumerate(plan.order))
-    attempts = [{m: order for m, order in kept.items() if m != member} for member in members]
     # Prefer the smallest change: one member, else all members at once.
-    for wanted in [*attempts, {}]:
+    for wanted in [*({m: order for m, order in kept.items() if m != member} for member in members), {}]:
         order = order_of(task_members, needs, wanted)
-        if _cycle(dataclasses.replace(plan, order=order), max_inflight, slots) is None:
+        if _cycle(dataclasses.replace(plan, order=order)) is None:
             advice = []
             for member, tasks in enumerate(order):
                 if tasks != plan.order[member]:
@@ -225,51 +192,3 @@ def _remedy(plan: Plan, members: Sequence[int], max_inflight: int, slots: int) -
                     advice.append(f"change order= for {plan.members[member]} from [{now}] to [{then}], or leave it out")
             return "; ".join(advice)
     return "no order= can help: a call needs a result that is made from its own result. Remove that dependency"
-
-
-def _cycle(plan: Plan, max_inflight: int, slots: int) -> list[Arc] | None:
-    """Return a shortest cycle of arcs without tokens; the `before` of each arc is the `after` of the next one."""
-    if max_inflight < 1 or slots < 1:
-        raise ValueError(f"max_inflight and slots must be 1 or more, got {max_inflight} and {slots}")
-    blocking: dict[Event, list[Arc]] = {}
-    for arc in arcs_of(plan, max_inflight, slots):
-        if arc.tokens == 0:
-            blocking.setdefault(arc.after, []).append(arc)
-    # First find all events that can never happen; only among them the shortest cycle is searched.
-    stuck = _never_reached(blocking)
-    cycles = (_shortest_from(event, blocking, stuck) for event in sorted(stuck))
-    return min((cycle for cycle in cycles if cycle), key=len, default=None)
-
-
-def _never_reached(blocking: Mapping[Event, Sequence[Arc]]) -> set[Event]:
-    """Return the events on a cycle or behind one: those that are left after all possible events have happened."""
-    missing = {event: len(arcs) for event, arcs in blocking.items()}
-    after: dict[Event, list[Event]] = {}
-    for event, arcs in blocking.items():
-        for arc in arcs:
-            after.setdefault(arc.before, []).append(event)
-    happening = [event for event in after if event not in missing]
-    while happening:
-        for later in after.get(happening.pop(), []):
-            missing[later] -= 1
-            if missing[later] == 0:
-                happening.append(later)
-    return {event for event, count in missing.items() if count}
-
-
-def _shortest_from(start: Event, blocking: Mapping[Event, Sequence[Arc]], stuck: Collection[Event]) -> list[Arc]:
-    """Return the shortest path from an event, along the events it waits for, back to itself; empty if there is none."""
-    # Breadth first: the first path that returns to `start` is a shortest one.
-    came_by: dict[Event, Arc] = {}
-    waiting = deque([start])
-    while waiting and start not in came_by:
-        for arc in blocking[waiting.popleft()]:
-            if arc.before in stuck and arc.before not in came_by:
-                came_by[arc.before] = arc
-                waiting.append(arc.before)
-    if start not in came_by:
-        return []
-    steps = [came_by[start]]
-    while steps[-1].after != start:
-        steps.append(came_by[steps[-1].after])
-    return steps[::-1]

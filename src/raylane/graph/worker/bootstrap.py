@@ -16,13 +16,15 @@ from typing import Any
 from raylane import _ray
 from raylane.core.place import here
 from raylane.errors import GraphPlanError
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.peer_network import PeerNetwork
-from raylane.graph.channels.specs import PeerEndpoint, PeerSetup
+from raylane.graph.channels.ring import RingSpec
 from raylane.graph.worker import exclusive, thread_state
 from raylane.graph.worker.loop import graph_loop
 from raylane.graph.worker.program import HOST_VARIABLE, ActorInfo, Program
 from raylane.graph.worker.session import Session
 from raylane.transport import endpoint as endpoints
+from raylane.transport.source import Source
 
 
 def describe_actor(instance: Any) -> ActorInfo:
@@ -42,21 +44,24 @@ _prepared: dict[str, PeerNetwork] = {}
 """Networks by graph, between `prepare_network` and `join_graph`. Only ordinary calls of the actor use this."""
 
 
-def prepare_network(instance: Any, graph: str, setup: PeerSetup) -> PeerEndpoint:
-    """Create this actor's share of the rings and accept connections of a graph that spans hosts."""
+def prepare_network(instance: Any, layout: Layout) -> tuple[Source, dict[tuple[int, int], RingSpec]]:
+    """Create the rings that this actor writes and accept connections of a graph that spans hosts.
+
+    Return the actor's address and the new rings.
+    """
     # A driver that died between the two steps can no longer abandon its networks.
     for old, network in list(_prepared.items()):
         if network.stale():
             abandon_network(instance, old)
-    network = PeerNetwork(setup.network)
+    network = PeerNetwork(layout)
     try:
-        rings = network.prepare(setup)
+        rings = network.prepare()
         source = endpoints.endpoint().source()
     except BaseException:
         network.close()
         raise
-    _prepared[graph] = network
-    return PeerEndpoint(source, rings)
+    _prepared[layout.graph] = network
+    return source, rings
 
 
 def abandon_network(instance: Any, graph: str) -> None:
@@ -78,8 +83,8 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
             f"cannot compile with exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave "
             "by design. Use an asyncio.Lock in its methods"
         )
-    network = _prepared.pop(program.graph, None)
-    if program.network is not None and network is None:
+    network = _prepared.pop(program.layout.graph, None)
+    if program.layout.links and network is None:
         raise GraphPlanError(
             f"{_ray.describe_self()} cannot join the graph: the compilation has ended before. Compile again"
         )

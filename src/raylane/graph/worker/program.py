@@ -5,13 +5,10 @@ The records travel by cloudpickle, because constants of a graph may be anything 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from raylane.core.place import Place
-from raylane.core.portable import FLAGS
-from raylane.graph.channels.ring import RingSpec
-from raylane.graph.channels.specs import LinkSpec, NetworkSpec, OutboundSpec
+from raylane.graph.channels.layout import Layout
 from raylane.graph.plan.ir import Plan
 
 HOST_VARIABLE = "RAYLANE_HOST"
@@ -20,24 +17,8 @@ HOST_VARIABLE = "RAYLANE_HOST"
 Processes with different values are treated as if on different hosts: for containers that share a kernel but not /proc,
 and for tests.
 """
-CONTROL_SLOTS = 4
-"""Maximum number of unanswered orders to one actor."""
 TROUBLE, EXITED = "trouble", "exited"
 """Names of reports that answer no order: a defect has ended the graph in the actor; a method has exited the actor."""
-
-
-def graph_flag(graph: str) -> int:
-    """Return the flag that stands for a graph on the pages of its actors' doorbells. Several graphs may share one."""
-    return int(graph[:8], 16) % FLAGS
-
-
-def report_slots(max_inflight: int) -> int:
-    """Return the slots of the channel for reports: answers, one failure for each execution in flight, two last reports.
-
-    Failures cannot overrun the channel. An actor reports the failure of an execution before it writes the messages that
-    the failed call owes, and the driver reads those last: so it reads the report before the execution ends.
-    """
-    return CONTROL_SLOTS + max_inflight + 2
 
 
 @dataclass(frozen=True)
@@ -59,31 +40,14 @@ class ActorInfo:
 class Program:
     """Share of one member in a graph."""
 
-    graph: str
-    member: int
+    layout: Layout
     plan: Plan
-    owner: Place | None
-    """Place of the driver if it runs on the same host; otherwise a link notices that the driver has ended."""
+    owner: Place
+    """Place of the driver. Where it runs on another host, a link notices that it has ended."""
     owner_name: str
-    inbound: Mapping[int, tuple[RingSpec, int]]
-    """Ring on this host and this member's index among its readers, by edge."""
-    outbound: Mapping[int, OutboundSpec]
-    """Sending end of each edge that this member writes."""
-    orders: tuple[RingSpec, int]
-    """Ring of the driver's orders and this member's index among its readers."""
-    reports: OutboundSpec
-    """Sending end of the channel for answers and failures."""
-    reports_channel: int
-    max_inflight: int
-    timeout_s: float | None
-    max_lent_bytes: int
     exclusive: bool
-    wake: tuple[int, int] | None
-    """(pid, file descriptor) of the eventfd that wakes the driver's asyncio loop, if the driver is on the same host."""
-    network: NetworkSpec | None = None
-    """Set if this member sends to other hosts or receives from them."""
-    links: tuple[LinkSpec, ...] = ()
-    """Links that this member opens."""
+    wake_fd: int
+    """Number in the driver of the eventfd that wakes its asyncio loop."""
 
 
 def share_of(plan: Plan, member: int) -> Plan:

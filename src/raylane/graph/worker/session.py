@@ -21,13 +21,12 @@ from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
 from raylane.core.place import alive
-from raylane.core.semaphore import Segment, try_wait
+from raylane.core.semaphore import try_wait
 from raylane.errors import GraphError
+from raylane.graph.channels.layout import ChannelEnds
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.peer_link import Writer
-from raylane.graph.channels.peer_network import PeerNetwork, open_shared
-from raylane.graph.channels.ring import WAKE, RingReader, RingSpec, RingWriter
-from raylane.graph.channels.specs import OutboundSpec
+from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.ring import WAKE, RingWriter
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
@@ -35,7 +34,7 @@ from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
 from raylane.graph.worker.flat import shorten
 from raylane.graph.worker.loop import graph_loop
-from raylane.graph.worker.program import CONTROL_SLOTS, EXITED, TROUBLE, Program, graph_flag
+from raylane.graph.worker.program import EXITED, TROUBLE, Program
 
 MAX_ANSWER_BYTES = 64 << 20
 """Size limit of an answer to the driver; a trace of 8,192 calls takes about 1 MB."""
@@ -52,79 +51,59 @@ class Session:
         network: PeerNetwork | None,
     ) -> None:
         """Open all channels. `loop` is that of an asyncio actor; `network` exists if the graph spans hosts."""
-        self.name = program.graph
-        self.flag = graph_flag(program.graph)
+        layout, plan = program.layout, program.plan
+        self.name = layout.graph
+        self.flag = layout.flag
         """Flag of the rings of this graph on the page of the process's doorbell."""
         self.actor_name = _ray.describe_self()
         self.owner_name = program.owner_name
-        self._owner = program.owner
+        # A driver on another host has another pid namespace or kernel: a link notices its end.
+        self._owner = program.owner if layout.near_driver else None
         self._network = network
         self.lifecycle = Lifecycle() if network is None else network.lifecycle
         self._exclusive_instance = instance if program.exclusive else None
         if network is not None:
             # Links first: writers below need them.
-            network.connect(program.links, Deadline(program.timeout_s))
+            network.connect(layout, Deadline(layout.timeout_s))
+        ends = ChannelEnds(layout, links={} if network is None else network.links)
+        edges = [edge.index for edge in plan.edges_from(layout.member)]
         # The driver admits an execution only when the one `max_inflight` before it was read by every reader.
-        read_within = program.max_inflight * len(program.outbound)
+        read_within = layout.max_inflight * len(edges)
         self._pool = LeasePool(
-            program.max_lent_bytes, program.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
+            layout.max_lent_bytes, layout.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
         )
         self._leases = LeaseReader()
-        self._segments: dict[str, Segment] = {}
-        """Opened segments of rings by path: one segment holds all rings that a process has created."""
         self._wake_fd: int | None = None
         self._encoder = messages.Encoder()
         self._reports_sent = 0
-        self._orders = self._reader(*program.orders)
+        doorbell = graph_loop().doorbell
+        self._orders = ends.reader(layout.orders, self._leases, doorbell)
         # Answers are no part of an execution, and a trace may be larger than what an edge may lend.
-        answers = LeasePool(max(program.max_lent_bytes, MAX_ANSWER_BYTES), program.timeout_s, lifecycle=self.lifecycle)
-        self._reports = self._writer(program.reports, program.reports_channel, CONTROL_SLOTS, answers)
-        readers = {edge: self._reader(spec, index) for edge, (spec, index) in program.inbound.items()}
-        self._writers = {
-            edge: self._writer(out, edge, program.max_inflight, self._pool) for edge, out in program.outbound.items()
-        }
+        answers = LeasePool(max(layout.max_lent_bytes, MAX_ANSWER_BYTES), layout.timeout_s, lifecycle=self.lifecycle)
+        self._reports = ends.writer(layout.reports, answers)
+        self._writers = {edge: ends.writer(edge, self._pool) for edge in edges}
         self.executor = Executor(
-            program.plan,
-            program.member,
+            plan,
+            layout.member,
             instance,
-            readers,
+            {edge.index: ends.reader(edge.index, self._leases, doorbell) for edge in plan.edges_to(layout.member)},
             self._writers,
             loop=loop,
             lock=graph_loop().exclusive if program.exclusive else None,
             on_exit=self._exit_actor,
             on_failure=self._report_failure,
-            timeout_s=program.timeout_s,
+            timeout_s=layout.timeout_s,
         )
         shorten(self.executor)
         # Last, when nothing can fail any more: a descriptor, and a session that was not created is not closed.
-        self.wake_refused = None if program.wake is None else self._fetch_wake_fd(program, *program.wake)
+        self.wake_refused = self._fetch_wake_fd(program) if layout.near_driver else None
         """Reason why this process cannot wake the driver's asyncio loop; None if it can."""
 
-    def _reader(self, spec: RingSpec, index: int) -> RingReader:
-        return RingReader(self._open(spec.path), spec, index, self._leases, graph_loop().doorbell)
-
-    def _open(self, path: str) -> Segment:
-        # Mapped once: rings of one creator share a segment, and each mapping costs a system call and a page table.
-        if path not in self._segments:
-            self._segments[path] = open_shared(path, self.owner_name)
-        return self._segments[path]
-
-    def _writer(self, out: OutboundSpec, channel: int, slots: int, pool: LeasePool) -> Writer:
-        """Return the writer of a channel: the ring's own writer where no message leaves this host."""
-        own = None
-        if out.ring is not None:
-            doorbells = [open_shared(path, name) for path, name in zip(out.doorbells, out.ring.readers, strict=True)]
-            own = RingWriter(self._open(out.ring.path), out.ring, doorbells, pool)
-        if self._network is not None and out.links:
-            return self._network.writer(own, channel, out.links, slots)
-        assert own is not None
-        return own
-
-    def _fetch_wake_fd(self, program: Program, pid: int, fd: int) -> str | None:
+    def _fetch_wake_fd(self, program: Program) -> str | None:
         """Fetch the driver's eventfd and give it to all writers to the driver. Return the reason if that fails."""
         try:
             # A copy of the driver's descriptor. Fetched now, at compile, while the number certainly means the eventfd.
-            self._wake_fd = wake.fetch(pid, fd)
+            self._wake_fd = wake.fetch(program.owner.pid, program.wake_fd)
         except OSError as error:
             return str(error)
         to_driver = [w for edge, w in self._writers.items() if DRIVER in program.plan.edges[edge].readers]
