@@ -8,7 +8,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <errno.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <stddef.h>
@@ -16,6 +16,7 @@
 #include <structmember.h>
 #include <sys/eventfd.h>
 #include <time.h>
+#include <unistd.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the layout of a slot is little-endian"
@@ -710,6 +711,25 @@ static PyTypeObject RecorderType = {
     .tp_methods = recorder_methods,
 };
 
+/* Run delay */
+
+static PyObject *run_delay_ns(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
+    /* Second field of /proc/thread-self/schedstat: ns spent runnable without a CPU (Linux, sched-stats.rst). */
+    char text[128];
+    long long ran, delayed = 0;
+    int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return PyLong_FromLong(0);
+    ssize_t size = read(fd, text, sizeof(text) - 1);
+    close(fd);
+    text[size > 0 ? size : 0] = 0;
+    return PyLong_FromLongLong(sscanf(text, "%lld %lld", &ran, &delayed) == 2 ? delayed : 0);
+}
+
+static PyMethodDef functions[] = {
+    {"run_delay_ns", run_delay_ns, METH_NOARGS, "Return how long this thread was runnable without a CPU."},
+    {NULL, NULL, 0, NULL},
+};
+
 static int add_types(PyObject *module) {
     PyTypeObject *types[] = {&DoorbellType, &SlotReaderType, &SlotWriterType, &SmallPicklerType, &RecorderType};
     for (size_t i = 0; i < sizeof(types) / sizeof(*types); i++)
@@ -723,6 +743,7 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "raylane.core._native",
     .m_doc = "Native twin of raylane.core.portable.",
+    .m_methods = functions,
     .m_slots = slots,
 };
 

@@ -8,21 +8,30 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-__all__ = ["NATIVE", "PURE_VARIABLE", "Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler"]
+__all__ = [
+    "NATIVE",
+    "PURE_VARIABLE",
+    "Doorbell",
+    "Recorder",
+    "SlotReader",
+    "SlotWriter",
+    "SmallPickler",
+    "run_delay_ns",
+]
 
 PURE_VARIABLE = "RAYLANE_PURE"
 
 if TYPE_CHECKING or os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
-    from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler
+    from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
 
     NATIVE = False
     """True if the native module is in use."""
 else:
     try:
-        from raylane.core._native import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler
+        from raylane.core._native import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
 
         NATIVE = True
     except ImportError:  # no C compiler when raylane was installed
-        from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler
+        from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
 
         NATIVE = False

@@ -1,4 +1,4 @@
-"""When a waiting thread yields the CPU and when it sleeps. Pure, except for `run_delay_ns`.
+"""When a waiting thread yields the CPU and when it sleeps. Pure, except for the run delay.
 
 Waking a sleeping process takes 20-30 us on another CPU of a virtual machine; a yielding process continues at once. But
 the scheduler runs every other runnable process before a yielding one, so beside CPU-bound processes a yield may take a
@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+
+from raylane.core.native import run_delay_ns
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 BUDGETS_NS = (250 * US, 125 * US, 60 * US, 0)
@@ -39,17 +40,6 @@ FORGIVE_NS = 1 * S
 """Time without a slow yield, after the end of a pause, that lowers the level by one."""
 FORGIVE_WAITS = 500
 """Number of consecutive waits without a slow yield that lowers the level by one; rare beside a computing process."""
-
-
-def run_delay_ns() -> int:
-    """Return the time that the calling thread has spent runnable without a CPU; 0 if the kernel does not count it.
-
-    Second field of /proc/thread-self/schedstat (Linux, Documentation/scheduler/sched-stats).
-    """
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def best_budget_ns(lengths_ns: deque[int]) -> int:

@@ -44,8 +44,12 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
                 encoder.renew()
             try:
                 body = encoder.small(args[0])
-            except BaseException as error:
-                message = encoder.otherwise(args[0], error)
+            except Exception:  # a tensor, or an error that `encode` raises
+                encoder.renew()
+                message = encoder.encode(args[0])
+            except BaseException:
+                encoder.renew()
+                raise
             else:
                 number = executions.submitted
                 if body is None:

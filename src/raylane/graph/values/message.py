@@ -100,7 +100,7 @@ class Encoder:
         self.small = native.SmallPickler(
             pickler.dump, pickler.clear_memo, self._output, self._buffers, _KEPT_BYTES
         ).encode
-        """Function that returns the body of a VALUE for a small value; None: call `rest`; an error: call `otherwise`.
+        """Function that returns the body of a VALUE for a small value. None: call `rest`; an error: call `encode`.
 
         Before it, call `renew` unless `knows_torch` or torch is not imported. `encode` does all of this.
         """
@@ -117,9 +117,18 @@ class Encoder:
             self.renew()
         try:
             body = self.small(value)
-        except BaseException as error:
-            return self.otherwise(value, error)
-        return self.rest(value) if body is None else _message(Message, (VALUE, body, (), None))
+            return _message(Message, (VALUE, body, (), None)) if body is not None else self.rest(value)
+        except _TensorInside:
+            self.renew()  # the pickler stopped half way: its state is undefined
+            return _with_tensors(value)
+        except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
+            self.renew()
+            if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
+                raise
+        except BaseException:
+            self.renew()
+            raise
+        return _by_cloudpickle(value)
 
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
@@ -132,16 +141,6 @@ class Encoder:
         if len(buffers) > MAX_BUFFERS:
             return _with_few_buffers(value)
         return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
-
-    def otherwise(self, value: Any, error: BaseException) -> Message:
-        """Return the message of a value for which `small` has raised `error`, or raise."""
-        self.renew()
-        if isinstance(error, _TensorInside):
-            return _with_tensors(value)
-        # A GraphResult inside has failed or has timed out; or Ctrl-C.
-        if isinstance(error, ray.exceptions.RayError) or not isinstance(error, Exception):
-            raise error
-        return _by_cloudpickle(value)  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:

@@ -84,8 +84,8 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
         if type(result) is not Failure:
             try:
                 body = encoder.small(result)
-            except BaseException as error:
-                encode = functools.partial(encoder.otherwise, error=error)
+            except BaseException:  # a tensor, or an error: `encode` decides. Keeping the error would be a cycle
+                encoder.renew()
             else:
                 if body is not None and len(body) <= ROOM_BYTES:
                     write(executor.execution, VALUE, flags, body)
