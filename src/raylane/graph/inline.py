@@ -220,6 +220,9 @@ class InlineGraph:
         time = stats.where_time_went(self.plan, stats.spent_of_answers(answers), arrivals)
         return {"executions": executions, **counters, "time": time, "unanswered": []}
 
+    def publish_metrics(self, name: str = "graph") -> None:
+        """Do nothing: there is no Ray that would export metrics."""
+
     def explain(self, last: int = 200) -> str:
         """Return as text where the time of the `last` executions went, like `CompiledGraph.explain`."""
         return critical_path.explain(self.plan, self._records(), list(self._executions)[-last:])

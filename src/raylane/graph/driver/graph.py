@@ -19,6 +19,7 @@ from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
+from raylane.graph.driver.metrics import Publisher
 from raylane.graph.driver.result import ExecutionEnd, GraphResult
 from raylane.graph.driver.submit import NoMemory, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
@@ -51,6 +52,7 @@ class CompiledGraph:
         self.timeout_s = timeout_s
         self._connections = connections
         self._executions = Executions()
+        self._publisher = Publisher()
         self._collector = Collector(plan, connections, self._executions, timeout_s)
         self._submitter = Submitter(
             plan, connections, self._executions, self._collector, max_inflight=max_inflight, timeout_s=timeout_s
@@ -122,17 +124,31 @@ class CompiledGraph:
         (and for whom, in the last 1,000 executions), computing and sending. Asks every actor and waits up to 5 s for
         one that is busy in a method; `unanswered` names those that did not answer.
         """
+        counters, answers = self._counters()
+        # Only the actors that have just answered: a busy one would take five more seconds.
+        records = self._records(NAMED_EXECUTIONS, answers)
+        arrivals = Arrivals(self.plan, records.calls, records.executions)
+        return {**counters, "time": stats.where_time_went(self.plan, stats.spent_of_answers(answers), arrivals)}
+
+    def publish_metrics(self, name: str = "graph") -> None:
+        """Add the counters of `stats` to Ray's metrics, which Ray exports to Prometheus. `name` is the tag `graph`.
+
+        The counters are `raylane_graph_executions_submitted` and `_completed`; `raylane_graph_waiting_seconds`,
+        `_computing_seconds` and `_sending_seconds` with the tag `actor`; `raylane_graph_edge_messages` and
+        `_edge_bytes` with the tag `edge`. Call this from time to time, for example once in a hundred steps: each call
+        adds what is new since the last one, and executions cost nothing more. Asks every actor, like `stats`.
+        """
+        self._publisher.publish(name, self._counters()[0])
+
+    def _counters(self) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Return the counters of `stats`, without words, and the answers of the actors by member."""
         # Before the actors are asked: a busy one may take seconds to answer.
         executions = {"submitted": self._executions.submitted, "completed": self._executions.completed}
         collected = self._collector.counters()
         answers, silent = self._connections.control.ask_all("stats")
         counters = stats.graph_stats(self.plan, answers, collected)
         counters["lent_bytes"]["driver"] = self._connections.leased_bytes()
-        # Only the actors that have just answered: a busy one would take five more seconds.
-        records = self._records(NAMED_EXECUTIONS, answers)
-        arrivals = Arrivals(self.plan, records.calls, records.executions)
-        time = stats.where_time_went(self.plan, stats.spent_of_answers(answers), arrivals)
-        return {"executions": executions, **counters, "time": time, "unanswered": silent}
+        return {"executions": executions, **counters, "unanswered": silent}, answers
 
     def explain(self, last: int = 200) -> str:
         """Return as text where the time of the `last` executions went: the critical path with the median of each leg.
