@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from raylane.bench import graph, graph_cases, graph_workloads
+from raylane.bench import environment, graph, graph_cases, graph_workloads, vllm_queue
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
@@ -21,22 +22,27 @@ FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "fir
 
 def test_cases_and_who_takes_part() -> None:
     assert list(CASES) == [
-        *("echo", "echo-1ms", "echo-10ms", "async", "chain-4", "scatter-4", "scatter-8", "array-10MB-4", "idle-8"),
-        *("step-20ms", "throughput-8", "million", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
+        *("echo", "echo-1ms", "echo-10ms", "async", "chain-4", "scatter-4", "scatter-8", "broadcast-8"),
+        *("array-10MB-4", "array-10MB-4-empty", "idle-8", "step-20ms", "throughput-8", "million", "compile-8"),
+        *("beside-150", "echo-busy1", "echo-busy2", "chain-4-busy1", "chain-4-busy2"),
     ]
     assert cases(None) == list(CASES.values())
     with pytest.raises(ValueError, match="unknown cases chain-5; the cases are echo, echo-1ms"):
         cases("echo,chain-5")
     for case in CASES.values():
         assert "raylane" in case.contenders
-        assert ("ray:compiled" in case.contenders) == (case.name != "million")
+        assert ("ray:compiled" in case.contenders) == (case.name not in ("million", "beside-150"))
         assert ("raylane:block" in case.contenders) == bool(case.busy)
+        assert ("raylane:beside" in case.contenders) == bool(case.idle_graphs)
     assert "loop" in CASES["step-20ms"].contenders
+    assert CASES["broadcast-8"].contenders == ("raylane", "ray:compiled", "ray:calls", "vllm")
 
 
 def test_cases_with_the_same_graph_share_it() -> None:
     together = [[case.name for case in several] for several in group_by_graph(cases(None))]
-    assert ["scatter-8", "idle-8"] in together
+    assert ["scatter-8", "broadcast-8", "idle-8"] in together
+    for alone in ("compile-8", "beside-150", "array-10MB-4-empty"):
+        assert [alone] in together
     assert ["async"] in together
     assert ["throughput-8"] in together
     assert sorted(itertools.chain(*together)) == sorted(CASES)
@@ -45,6 +51,7 @@ def test_cases_with_the_same_graph_share_it() -> None:
         "ray:compiled",
         "ray:calls",
         "loop",
+        "vllm",
         "raylane:block",
     ]
     assert contender_names(cases("million")) == ["raylane"]
@@ -199,6 +206,35 @@ def test_the_actors_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_run_without_vllm_and_empty_leaves_both_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: "it is not here")
+    monkeypatch.delattr(graph.raylane, "empty", raising=False)
+    possible = graph._possible(cases("echo,array-10MB-4-empty,beside-150"))
+    assert [case.name for case in possible] == ["echo", "beside-150"]
+    assert possible[0].contenders == ("raylane", "ray:compiled", "ray:calls", "loop")
+    assert capsys.readouterr().out.splitlines() == [
+        "array-10MB-4-empty: left out, because this raylane has no function `raylane.empty`",
+        "contender vllm: left out, because it is not here",
+    ]
+
+
+def test_run_with_vllm_and_empty_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: None)
+    monkeypatch.setattr(graph.raylane, "empty", lambda *shape: None, raising=False)
+    wanted = cases("echo,array-10MB-4-empty")
+    assert graph._possible(wanted) == wanted
+
+
+def test_report_names_native_code_where_raylane_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    native = ModuleType("raylane.core.native")
+    monkeypatch.setitem(sys.modules, native.__name__, native)
+    assert environment.native() == {}
+    native.NATIVE = True  # type: ignore[attr-defined]
+    assert environment.native() == {"native": True}
+
+
 def test_an_unknown_case_is_answered_with_those_there_are() -> None:
     with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; the cases are echo"):
         main(["bench", "graph", "--only", "ecko"])
@@ -207,7 +243,7 @@ def test_an_unknown_case_is_answered_with_those_there_are() -> None:
 @pytest.mark.slow
 def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     out = tmp_path / "graph.json"
-    only = "echo,async,million,echo-busy1,scatter-4"
+    only = "echo,async,million,echo-busy1,scatter-4,compile-8,beside-150"
     command = [sys.executable, "-m", "raylane", "bench", "graph", "--quick", "--only", only, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stderr
@@ -216,7 +252,8 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     records = report["records"]
     for name in only.split(","):
         found = [record["contender"] for record in records if record["case"] == name]
-        assert sorted(found) == sorted(graph_cases.CASES[name].contenders)
+        possible = set(graph_cases.CASES[name].contenders) - ({"vllm"} if vllm_queue.why_unavailable() else set())
+        assert sorted(found) == sorted(possible)
     for record in records:
         extra = {"driver_rss_bytes", "actor_rss_bytes", "p50_first_tenth_us", "p50_last_tenth_us"}
         assert set(record) == (FIELDS | extra if record["case"] == "million" else FIELDS)

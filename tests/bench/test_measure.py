@@ -143,8 +143,9 @@ def test_a_record_and_its_place_in_the_table() -> None:
     lines = measure.table([slow, quick, alone], {"x faster": ("theirs", "p50"), "x its CPU": ("theirs", "cpu")})
     head, *rows = lines.splitlines()
     assert head.split()[:2] == ["case", "contender"]
-    assert " ".join(rows[0].split()) == "echo theirs 30.0 us 40.0 us 20.0 us 1.23 ms 100 us 1.00 1.00"
-    assert " ".join(rows[1].split()) == "echo ours 10.0 us 10.0 us 10.0 us 99.0 us 50.0 us 3.00 2.00"
+    assert "p99/p50 first/p50" in " ".join(head.split())
+    assert " ".join(rows[0].split()) == "echo theirs 30.0 us 40.0 us 20.0 us 1.23 ms 100 us 1.33 41.15 1.00 1.00"
+    assert " ".join(rows[1].split()) == "echo ours 10.0 us 10.0 us 10.0 us 99.0 us 50.0 us 1.00 9.90 3.00 2.00"
     assert rows[2].split()[-2:] == ["-", "-"], "no baseline in this case"
     assert len({len(line) for line in (head, *rows)}) == 1
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import count
 
+from raylane.graph.inspect.arrivals import CallRecord, DriverRecord
 from raylane.graph.plan import schedule
 from raylane.graph.plan.ir import DRIVER, INPUT, Build, Edge, Plan, Ref, Step, Task, Value
 
@@ -105,3 +106,30 @@ def _numbered(owners: Sequence[int]) -> list[int]:
     """Return the members numbered 1, 2, ... without gaps."""
     numbers = {owner: index for index, owner in enumerate(dict.fromkeys(owners), 1)}
     return [numbers[owner] for owner in owners]
+
+
+def simulated(
+    plan: Plan, rng: random.Random, executions: int, shortest_s: float = 0
+) -> tuple[list[CallRecord], list[DriverRecord]]:
+    """Records as a run would leave them: several executions overlap, and with `shortest_s=0` clocks stand still."""
+    free = [100.0] * len(plan.members)
+    calls, driver = [], []
+    submitted = 100.0
+    for number in range(executions):
+        submitted += rng.choice([0, 1e-6, 3e-6])
+        sent: dict[int, float] = {INPUT: submitted}
+        waiting = [list(tasks) for tasks in plan.order]
+        while any(waiting):
+            member, task = next(
+                (m, tasks[0])
+                for m, tasks in enumerate(waiting)
+                if tasks and all(plan.values[v].source in sent for v in plan.tasks[tasks[0]].reads)
+            )
+            waiting[member].pop(0)
+            ready = free[member]
+            start = max([ready, *(sent[plan.values[v].source] for v in plan.tasks[task].reads)])
+            end = start + max(shortest_s, rng.choice([0, 1e-9, 5e-6]))
+            sent[task] = free[member] = end + rng.choice([0, 2e-6])
+            calls.append((task, number, ready, start, end, free[member]))
+        driver.append((number, submitted, max(sent.values()) + 1e-6))
+    return calls, driver

@@ -399,7 +399,7 @@ def test_inline_show_lists_calls_and_edges(graph: Compile, tmp_path: Path) -> No
         g.execute(i).get()
     assert g.show().startswith("graph of 2 actors, 2 calls, 3 edges; at most 3 executions in flight")
     stats = g.stats()
-    assert set(stats) == {"executions", "calls", "edges", "lent_bytes", "unanswered"}
+    assert set(stats) == {"executions", "calls", "edges", "lent_bytes", "time", "unanswered"}
     assert stats["executions"] == {"submitted": 5, "completed": 5}
     assert {name: call["count"] for name, call in stats["calls"].items()} == {"Stage#1.echo": 5, "Stage#2.echo": 5}
     assert set(stats["calls"]["Stage#1.echo"]) == {"actor", "count", "wait_s", "compute_s", "send_s"}

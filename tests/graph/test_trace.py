@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from graph.graphs import make_plan, random_plan
-from raylane.graph.inspect.trace import CallRecord, DriverRecord, chrome_trace
-from raylane.graph.plan.ir import DRIVER, INPUT, Plan
+from graph.graphs import make_plan, random_plan, simulated
+from raylane.graph.inspect.arrivals import CallRecord, DriverRecord
+from raylane.graph.inspect.trace import chrome_trace
+from raylane.graph.plan.ir import DRIVER, INPUT
 from raylane.graph.plan.schedule import reading_task
 
 CHAIN = make_plan([1, 2], [[INPUT], [0]], names=["Encoder", "Head"], labels=["Encoder.forward", "Head.loss"])
@@ -25,41 +26,14 @@ def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
-def simulated(
-    plan: Plan, rng: random.Random, executions: int, shortest_s: float = 0
-) -> tuple[list[CallRecord], list[DriverRecord]]:
-    """Records as a run would leave them: several executions overlap, and with `shortest_s=0` clocks stand still."""
-    free = [100.0] * len(plan.members)
-    calls, driver = [], []
-    submitted = 100.0
-    for number in range(executions):
-        submitted += rng.choice([0, 1e-6, 3e-6])
-        sent: dict[int, float] = {INPUT: submitted}
-        waiting = [list(tasks) for tasks in plan.order]
-        while any(waiting):
-            member, task = next(
-                (m, tasks[0])
-                for m, tasks in enumerate(waiting)
-                if tasks and all(plan.values[v].source in sent for v in plan.tasks[tasks[0]].reads)
-            )
-            waiting[member].pop(0)
-            ready = free[member]
-            start = max([ready, *(sent[plan.values[v].source] for v in plan.tasks[task].reads)])
-            end = start + max(shortest_s, rng.choice([0, 1e-9, 5e-6]))
-            sent[task] = free[member] = end + rng.choice([0, 2e-6])
-            calls.append((task, number, ready, start, end, free[member]))
-        driver.append((number, submitted, max(sent.values()) + 1e-6))
-    return calls, driver
-
-
 def test_a_chain() -> None:
     trace = chrome_trace(CHAIN, CALLS, EXECUTIONS)
     slices = [(event["name"], event["pid"], event["ts"], event["dur"]) for event in events(trace, "X")]
     micro = 1_000_000.0  # the first record is one second before the submission
     assert slices == [
         ("execution 0", 1, micro, 80),
-        ("wait", 2, micro, 10),
-        ("wait", 3, micro, 30),
+        ("wait for driver", 2, micro, 10),
+        ("wait for Encoder", 3, micro, 30),
         ("Encoder.forward", 2, micro + 10, 10),
         ("send", 2, micro + 20, 3),
         ("Head.loss", 3, micro + 30, 40),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import time
@@ -27,9 +28,24 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that affect results; None for a package not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in ("raylane", "ray", "torch", "numpy", "nixl"):
+    for name in ("raylane", "ray", "torch", "numpy", "nixl", "vllm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
+    if wheel := os.environ.get("RAYLANE_VLLM_WHEEL"):
+        found["vllm"] = os.path.basename(os.path.normpath(wheel))
     return found
+
+
+def native() -> dict[str, bool]:
+    """Return {"native": True} if raylane's hot path runs as native code, False if as Python.
+
+    Empty for a raylane that has no native code.
+    """
+    try:
+        module = importlib.import_module("raylane.core.native")
+    except ModuleNotFoundError:
+        return {}
+    found = getattr(module, "NATIVE", None)
+    return {} if found is None else {"native": bool(found)}

@@ -18,8 +18,9 @@ from typing import Any
 
 import ray
 
-from raylane.bench import measure
-from raylane.bench.graph_cases import CALLS, COMPILED, Blocks, Case, blocks_of, cases, group_by_graph
+import raylane
+from raylane.bench import measure, vllm_queue
+from raylane.bench.graph_cases import CALLS, COMPILED, VLLM, Blocks, Case, blocks_of, cases, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
 
 __all__ = ["cases", "run", "table"]
@@ -35,6 +36,7 @@ BUSY_PROGRAM = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
+    selected = _possible(selected)
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
         records = [record for group in group_by_graph(selected) for record in _run_cases(group, quick=quick)]
@@ -47,7 +49,25 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the records as text, with ratios to Ray's compiled graph (time, CPU time) and to Ray's calls (time)."""
     columns = {"x compiled": (COMPILED, "p50"), "x its CPU": (COMPILED, "cpu"), "x calls": (CALLS, "p50")}
+    if any(record["contender"] == VLLM for record in records):
+        columns["x vllm"] = (VLLM, "p50")
     return measure.table(records, columns)
+
+
+def _possible(selected: Sequence[Case]) -> list[Case]:
+    """Return the cases and contenders that can run here; print a line for each thing left out."""
+    possible = [case for case in selected if not case.empty or hasattr(raylane, "empty")]
+    for case in selected:
+        if case not in possible:
+            print(f"{case.name}: left out, because this raylane has no function `raylane.empty`", flush=True)
+    reason = vllm_queue.why_unavailable() if any(VLLM in case.contenders for case in possible) else None
+    if reason is None:
+        return possible
+    print(f"contender {VLLM}: left out, because {reason}", flush=True)
+    return [
+        dataclasses.replace(case, contenders=tuple(name for name in case.contenders if name != VLLM))
+        for case in possible
+    ]
 
 
 def _run_cases(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
@@ -84,7 +104,10 @@ def _run_case(case: Case, blocks: Blocks, contenders: Sequence[Contender]) -> di
 
 
 def _open(contender: Contender, runner: asyncio.Runner) -> float:
-    """Compile and make the first call; return its microseconds. RuntimeError if the answer is wrong."""
+    """Compile and make the first call; return its microseconds. RuntimeError if the answer is wrong.
+
+    If the case measures compilation, the microseconds are those of the first compilation and call.
+    """
 
     async def opened() -> float:
         contender.open()
@@ -94,8 +117,11 @@ def _open(contender: Contender, runner: asyncio.Runner) -> float:
 
     if contender.case.workload == "asyncio":
         return runner.run(opened())
+    opening = time.perf_counter()
     contender.open()
     began = time.perf_counter()
+    if contender.case.workload == "compile":  # what is measured is the compilation
+        began = opening
     return _checked(contender, contender.call(), began)
 
 

@@ -12,12 +12,14 @@ from typing import Literal
 from raylane.bench import measure
 
 __all__ = [
+    "BESIDE",
     "BLOCKING",
     "CALLS",
     "CASES",
     "COMPILED",
     "LOOP",
     "RAYLANE",
+    "VLLM",
     "Blocks",
     "Case",
     "blocks_of",
@@ -28,6 +30,10 @@ __all__ = [
 RAYLANE, COMPILED, CALLS, LOOP = "raylane", "ray:compiled", "ray:calls", "loop"
 BLOCKING = "raylane:block"
 """raylane's graph with processes that always sleep while they wait (RAYLANE_WAIT=block)."""
+BESIDE = "raylane:beside"
+"""raylane's graph on an actor that has idle graphs as well (`Case.idle_graphs`)."""
+VLLM = "vllm"
+"""vLLM's message queues, used as its executor uses them; optional (`vllm_queue`)."""
 _GRAPHS = (RAYLANE, COMPILED, CALLS)
 
 
@@ -39,12 +45,13 @@ class Case:
     actors: int = 1
     shape: Literal["chain", "fan"] = "chain"
     method: Literal["echo", "touch", "step"] = "echo"
-    workload: Literal["calls", "asyncio", "stream", "steps", "idle", "million"] = "calls"
+    workload: Literal["calls", "asyncio", "stream", "steps", "idle", "million", "compile"] = "calls"
     """Way in which calls are made.
 
     - calls: one after the other, blocking. asyncio: the same in an event loop.
     - stream: several in flight, timed in groups. steps: several in flight, each timed.
     - idle: no calls. million: very many calls, with memory use.
+    - compile: no calls; the graph is torn down and compiled again.
     """
     in_flight: int = 1
     """Number of calls in flight, for stream and steps."""
@@ -52,6 +59,10 @@ class Case:
     """Pause in seconds after each call, not part of its time."""
     busy: int = 0
     """Number of other processes that use as much CPU as they can get."""
+    idle_graphs: int = 0
+    """Number of idle graphs on the actor of the contender BESIDE."""
+    empty: bool = False
+    """True if the value is an array made by `raylane.empty`; the case needs that function."""
     contenders: tuple[str, ...] = _GRAPHS
     """Names of the contenders."""
 
@@ -67,20 +78,27 @@ class Blocks:
 
 
 _WITH_LOOP = (*_GRAPHS, LOOP)
+_WITH_VLLM = (*_GRAPHS, VLLM)
 _AGAINST_BLOCKING = (RAYLANE, BLOCKING, COMPILED, CALLS)
 _ALL = [
-    Case("echo", contenders=_WITH_LOOP),
-    Case("echo-1ms", gap_s=1e-3, contenders=_WITH_LOOP),
-    Case("echo-10ms", gap_s=10e-3, contenders=_WITH_LOOP),
+    Case("echo", contenders=(*_WITH_LOOP, VLLM)),
+    Case("echo-1ms", gap_s=1e-3, contenders=(*_WITH_LOOP, VLLM)),
+    Case("echo-10ms", gap_s=10e-3, contenders=(*_WITH_LOOP, VLLM)),
     Case("async", workload="asyncio"),
     Case("chain-4", 4),
-    Case("scatter-4", 4, "fan"),
+    Case("scatter-4", 4, "fan", contenders=_WITH_VLLM),
     Case("scatter-8", 8, "fan"),
+    # The calls of scatter-8, which keeps its contenders: its figures stay comparable with earlier ones.
+    Case("broadcast-8", 8, "fan", contenders=_WITH_VLLM),
     Case("array-10MB-4", 4, "fan", "touch"),
+    Case("array-10MB-4-empty", 4, "fan", "touch", empty=True),
+    # Without vLLM's queue: its readers spin for a second after a call, and a block here has 2.5 seconds.
     Case("idle-8", 8, "fan", workload="idle"),
     Case("step-20ms", 2, "fan", "step", workload="steps", in_flight=2, contenders=_WITH_LOOP),
     Case("throughput-8", workload="stream", in_flight=8, contenders=_WITH_LOOP),
     Case("million", workload="million", contenders=(RAYLANE,)),
+    Case("compile-8", 8, "fan", workload="compile", contenders=(RAYLANE, COMPILED)),
+    Case("beside-150", idle_graphs=150, contenders=(RAYLANE, BESIDE)),
     Case("echo-busy1", busy=1, contenders=_AGAINST_BLOCKING),
     Case("echo-busy2", busy=2, contenders=_AGAINST_BLOCKING),
     Case("chain-4-busy1", 4, busy=1, contenders=_AGAINST_BLOCKING),
@@ -98,7 +116,8 @@ def group_by_graph(wanted: Iterable[Case]) -> list[list[Case]]:
     """Return the cases grouped by graph: one set of actors and graphs serves all cases of a group."""
     found: dict[tuple[object, ...], list[Case]] = {}
     for case in wanted:
-        key = (case.actors, case.shape, case.method, case.in_flight, case.workload == "asyncio")
+        own = case.workload if case.workload in ("asyncio", "compile") else ""
+        key = (case.actors, case.shape, case.method, case.in_flight, own, case.idle_graphs, case.empty)
         found.setdefault(key, []).append(case)
     return list(found.values())
 
@@ -118,6 +137,8 @@ def blocks_of(case: Case, *, quick: bool) -> Blocks:
         return Blocks(1, 0, 20_000 if quick else 1_000_000)
     if quick:
         return Blocks(2, 0.05)
+    if case.workload == "compile":  # a sample takes up to a second
+        return Blocks(8, 1.0)
     # Beside busy processes a time slice is milliseconds long, so the same number of samples needs more time.
     return Blocks(8, 0.5 if case.gap_s >= 10e-3 or case.busy else 0.25)
 

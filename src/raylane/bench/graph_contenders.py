@@ -1,4 +1,4 @@
-"""Contenders of `raylane bench graph`: raylane's graph, Ray's graph, plain calls, and a loop inside the worker.
+"""Contenders of `raylane bench graph`: raylane's graph, Ray's graph, vLLM's queue, plain calls, a loop in the worker.
 
 All make the same calls, each with actors of its own. Called by `graph`.
 """
@@ -17,14 +17,16 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.bench import graph_workloads
+from raylane.bench import graph_workloads, vllm_queue
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import (
+    BESIDE,
     BLOCKING,
     CALLS,
     COMPILED,
     LOOP,
     RAYLANE,
+    VLLM,
     Blocks,
     Case,
     contender_names,
@@ -79,6 +81,10 @@ class Contender:
         """Make one call in an event loop and return its answer."""
         raise NotImplementedError
 
+    def recompile(self) -> None:
+        """Release what `open` made and open again; the actors stay."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Release what `open` made, and end the actors."""
         for actor in self.actors:
@@ -94,6 +100,8 @@ class Contender:
             return graph_workloads.steps(self.submit, self.finish, case.in_flight, blocks.calls)
         if case.workload == "idle":
             return graph_workloads.idle(blocks.block_s)
+        if case.workload == "compile":
+            return graph_workloads.back_to_back(self.recompile, blocks.block_s)
         if case.workload == "million":
             return graph_workloads.million(self.call, blocks.calls, self._memory)
         return graph_workloads.back_to_back(self.call, blocks.block_s, case.gap_s)
@@ -111,6 +119,10 @@ class Graph(Contender):
 
     async def call_async(self) -> Any:
         return await (await self.graph.execute_async(self.value))
+
+    def recompile(self) -> None:
+        self.graph.teardown()
+        self.open()
 
     def close(self) -> None:
         if self.graph is not None:
@@ -154,6 +166,23 @@ class RaylaneBlocking(Raylane):
     wait = "block"
 
 
+class RaylaneBeside(Raylane):
+    """raylane's compiled graph on an actor that has idle graphs as well."""
+
+    def open(self) -> None:
+        self.idle = []
+        for _ in range(self.case.idle_graphs):
+            with raylane.InputNode() as x:
+                node = raylane.bind(getattr(self.actors[0], self.case.method), x)
+            self.idle.append(raylane.compile(node, timeout_s=TIMEOUT_S))
+        super().open()
+
+    def close(self) -> None:
+        for graph in self.idle:
+            graph.teardown()
+        super().close()
+
+
 class RayCompiled(Graph):
     """Ray's compiled graph with its default settings."""
 
@@ -192,6 +221,29 @@ class RayCalls(Contender):
         return await self.submit()
 
 
+class Vllm(Contender):
+    """vLLM's message queues: one to all actors, and one from each."""
+
+    queues: vllm_queue.Broadcast | None = None
+
+    def open(self) -> None:
+        self.queues = vllm_queue.Broadcast(self.actors, TIMEOUT_S)
+
+    def submit(self) -> Any:
+        assert self.queues is not None
+        self.queues.submit(self.case.method, self.value)
+
+    def finish(self, token: Any) -> Any:
+        assert self.queues is not None
+        answers = self.queues.finish()
+        return answers if self.case.shape == "fan" else answers[0]
+
+    def close(self) -> None:
+        if self.queues is not None:
+            self.queues.close()
+        super().close()
+
+
 class Loop(Contender):
     """Loop inside the actors, started by one plain call: the cost of the method alone."""
 
@@ -222,6 +274,8 @@ KINDS: dict[str, Callable[..., Contender]] = {
     COMPILED: RayCompiled,
     CALLS: RayCalls,
     LOOP: Loop,
+    BESIDE: RaylaneBeside,
+    VLLM: Vllm,
 }
 
 
@@ -230,10 +284,10 @@ def start(group: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
     case = group[0]
     kind = Stepper if case.method == "step" else Peer
     # Almost no logical CPU, so that Ray places the actors of all contenders at once; only one set runs at a time.
-    remote = ray.remote(num_cpus=0.01)(kind)
-    actors = {
-        name: [remote.options(**_options(name)).remote() for _ in range(case.actors)] for name in contender_names(group)
-    }
+    actors = {}
+    for name in contender_names(group):
+        remote = ray.remote(num_cpus=0.01)(vllm_queue.QueuePeer if name == VLLM else kind)
+        actors[name] = [remote.options(**_options(name)).remote() for _ in range(case.actors)]
     if case.method == "step":
         _equalise_steps([actor for several in actors.values() for actor in several], case.actors)
     return [KINDS[name](name, case, several, runner) for name, several in actors.items()]
@@ -252,7 +306,8 @@ def _equalise_steps(actors: Sequence[Any], at_once: int) -> None:
 def _value_and_answer(case: Case) -> tuple[Any, Any]:
     """Return the value to send and the answer to expect."""
     if case.method == "touch":
-        array = np.arange(ARRAY_FLOATS, dtype=np.float32)
+        array = raylane.empty(ARRAY_FLOATS, dtype=np.float32) if case.empty else np.empty(ARRAY_FLOATS, np.float32)
+        array[:] = np.arange(ARRAY_FLOATS)
         return array, [float(ARRAY_FLOATS - 1)] * case.actors
     value = {"step": 1}
     return value, [value] * case.actors if case.shape == "fan" else value

@@ -25,7 +25,6 @@ from typing import Any, Protocol, TypeVar
 QUANTILES = {"p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99}
 QUIET_S = 5e-3
 """Time in seconds between the last call and SIGSTOP."""
-"""Time in seconds between the last call and SIGSTOP."""
 CaseT = TypeVar("CaseT")
 
 
@@ -179,23 +178,32 @@ def record(case: str, contender: str, tally: Tally, first_us: float) -> dict[str
 def table(records: Sequence[Mapping[str, Any]], baselines: Mapping[str, tuple[str, str]]) -> str:
     """Return the records as text.
 
-    Each entry of `baselines` (title -> contender and "p50" or "cpu") adds a column: the baseline's value divided by the
-    record's value of the same case.
+    Two columns show the ratio of the 99th percentile, and of the first call, to the median. Each entry of `baselines`
+    (title -> contender and "p50" or "cpu") adds a column: the baseline's value divided by the record's value of the
+    same case.
     """
     heads = ("p50", "p99", "min", "first", "cpu/call")
+    spreads = ("p99", "first")
     widths = [max(len(str(row[name])) for row in (*records, {name: name})) + 1 for name in ("case", "contender")]
-    words = [f"{word:>10}" for word in heads] + [f"{title:>{len(title) + 2}}" for title in baselines]
+    words = [f"{word:>10}" for word in (*heads, *(f"{name}/p50" for name in spreads))]
+    words += [f"{title:>{len(title) + 2}}" for title in baselines]
     lines = [f"{'case':{widths[0]}}{'contender':{widths[1]}}" + "".join(words)]
     by_key = {(row["case"], row["contender"]): _figures(row) for row in records}
     for row in records:
         figures = _figures(row)
         words = [f"{time_text(row[f'{name}_us']):>10}" for name in heads[:4]] + [f"{time_text(figures['cpu']):>10}"]
+        words += [f"{_ratio(row[f'{name}_us'], row['p50_us']):>10}" for name in spreads]
         for title, (contender, what) in baselines.items():
             base = by_key.get((row["case"], contender))
-            ratio = "-" if base is None or not figures[what] else f"{base[what] / figures[what]:.2f}"
+            ratio = "-" if base is None else _ratio(base[what], figures[what])
             words.append(f"{ratio:>{len(title) + 2}}")
         lines.append(f"{row['case']:{widths[0]}}{row['contender']:{widths[1]}}" + "".join(words))
     return "\n".join(lines)
+
+
+def _ratio(value: float, base: float) -> str:
+    """Return a quotient as text; a hyphen if `base` is zero."""
+    return f"{value / base:.2f}" if base else "-"
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:

@@ -26,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     transfer.add_argument("--large", action="store_true", help="include 1 GB tensors (needs about 8 GB of memory)")
     summary = "calls through compiled graphs, one at a time and several in flight"
     examples = ("raylane bench graph --only echo,chain-4", "raylane bench graph --quick --json graph.json")
-    names = ", ".join(graph_cases.CASES)
-    graph = commands.add_parser("graph", help=summary, **describe(summary, *examples, notes=f"cases: {names}"))
+    notes = (
+        f"cases: {', '.join(graph_cases.CASES)}\n"
+        "The contender vllm takes part if vLLM and pyzmq are installed, or pyzmq alone and RAYLANE_VLLM_WHEEL names a\n"
+        "wheel of vLLM (or the folder that it was unpacked to)."
+    )
+    graph = commands.add_parser("graph", help=summary, **describe(summary, *examples, notes=notes))
     for command in (transfer, graph):
         command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
         command.add_argument(
@@ -45,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         report = {
             "machine": environment.machine(),
             "versions": environment.versions(),
+            **environment.native(),
             "quick": args.quick,
             "records": records,
         }

@@ -27,7 +27,8 @@ from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import Doorbell, Received, RingReader, RingSpec, RingWriter
 from raylane.graph.driver.completion import complete_result
 from raylane.graph.driver.result import GraphResult
-from raylane.graph.inspect import drawing, stats, trace
+from raylane.graph.inspect import critical_path, drawing, stats, trace
+from raylane.graph.inspect.arrivals import Arrivals, CallRecord
 from raylane.graph.inspect.text import describe
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
 from raylane.graph.values import message as messages
@@ -213,14 +214,27 @@ class InlineGraph:
         """Return counters like `CompiledGraph.stats`. There is no leased memory here."""
         answers = {member: found.stats() | {"lent_bytes": 0} for member, found in enumerate(self._executors, 1)}
         collected = {edge.index: (reader.sequence, self._bytes[edge.index]) for edge, reader in self._collected}
+        counters = stats.graph_stats(self.plan, answers, collected)
         executions = {"submitted": self._count, "completed": self._count}
-        return {"executions": executions, **stats.graph_stats(self.plan, answers, collected), "unanswered": []}
+        arrivals = Arrivals(self.plan, self._records(), list(self._executions))
+        time = stats.where_time_went(self.plan, stats.spent_of_answers(answers), arrivals)
+        return {"executions": executions, **counters, "time": time, "unanswered": []}
+
+    def publish_metrics(self, name: str = "graph") -> None:
+        """Do nothing: there is no Ray that would export metrics."""
+
+    def explain(self, last: int = 200) -> str:
+        """Return as text where the time of the `last` executions went, like `CompiledGraph.explain`."""
+        return critical_path.explain(self.plan, self._records(), list(self._executions)[-last:])
 
     def trace(self, path: str | Path) -> list[str]:
         """Write the last executions as a trace for Perfetto or chrome://tracing. Return an empty list."""
-        calls = [record for executor in self._executors for record in executor.recorder.records()]
-        trace.save(path, trace.chrome_trace(self.plan, calls, list(self._executions)))
+        trace.save(path, trace.chrome_trace(self.plan, self._records(), list(self._executions)))
         return []
+
+    def _records(self) -> list[CallRecord]:
+        """Return the records of the last calls of all objects."""
+        return [record for executor in self._executors for record in executor.recorder.records()]
 
     # The interface `ResultSource`. Every result is done, so nothing waits.
 

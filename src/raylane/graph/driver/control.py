@@ -14,7 +14,7 @@ import contextlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline
@@ -99,10 +99,12 @@ class ControlChannels:
             finally:
                 self._asked = None
 
-    def ask_all(self, order: str) -> tuple[dict[int, Any], list[str]]:
-        """Send an order to every actor. Return (member to answer, names of actors that did not answer in time)."""
+    def ask_all(self, order: str, members: Collection[int] | None = None) -> tuple[dict[int, Any], list[str]]:
+        """Send an order to these members, or to all. Return (member to answer, names of those that were too late)."""
         answers, silent = {}, []
         for member, name in enumerate(self._names, 1):
+            if members is not None and member not in members:
+                continue
             try:
                 answers[member] = self.ask(member, order)
             except GraphError:

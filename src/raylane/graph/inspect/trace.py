@@ -21,19 +21,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from raylane.graph.inspect import stats
+from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
 from raylane.graph.plan.schedule import reading_task
 
 __all__ = ["CallRecord", "DriverRecord", "chrome_trace", "save"]
-
-CallRecord: TypeAlias = tuple[int, int, float, float, float, float]
-"""(task, execution, ready_s, start_s, end_s, sent_s), in seconds of one clock.
-
-A member was ready for the task, started it when all inputs had arrived, ended it, and had sent its results.
-"""
-
-DriverRecord: TypeAlias = tuple[int, float, float]
-"""(execution, submitted_s, completed_s)."""
 
 Event: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]
@@ -49,12 +42,14 @@ def chrome_trace(
     """Return the trace of these records, which may come in any order and with gaps.
 
     Each member is a process, named with its real process id if `pids` has it. A call is a slice; before it lies a slice
-    `wait` for its inputs (from the submission on; the time before is idle), after it a slice `send`. Arrows are drawn
-    where both ends are known. Times in the trace are microseconds since the first record.
+    `wait for ...` with the sender of its last input (from the submission on; the time before is idle), after it a slice
+    `send`. Arrows are drawn where both ends are known. Times in the trace are microseconds since the first record.
+    The metadata tell in words where the time of each actor went.
     """
     calls, executions = sorted(calls, key=lambda call: call[3]), sorted(executions, key=lambda one: one[1])
     begin = min([*(call[2] for call in calls), *(one[1] for one in executions)], default=0.0)
-    trace = _Trace(plan, begin)
+    arrivals = Arrivals(plan, calls, executions)
+    trace = _Trace(plan, begin, arrivals)
     for number, submitted_s, completed_s in executions:
         trace.add_execution(number, submitted_s, completed_s)
     for call in calls:
@@ -64,7 +59,11 @@ def chrome_trace(
     return {
         "traceEvents": [*trace.names(pids), *sorted(trace.events, key=lambda event: (event["ts"], event["ph"] != "X"))],
         "displayTimeUnit": "ns",
-        "otherData": {"clock": "seconds since an arbitrary time", "first_record_s": begin},
+        "otherData": {
+            "clock": "seconds since an arbitrary time",
+            "first_record_s": begin,
+            "where the time went": stats.where_time_went(plan, stats.spent_of_records(plan, calls), arrivals),
+        },
     }
 
 
@@ -78,9 +77,10 @@ def save(path: str | Path, trace: dict[str, Any]) -> None:
 class _Trace:
     """Events of a trace, and the slices in which arrows begin and end."""
 
-    def __init__(self, plan: Plan, begin_s: float) -> None:
+    def __init__(self, plan: Plan, begin_s: float, arrivals: Arrivals) -> None:
         self.plan = plan
         self.begin_s = begin_s
+        self.arrivals = arrivals
         self.events: list[Event] = []
         self.submitted: dict[int, Span] = {}
         """Slice of each execution."""
@@ -120,7 +120,11 @@ class _Trace:
         end = max(self._ns(end_s), start + 1)
         sent = max(self._ns(sent_s), end + 1)
         if ready < start:
-            self._slice("wait", "wait", member, (ready, start), number)
+            last = self.arrivals.last_input(task, number)
+            # An input that was there before the actor was ready is not what it waited for.
+            sender = None if last is None or last.sent_s <= ready_s else self.arrivals.member_of(last.source)
+            name = "wait" if sender is None else f"wait for {self.plan.members[sender]}"
+            self._slice(name, "wait", member, (ready, start), number)
         self._slice(self.plan.labels[task], "call", member, (start, end), number)
         self._slice("send", "send", member, (end, sent), number)
         self.called[task][number] = start, end

@@ -1,0 +1,20 @@
+"""The examples of Ray's compiled graphs run with raylane and print what the page shows."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+from tests.examples.programs import ROOT
+
+PAGE = (ROOT / "docs/howto/from-ray-compiled-graphs.md").read_text()
+
+
+def test_examples_of_ray_print_what_the_page_shows(cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples/from_ray_graphs.py"), run_name="__main__")
+    shown = re.search(r"<!-- output of examples/from_ray_graphs.py -->\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert shown
+    # Ray prints warnings of its own into the output.
+    printed = [line for line in capsys.readouterr().out.splitlines() if "(raylet)" not in line]
+    assert printed == shown[1].splitlines()
