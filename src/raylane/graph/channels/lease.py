@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import handover, semaphore
+from raylane.core import copying, handover, semaphore
 from raylane.core.deadline import Deadline
 from raylane.core.handover import DATA_OFFSET, Place, init_semaphores
 from raylane.core.segment import segment_offsets, size_class
@@ -195,7 +195,7 @@ class LeasePool:
         views = [memoryview(part).cast("B") for part in parts]
         reservation = self.reserve([view.nbytes for view in views], readers)
         for target, view in zip(reservation.parts, views, strict=True):
-            target[:] = view
+            copying.copy(target, view)
         return reservation.descriptor
 
     def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reservation:
