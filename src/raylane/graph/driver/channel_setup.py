@@ -17,7 +17,8 @@ from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
-from raylane.graph.channels.layout import ChannelEnds, Layout
+from raylane.graph.channels.ends import ChannelEnds
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import RingSpec
