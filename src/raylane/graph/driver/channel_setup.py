@@ -52,7 +52,7 @@ class ChannelSetup:
         self.graph = uuid.uuid4().hex
         self._connections = connections
         self._plan = connections.plan
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
         self._timeout_s = timeout_s
         self._max_lent_bytes = max_lent_bytes
         self._exclusive = exclusive
@@ -98,7 +98,7 @@ class ChannelSetup:
             member=member,
             names=self._names,
             edge_count=len(self._plan.edges),
-            max_inflight=self._max_inflight,
+            max_inflight=self.max_inflight,
             timeout_s=self._timeout_s,
             max_lent_bytes=self._max_lent_bytes,
             near_driver=self._hosts[member] == self._hosts[DRIVER],
@@ -150,7 +150,7 @@ class ChannelSetup:
         inputs = plan.edges_from(DRIVER)
         # Inputs of `max_inflight` executions may be unread; each execution leases at most once for each input edge.
         connections.pool = pool = LeasePool(
-            self._max_lent_bytes, self._timeout_s, self._max_inflight * len(inputs), lifecycle=connections.lifecycle
+            self._max_lent_bytes, self._timeout_s, self.max_inflight * len(inputs), lifecycle=connections.lifecycle
         )
         for edge in plan.edges_to(DRIVER):
             connections.readers[edge.index] = ends.reader(edge.index, connections.leases, connections.doorbell)
