@@ -81,9 +81,11 @@ def test_a_thousand_compiled_graphs_leave_nothing(workers: list[Any], eventually
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
-def test_compile_after_a_restart_asks_the_actor_again(eventually: Callable[..., None]) -> None:
+@pytest.mark.parametrize("host", ["", "another"])
+def test_compile_after_a_restart_asks_the_actor_again(host: str, eventually: Callable[..., None]) -> None:
     before = snapshot()
-    actor = ray.remote(num_cpus=0, max_restarts=1)(Worker).remote()
+    environment = {"env_vars": {"RAYLANE_HOST": host}}
+    actor = ray.remote(num_cpus=0, max_restarts=1, runtime_env=environment)(Worker).remote()
 
     def play() -> None:
         with raylane.InputNode() as x, raylane.compile(raylane.bind(actor.add, x, 1)) as graph:
