@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from raylane.bench import environment, graph, graph_workloads
+from raylane.bench import environment, graph, graph_cases, graph_workloads, vllm_queue
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
+from raylane.cli import main
 from raylane.core.native import NATIVE
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
@@ -222,3 +224,30 @@ def test_run_with_vllm_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_names_the_native_module() -> None:
     assert environment.machine()["native"] is NATIVE
+
+
+def test_an_unknown_case_is_answered_with_those_there_are() -> None:
+    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; the cases are echo"):
+        main(["bench", "graph", "--only", "ecko"])
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
+    out = tmp_path / "graph.json"
+    only = "echo,async,million,echo-busy1,scatter-4,compile-8,beside-150"
+    command = [sys.executable, "-m", "raylane", "bench", "graph", "--quick", "--only", only, "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert report["quick"] is True
+    records = report["records"]
+    for name in only.split(","):
+        found = [record["contender"] for record in records if record["case"] == name]
+        possible = set(graph_cases.CASES[name].contenders) - ({"vllm"} if vllm_queue.why_unavailable() else set())
+        assert sorted(found) == sorted(possible)
+    for record in records:
+        extra = {"driver_rss_bytes", "actor_rss_bytes", "p50_first_tenth_us", "p50_last_tenth_us"}
+        assert set(record) == (FIELDS | extra if record["case"] == "million" else FIELDS)
+        assert 0 < record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
+        assert record["n"] > 0
+    assert "x compiled" in done.stdout
