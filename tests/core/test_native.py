@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raylane.core import native, portable, semaphore
-from raylane.core.copying import threads_for
+from raylane.core.copying import ThreadChoice
 from raylane.core.portable import HEADER, PAGE_BYTES, WAKE
 from raylane.core.semaphore import Segment, value
 from raylane.core.waiting import Patience
@@ -224,25 +224,21 @@ def test_copy_with_any_number_of_threads(kind: Any) -> None:
             assert target == source
     with pytest.raises(ValueError, match="cannot copy 3 bytes into 2"):
         kind.copy(bytearray(2), b"abc", 1)
-    assert kind.running_tasks() >= 0
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "cores", "running", "threads"),
-    [
-        (1 << 20, 8, 1, 1),  # too small
-        (4 << 20, 8, 1, 2),
-        (10 << 20, 8, 1, 4),
-        (10 << 20, 2, 1, 2),
-        (10 << 20, 2, 2, 1),  # the other core is busy
-        (10 << 20, 8, 6, 3),
-        (10 << 20, 8, 50, 1),
-        (10 << 20, 8, 0, 1),  # unknown
-        (10 << 20, 1, 1, 1),
-    ],
-)
-def test_copy_uses_idle_cores_only(nbytes: int, cores: int, running: int, threads: int) -> None:
-    assert threads_for(nbytes, cores, running) == threads
+def test_copy_uses_threads_while_they_are_faster() -> None:
+    choice, chosen = ThreadChoice(4), []
+    for number in range(100):
+        threads = choice.threads()
+        chosen.append(threads)
+        idle = number < 50  # then a neighbour takes the other cores
+        choice.copied(threads, 1000, {1: 2.0, 4: 1.0 if idle else 3.0}[threads])
+    assert set(chosen[:2]) == {1, 4}
+    assert chosen[2:50].count(4) >= 44
+    assert chosen[60:].count(1) >= 36
+    assert chosen[60:].count(4) >= 2  # tried again
+    alone = ThreadChoice(1)
+    assert [alone.threads() for _ in range(40)] == [1] * 40
 
 
 ABUSE = """
@@ -252,7 +248,7 @@ spec = importlib.util.spec_from_file_location("raylane.core._native", sys.argv[1
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 from raylane.core import semaphore
-from raylane.core.copying import threads_for
+from raylane.core.copying import ThreadChoice
 from raylane.core.portable import HEADER
 from raylane.core.semaphore import Segment
 from raylane.core.waiting import Patience
@@ -323,7 +319,7 @@ for nbytes in (0, 1, 1000, 5_000_000):
         attempt(native.copy, target, bytes(nbytes), threads)
         attempt(native.copy, target, bytes(nbytes + 1), threads)
         attempt(native.copy, bytes(nbytes), target, threads)
-native.run_delay_ns(), native.running_tasks()
+native.run_delay_ns()
 del cycle, bell, reader, writer, small, broken
 gc.collect()
 print("survived")

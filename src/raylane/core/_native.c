@@ -772,20 +772,8 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args) {
     return done;
 }
 
-static PyObject *running_tasks(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) {
-    /* Fourth field of /proc/loadavg: tasks that are runnable now (proc_loadavg(5)). */
-    char text[128];
-    int running = 0, fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return PyLong_FromLong(0);
-    ssize_t size = read(fd, text, sizeof(text) - 1);
-    close(fd);
-    text[size > 0 ? size : 0] = 0;
-    return PyLong_FromLong(sscanf(text, "%*f %*f %*f %d", &running) == 1 ? running : 0);
-}
-
 static PyMethodDef functions[] = {
     {"copy", copy, METH_VARARGS, "Copy bytes with several threads, without the GIL."},
-    {"running_tasks", running_tasks, METH_NOARGS, "Return how many threads of this machine are runnable; 0: unknown."},
     {"run_delay_ns", run_delay_ns, METH_NOARGS, "Return how long this thread was runnable without a CPU."},
     {NULL, NULL, 0, NULL},
 };

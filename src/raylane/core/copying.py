@@ -1,27 +1,49 @@
-"""Copies of large buffers: with several threads where cores are idle."""
+"""Copies of large buffers: with several threads where that is faster at present, that is, where cores are idle."""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from raylane.core import native
 
 THREADED_FROM_BYTES = 4 << 20
-"""Size from which starting threads (about 30 us each) pays off: 4 MB take about 0.4 ms."""
-BYTES_PER_THREAD = 2 << 20
+"""Size from which starting threads (about 30 us each) can pay off: 4 MB take about 0.4 ms."""
 MAX_THREADS = 4
 """A few cores fill the memory bandwidth of most machines."""
+TRY_EVERY = 16
+"""Number of copies after which the number of threads that seems slower is tried again."""
+_MEAN_OF = 4
 
 
-def threads_for(nbytes: int, cores: int, running: int) -> int:
-    """Return how many threads should copy `nbytes`, if `running` threads of the machine are runnable. Pure.
+class ThreadChoice:
+    """Choice between one thread and `most` threads by the speed of the last copies with each. Pure.
 
-    `running` counts the calling thread; 0 means unknown, and then other processes get the cores.
+    The number of runnable threads of the machine says nothing here: members of a graph that wait are runnable too, and
+    give way.
     """
-    if nbytes < THREADED_FROM_BYTES or running < 1:
-        return 1
-    return max(1, min(MAX_THREADS, nbytes // BYTES_PER_THREAD, 1 + cores - running))
+
+    def __init__(self, most: int) -> None:
+        self._costs = dict.fromkeys({1, most}, 0.0)
+        """Mean seconds per byte of the last copies; 0 until the first one, so that each is tried."""
+        self._copies = 0
+
+    def threads(self) -> int:
+        """Return the number of threads for the next copy."""
+        self._copies += 1
+        best = min(self._costs, key=lambda threads: self._costs[threads])
+        if self._copies % TRY_EVERY:
+            return best
+        return next((threads for threads in self._costs if threads != best), best)
+
+    def copied(self, threads: int, nbytes: int, seconds: float) -> None:
+        """Record the time of a copy."""
+        cost, before = seconds / nbytes, self._costs[threads]
+        self._costs[threads] = cost if not before else before + (cost - before) / _MEAN_OF
+
+
+_choice = ThreadChoice(min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
 def copy(target: Any, source: memoryview) -> None:
@@ -29,5 +51,7 @@ def copy(target: Any, source: memoryview) -> None:
     if source.nbytes < THREADED_FROM_BYTES:
         target[:] = source
         return
-    cores = len(os.sched_getaffinity(0))
-    native.copy(target, source, threads_for(source.nbytes, cores, native.running_tasks()))
+    threads = _choice.threads()
+    start = time.perf_counter()
+    native.copy(target, source, threads)
+    _choice.copied(threads, source.nbytes, time.perf_counter() - start)

@@ -18,7 +18,6 @@ __all__ = [
     "SmallPickler",
     "copy",
     "run_delay_ns",
-    "running_tasks",
 ]
 
 PURE_VARIABLE = "RAYLANE_PURE"
@@ -32,7 +31,6 @@ if TYPE_CHECKING or os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
         SmallPickler,
         copy,
         run_delay_ns,
-        running_tasks,
     )
 
     NATIVE = False
@@ -47,7 +45,6 @@ else:
             SmallPickler,
             copy,
             run_delay_ns,
-            running_tasks,
         )
 
         NATIVE = True
@@ -60,7 +57,6 @@ else:
             SmallPickler,
             copy,
             run_delay_ns,
-            running_tasks,
         )
 
         NATIVE = False

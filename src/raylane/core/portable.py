@@ -333,8 +333,3 @@ def copy(target: Any, source: Any, threads: int) -> None:
     if into.nbytes != view.nbytes:
         raise ValueError(f"cannot copy {view.nbytes} bytes into {into.nbytes}")
     into[:] = view
-
-
-def running_tasks() -> int:
-    """Return how many threads of this machine are runnable; 0 if that is not known: here always."""
-    return 0
