@@ -112,7 +112,8 @@ def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
         ) from error
     except ray.exceptions.ActorUnavailableError as error:
         raise GraphActorDiedError(
-            f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later: {error}"
+            f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later, or call "
+            f"graph.recompile(), which waits for the restart: {error}"
         ) from error
     except ray.exceptions.RayActorError as error:
         raise GraphActorDiedError(f"{name} is dead: {error}") from error
