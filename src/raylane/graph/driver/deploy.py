@@ -11,7 +11,6 @@ If a step fails, everything before it is undone: actors that have joined are tol
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +62,6 @@ def deploy(
         connections.wake_from_receivers()
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
-        os.close(connections.wake_fd)
         for member in peers:
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)
         if isinstance(error, OSError) and not isinstance(error, GraphError):
