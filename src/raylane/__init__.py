@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
+    from raylane.transport.arrays import empty, empty_like
     from raylane.workers.batch import BatchDict
     from raylane.workers.group import WorkerGroup, WorkerOptions
     from raylane.workers.sharding import NamedSharding
 
 _HOME = {  # module of each public name
     "errors": "raylane.errors",
+    "empty": "raylane.transport.arrays",
+    "empty_like": "raylane.transport.arrays",
     "get": "raylane.transport.api",
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
@@ -49,6 +52,8 @@ __all__ = [
     "__version__",
     "bind",
     "compile",
+    "empty",
+    "empty_like",
     "errors",
     "get",
     "get_async",

@@ -2,20 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from raylane.bench import environment, graph, graph_cases, graph_workloads, vllm_queue
+from raylane.bench import environment, graph, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
-from raylane.cli import main
+from raylane.core.native import NATIVE
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
@@ -206,57 +204,21 @@ def test_the_actors_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_run_without_vllm_and_empty_leaves_both_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_without_vllm_leaves_it_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: "it is not here")
-    monkeypatch.delattr(graph.raylane, "empty", raising=False)
-    possible = graph._possible(cases("echo,array-10MB-4-empty,beside-150"))
+    possible = graph._possible(cases("echo,beside-150"))
     assert [case.name for case in possible] == ["echo", "beside-150"]
     assert possible[0].contenders == ("raylane", "ray:compiled", "ray:calls", "loop")
     assert capsys.readouterr().out.splitlines() == [
-        "array-10MB-4-empty: left out, because this raylane has no function `raylane.empty`",
         "contender vllm: left out, because it is not here",
     ]
 
 
-def test_run_with_vllm_and_empty_keeps_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_vllm_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: None)
-    monkeypatch.setattr(graph.raylane, "empty", lambda *shape: None, raising=False)
     wanted = cases("echo,array-10MB-4-empty")
     assert graph._possible(wanted) == wanted
 
 
-def test_report_names_native_code_where_raylane_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    native = ModuleType("raylane.core.native")
-    monkeypatch.setitem(sys.modules, native.__name__, native)
-    assert environment.native() == {}
-    native.NATIVE = True  # type: ignore[attr-defined]
-    assert environment.native() == {"native": True}
-
-
-def test_an_unknown_case_is_answered_with_those_there_are() -> None:
-    with pytest.raises(SystemExit, match="raylane bench: unknown cases ecko; the cases are echo"):
-        main(["bench", "graph", "--only", "ecko"])
-
-
-@pytest.mark.slow
-def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
-    out = tmp_path / "graph.json"
-    only = "echo,async,million,echo-busy1,scatter-4,compile-8,beside-150"
-    command = [sys.executable, "-m", "raylane", "bench", "graph", "--quick", "--only", only, "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(out.read_text())
-    assert report["quick"] is True
-    records = report["records"]
-    for name in only.split(","):
-        found = [record["contender"] for record in records if record["case"] == name]
-        possible = set(graph_cases.CASES[name].contenders) - ({"vllm"} if vllm_queue.why_unavailable() else set())
-        assert sorted(found) == sorted(possible)
-    for record in records:
-        extra = {"driver_rss_bytes", "actor_rss_bytes", "p50_first_tenth_us", "p50_last_tenth_us"}
-        assert set(record) == (FIELDS | extra if record["case"] == "million" else FIELDS)
-        assert 0 < record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
-        assert record["n"] > 0
-    assert "x compiled" in done.stdout
+def test_report_names_the_native_module() -> None:
+    assert environment.machine()["native"] is NATIVE

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from raylane.core import native, portable, semaphore
+from raylane.core.copying import threads_for
 from raylane.core.portable import HEADER, PAGE_BYTES, WAKE
 from raylane.core.semaphore import Segment, value
 from raylane.core.waiting import Patience
@@ -213,6 +214,37 @@ def test_recorder_keeps_the_last_records_and_all_totals(kind: Any) -> None:
             recorder.sent(task, 0)
 
 
+@EACH
+def test_copy_with_any_number_of_threads(kind: Any) -> None:
+    for nbytes in (0, 1, 63, 64, 1000, 100_003):
+        source = os.urandom(nbytes)
+        for threads in (1, 2, 3, 16):
+            target = bytearray(nbytes)
+            kind.copy(target, source, threads)
+            assert target == source
+    with pytest.raises(ValueError, match="cannot copy 3 bytes into 2"):
+        kind.copy(bytearray(2), b"abc", 1)
+    assert kind.running_tasks() >= 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cores", "running", "threads"),
+    [
+        (1 << 20, 8, 1, 1),  # too small
+        (4 << 20, 8, 1, 2),
+        (10 << 20, 8, 1, 4),
+        (10 << 20, 2, 1, 2),
+        (10 << 20, 2, 2, 1),  # the other core is busy
+        (10 << 20, 8, 6, 3),
+        (10 << 20, 8, 50, 1),
+        (10 << 20, 8, 0, 1),  # unknown
+        (10 << 20, 1, 1, 1),
+    ],
+)
+def test_copy_uses_idle_cores_only(nbytes: int, cores: int, running: int, threads: int) -> None:
+    assert threads_for(nbytes, cores, running) == threads
+
+
 ABUSE = """
 # Everything once, with values that a defect or a hostile peer could give, under AddressSanitizer.
 import gc, importlib.util, os, pickle, sys, types
@@ -220,6 +252,7 @@ spec = importlib.util.spec_from_file_location("raylane.core._native", sys.argv[1
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 from raylane.core import semaphore
+from raylane.core.copying import threads_for
 from raylane.core.portable import HEADER
 from raylane.core.semaphore import Segment
 from raylane.core.waiting import Patience
@@ -284,6 +317,13 @@ for kind in (native.Doorbell, native.SlotReader, native.SlotWriter, native.Small
         method = getattr(empty, name)
         if not name.startswith("_") and callable(method):
             attempt(method), attempt(method, 0), attempt(method, 0, 0), attempt(method, 0, 0, 0, b"")
+for nbytes in (0, 1, 1000, 5_000_000):
+    for threads in odd:
+        target = bytearray(nbytes)
+        attempt(native.copy, target, bytes(nbytes), threads)
+        attempt(native.copy, target, bytes(nbytes + 1), threads)
+        attempt(native.copy, bytes(nbytes), target, threads)
+native.run_delay_ns(), native.running_tasks()
 del cycle, bell, reader, writer, small, broken
 gc.collect()
 print("survived")

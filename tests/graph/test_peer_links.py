@@ -15,7 +15,7 @@ from tests.graph import hosts
 
 import raylane
 from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
-from raylane.graph.channels.layout import open_shared
+from raylane.graph.channels.ends import open_shared
 from raylane.testing.leaks import leaks, snapshot
 
 Compile = Callable[..., Any]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import ray
+from tests.graph.graph_actors import Worker
 
 import raylane
-from raylane.testing.leaks import descriptors
+from raylane.testing.leaks import descriptors, leaks, snapshot
 
 ROUNDS = 1000
 
@@ -24,6 +25,11 @@ def parent_of(pid: str) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
+
+
+def pid_of(actor: Any) -> int:
+    pid: int = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=10)
+    return pid
 
 
 def resources(instance: Any = None) -> dict[str, int]:
@@ -71,3 +77,32 @@ def test_a_thousand_compiled_graphs_leave_nothing(workers: list[Any], eventually
         ]
 
     eventually(lambda: not grown(), within_s=20)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("host", ["", "another"])
+def test_compile_after_a_restart_asks_the_actor_again(host: str, eventually: Callable[..., None]) -> None:
+    before = snapshot()
+    environment = {"env_vars": {"RAYLANE_HOST": host}}
+    actor = ray.remote(num_cpus=0, max_restarts=1, runtime_env=environment)(Worker).remote()
+
+    def play() -> None:
+        with raylane.InputNode() as x, raylane.compile(raylane.bind(actor.add, x, 1)) as graph:
+            assert graph.execute(1).get() == 2
+
+    play()
+    old = pid_of(actor)
+    ray.kill(actor, no_restart=False)
+
+    def new_process() -> bool:
+        try:
+            return pid_of(actor) != old
+        except ray.exceptions.RayError:
+            return False
+
+    eventually(new_process, within_s=60)
+    play()  # what the driver knows of the actor is stale
+    play()
+    ray.kill(actor)
+    assert not leaks(before, within_s=20)

@@ -27,6 +27,8 @@ def test_public_names() -> None:
         "__version__",
         "bind",
         "compile",
+        "empty",
+        "empty_like",
         "errors",
         "get",
         "get_async",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from raylane.core.native import NATIVE
 
 
 def machine() -> dict[str, Any]:
@@ -22,6 +23,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "load_at_end": os.getloadavg(),
+        "native": NATIVE,
     }
 
 
@@ -36,16 +38,3 @@ def versions() -> dict[str, str | None]:
     if wheel := os.environ.get("RAYLANE_VLLM_WHEEL"):
         found["vllm"] = os.path.basename(os.path.normpath(wheel))
     return found
-
-
-def native() -> dict[str, bool]:
-    """Return {"native": True} if raylane's hot path runs as native code, False if as Python.
-
-    Empty for a raylane that has no native code.
-    """
-    try:
-        module = importlib.import_module("raylane.core.native")
-    except ModuleNotFoundError:
-        return {}
-    found = getattr(module, "NATIVE", None)
-    return {} if found is None else {"native": bool(found)}

@@ -18,7 +18,6 @@ from typing import Any
 
 import ray
 
-import raylane
 from raylane.bench import measure, vllm_queue
 from raylane.bench.graph_cases import CALLS, COMPILED, VLLM, Blocks, Case, blocks_of, cases, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
@@ -56,17 +55,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def _possible(selected: Sequence[Case]) -> list[Case]:
     """Return the cases and contenders that can run here; print a line for each thing left out."""
-    possible = [case for case in selected if not case.empty or hasattr(raylane, "empty")]
-    for case in selected:
-        if case not in possible:
-            print(f"{case.name}: left out, because this raylane has no function `raylane.empty`", flush=True)
-    reason = vllm_queue.why_unavailable() if any(VLLM in case.contenders for case in possible) else None
+    reason = vllm_queue.why_unavailable() if any(VLLM in case.contenders for case in selected) else None
     if reason is None:
-        return possible
+        return list(selected)
     print(f"contender {VLLM}: left out, because {reason}", flush=True)
     return [
         dataclasses.replace(case, contenders=tuple(name for name in case.contenders if name != VLLM))
-        for case in possible
+        for case in selected
     ]
 
 

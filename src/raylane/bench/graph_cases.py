@@ -62,7 +62,7 @@ class Case:
     idle_graphs: int = 0
     """Number of idle graphs on the actor of the contender BESIDE."""
     empty: bool = False
-    """True if the value is an array made by `raylane.empty`; the case needs that function."""
+    """True if the value is an array made by `raylane.empty`."""
     contenders: tuple[str, ...] = _GRAPHS
     """Names of the contenders."""
 

@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         report = {
             "machine": environment.machine(),
             "versions": environment.versions(),
-            **environment.native(),
             "quick": args.quick,
             "records": records,
         }

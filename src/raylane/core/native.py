@@ -16,22 +16,51 @@ __all__ = [
     "SlotReader",
     "SlotWriter",
     "SmallPickler",
+    "copy",
     "run_delay_ns",
+    "running_tasks",
 ]
 
 PURE_VARIABLE = "RAYLANE_PURE"
 
 if TYPE_CHECKING or os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
-    from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
+    from raylane.core.portable import (
+        Doorbell,
+        Recorder,
+        SlotReader,
+        SlotWriter,
+        SmallPickler,
+        copy,
+        run_delay_ns,
+        running_tasks,
+    )
 
     NATIVE = False
     """True if the native module is in use."""
 else:
     try:
-        from raylane.core._native import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
+        from raylane.core._native import (
+            Doorbell,
+            Recorder,
+            SlotReader,
+            SlotWriter,
+            SmallPickler,
+            copy,
+            run_delay_ns,
+            running_tasks,
+        )
 
         NATIVE = True
     except ImportError:  # no C compiler when raylane was installed
-        from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, run_delay_ns
+        from raylane.core.portable import (
+            Doorbell,
+            Recorder,
+            SlotReader,
+            SlotWriter,
+            SmallPickler,
+            copy,
+            run_delay_ns,
+            running_tasks,
+        )
 
         NATIVE = False

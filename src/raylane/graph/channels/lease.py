@@ -33,16 +33,18 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import semaphore
+from raylane.core import copying, handover, semaphore
 from raylane.core.deadline import Deadline
+from raylane.core.handover import DATA_OFFSET, Place, init_semaphores
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
 
-MAX_READERS = 256
+MAX_READERS = handover.RETURN_SEMAPHORES
 """Maximum number of readers of one message within a host; rings and segments reserve a semaphore for each."""
-DATA_OFFSET = MAX_READERS * SEMAPHORE_BYTES
+HANDED = -1
+"""Number of a segment that belongs to no pool but to an array of `raylane.empty`."""
 MAX_IDLE = 8
 """Maximum number of idle segments in a pool; the segment that was idle for longest is discarded first."""
 MAX_MAPPED = 64
@@ -106,12 +108,30 @@ class _Lease:
 
     def returned(self) -> bool:
         """Return True if every reader has returned the lease."""
-        self.outstanding = [
-            index
-            for index in self.outstanding
-            if semaphore.try_wait(self.segment.address + index * SEMAPHORE_BYTES)  # -1 while it was not posted
-        ]
+        self.outstanding = _not_returned(self.segment.address, self.outstanding)
         return not self.outstanding
+
+
+class _Handed:
+    """Lease of a region of `core.handover`: memory of the sender's own array."""
+
+    __slots__ = ("address", "memory", "outstanding")
+
+    def __init__(self, memory: Any, readers: int) -> None:
+        self.memory = memory
+        """Keeps the region, and its path, while a reader may still open it."""
+        self.address = ctypes.addressof(memory)
+        self.outstanding = list(range(readers))
+
+    def returned(self) -> bool:
+        """Return True if every reader has returned the lease."""
+        self.outstanding = _not_returned(self.address, self.outstanding)
+        return not self.outstanding
+
+
+def _not_returned(address: int, readers: list[int]) -> list[int]:
+    """Return the readers whose semaphore, in the segment at `address`, was not posted; take the posts of the others."""
+    return [index for index in readers if semaphore.try_wait(address + index * SEMAPHORE_BYTES)]  # -1: not posted
 
 
 class LeasePool:
@@ -149,6 +169,21 @@ class LeasePool:
         """Leased segments whose file descriptor is closed."""
         self._leased_bytes = 0
         self._idle: collections.deque[_Lease] = collections.deque()
+        self._handed: collections.deque[_Handed] = collections.deque()
+
+    def hand_over(self, memory: Any, readers: int) -> None:
+        """Keep a region of `core.handover` until all its readers have returned it. Does not wait.
+
+        The memory is the user's own: it counts toward no limit.
+        """
+        self._reclaim_handed(RECLAIM_CHECKS)
+        self._handed.append(_Handed(memory, readers))
+
+    def _reclaim_handed(self, limit: int) -> None:
+        for _ in range(min(limit, len(self._handed))):
+            handed = self._handed.popleft()
+            if not handed.returned():
+                self._handed.append(handed)
 
     def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
         """Copy buffers into a segment and lease it to `readers` (names for error messages, in order of their index).
@@ -160,7 +195,7 @@ class LeasePool:
         views = [memoryview(part).cast("B") for part in parts]
         reservation = self.reserve([view.nbytes for view in views], readers)
         for target, view in zip(reservation.parts, views, strict=True):
-            target[:] = view
+            copying.copy(target, view)
         return reservation.descriptor
 
     def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reservation:
@@ -253,9 +288,7 @@ class LeasePool:
             except OSError as error:
                 error.add_note(f"{self.leased_count} segments are leased: {self._holders() or 'to no reader'}")
                 raise
-        # All semaphores, whatever the number of readers now: the segment will serve other messages too.
-        for index in range(MAX_READERS):
-            semaphore.init(segment.address + index * SEMAPHORE_BYTES)
+        init_semaphores(segment)
         return _Lease(segment, capacity, next(self._numbers))
 
     def reclaim(self, limit: int | None = None) -> bool:
@@ -263,6 +296,7 @@ class LeasePool:
 
         Checks at most `limit` segments of each kind (None: all), those first that were not checked for longest.
         """
+        self._reclaim_handed(len(self._handed) if limit is None else limit)
         limit = self.leased_count if limit is None else limit
         found = False
         for _ in range(min(limit, len(self._leased))):
@@ -337,14 +371,15 @@ class LeaseReader:
         offsets, needed = segment_offsets(descriptor.sizes)
         if total < needed or total <= 0:
             raise OSError(errno.EINVAL, f"{descriptor.path} is smaller than the message that it should hold")
-        memory = (ctypes.c_char * total).from_buffer(segment.memory, DATA_OFFSET)
-        # The views of the parts keep `memory` alive, so its finalizer marks the end of the lease.
-        end = weakref.finalize(memory, _return_lease, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
-        end.atexit = False  # at exit the kernel unmaps the segment, and other finalizers may run in any order
-        view = memoryview(memory).cast("B")
-        if not writable:
-            view = view.toreadonly()
+        view = _lease_view(segment, DATA_OFFSET, total, reader, writable=writable)
         return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
+
+    def borrow_place(self, place: Place, reader: int, *, writable: bool) -> memoryview:
+        """Return bytes of a region of `core.handover` in place, with the errors of `borrow`."""
+        segment = self._map(place.path, HANDED)
+        if not DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
+            raise OSError(errno.EINVAL, f"{place.path} is smaller than the array that it should hold")
+        return _lease_view(segment, place.offset, place.nbytes, reader, writable=writable)
 
     @property
     def mapped_count(self) -> int:
@@ -368,6 +403,16 @@ class LeaseReader:
             else:
                 self._mapped.move_to_end(key)
             return segment
+
+
+def _lease_view(segment: Segment, offset: int, nbytes: int, reader: int, *, writable: bool) -> memoryview:
+    """Return bytes of a mapped segment. When the last view of them is garbage, `reader` returns its lease."""
+    memory = (ctypes.c_char * nbytes).from_buffer(segment.memory, offset)
+    # Views keep `memory` alive, so its finalizer marks the end of the lease.
+    end = weakref.finalize(memory, _return_lease, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
+    end.atexit = False  # at exit the kernel unmaps the segment, and other finalizers may run in any order
+    view = memoryview(memory).cast("B")
+    return view if writable else view.toreadonly()
 
 
 def _return_lease(segment: Segment, address: int, pid: int) -> None:

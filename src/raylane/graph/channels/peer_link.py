@@ -26,13 +26,14 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from raylane.core.deadline import Deadline
 from raylane.core.watcher import Watch, watcher
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.ring import RingWriter
 from raylane.graph.lifecycle import LINK_TRANSITIONS, Lifecycle, LinkEvent, LinkState
 from raylane.graph.values.message import Message
@@ -70,21 +71,6 @@ class LinkEvents(Protocol):
         """Handle that `member` could not be reached until the deadline."""
 
 
-@dataclass(frozen=True)
-class LinkTarget:
-    """Peer of a link, and the facts by which this process introduces itself there."""
-
-    member: int
-    level: int
-    name: str
-    """Name of the peer for messages."""
-    address: Address
-    key: bytes
-    secret: bytes = field(repr=False)
-    own_member: int
-    own_name: str
-
-
 @dataclass(slots=True)
 class _RetainedFrame:
     """Frame that may have to be sent again. `pieces` is empty once the peer has confirmed a large frame."""
@@ -100,12 +86,20 @@ class PeerLink:
     `plan.routing`), so holding the lock cannot deadlock.
     """
 
-    def __init__(self, target: LinkTarget, timeout_s: float | None, events: LinkEvents) -> None:
-        self.target = target
+    def __init__(
+        self, layout: Layout, member: int, level: int, address: Address, secret: bytes, events: LinkEvents
+    ) -> None:
+        """Create the link to `member`, which is not connected yet. `secret` is that of the cluster."""
+        self._layout = layout
+        self._member = member
+        self._level = level
+        self._address = address
+        self._secret = secret
+        self._name = layout.names[member]
+        self._timeout_s = layout.timeout_s
         self.clock_offset_s = 0.0
         """time.perf_counter() of the peer minus that of this process; accurate to half a round trip."""
         self.reconnections = 0
-        self._timeout_s = timeout_s
         self._events = events
         self._lock = threading.RLock()  # guards everything below
         self._socket: socket.socket | None = None
@@ -171,22 +165,22 @@ class PeerLink:
     # Connecting
 
     def _connect(self, deadline: Deadline) -> None:
-        target = self.target
+        layout, name = self._layout, self._name
         try:
-            link = Link(target.address, target.secret, deadline, client=target.own_name, peer=target.name)
+            link = Link(self._address, self._secret, deadline, client=layout.names[layout.member], peer=name)
         except TransportError as error:
             if isinstance(error.__cause__, ConnectionRefusedError):
-                raise PeerRefused(f"no process listens at {target.address} any more") from error
+                raise PeerRefused(f"no process listens at {self._address} any more") from error
             raise
         try:
             began = time.perf_counter()
-            link.send(wire.Stream(target.key, target.own_member, target.level))
+            link.send(wire.Stream(layout.key, layout.member, self._level))
             answer = link.receive()
             ended = time.perf_counter()
             if isinstance(answer, wire.Refusal):
                 raise PeerRefused(answer.reason)
             if not isinstance(answer, wire.Streaming):
-                raise ProtocolError(f"{target.name} answered {type(answer).__name__} to a stream")
+                raise ProtocolError(f"{name} answered {type(answer).__name__} to a stream")
             # The peer read its clock somewhere between the two local readings: assume the middle.
             self.clock_offset_s = answer.clock_s - (began + ended) / 2
             sock = link.socket
@@ -195,7 +189,7 @@ class PeerLink:
             self._send_again(sock, dict(answer.expected))
         except OSError as error:
             link.close()
-            raise ProtocolError(f"{target.name} broke the connection at once: {error}") from error
+            raise ProtocolError(f"{name} broke the connection at once: {error}") from error
         except BaseException:
             link.close()
             raise
@@ -216,7 +210,7 @@ class PeerLink:
                 if frame.sequence >= first:
                     if not frame.pieces:
                         raise AssertionError(
-                            f"{self.target.name} had confirmed message {frame.sequence} and expects it again"
+                            f"{self._name} had confirmed message {frame.sequence} and expects it again"
                         )
                     frames.send_all(sock, frame.pieces)
 
@@ -230,16 +224,16 @@ class PeerLink:
             left = deadline.left_s()
             if left is not None and left <= 0:
                 self._abandon()
-                self._events.peer_unreachable(self.target.member, why)
+                self._events.peer_unreachable(self._member, why)
                 return
             try:
                 self._connect(Deadline(ATTEMPT_S if left is None else max(SHORTEST_ATTEMPT_S, min(left, ATTEMPT_S))))
                 self.reconnections += 1
-                log.info("reconnected to %s: the connection had broken (%s)", self.target.name, why)
+                log.info("reconnected to %s: the connection had broken (%s)", self._name, why)
                 return
             except PeerRefused:  # no retry: a process that has ended does not come back under this address
                 self._abandon()
-                self._events.peer_gone(self.target.member)
+                self._events.peer_gone(self._member)
                 return
             except TransportError as error:
                 why = str(error.__cause__ or error)  # as text: the error's traceback would keep this frame alive

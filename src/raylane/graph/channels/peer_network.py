@@ -24,9 +24,10 @@ from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph.channels import ring
-from raylane.graph.channels.layout import ChannelEnds, Layout
+from raylane.graph.channels.ends import ChannelEnds
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import LinkTarget, PeerLink, PeerRefused
+from raylane.graph.channels.peer_link import PeerLink, PeerRefused
 from raylane.graph.channels.receiver import JOIN_S, MAX_REPORT_BYTES, InboundChannel, Receiver
 from raylane.graph.channels.ring import RingSpec, RingWriter
 from raylane.graph.lifecycle import Event, Lifecycle
@@ -117,17 +118,8 @@ class PeerNetwork:
         for source, to, level in layout.links:
             if source != layout.member:
                 continue
-            target = LinkTarget(
-                member=to,
-                level=level,
-                name=layout.names[to],
-                address=endpoint.address_of(layout.sources[to]),
-                key=layout.key,
-                secret=endpoint.secret(),
-                own_member=layout.member,
-                own_name=layout.names[layout.member],
-            )
-            link = self.links[to, level] = PeerLink(target, layout.timeout_s, self)
+            own, name, address = layout.names[source], layout.names[to], endpoint.address_of(layout.sources[to])
+            link = self.links[to, level] = PeerLink(layout, to, level, address, endpoint.secret(), self)
             try:
                 link.open(deadline)
             except (PeerRefused, TransportError) as error:
@@ -135,13 +127,13 @@ class PeerNetwork:
                 # and the driver prefers any other error to GraphClosedError.
                 if isinstance(error, PeerRefused) or isinstance(error.__cause__, ConnectionError):
                     raise GraphClosedError(
-                        f"{target.own_name} cannot connect to {target.name}, which ended or left the graph while it "
+                        f"{own} cannot connect to {name}, which ended or left the graph while it "
                         f"was compiled: {error}. If it did not, check that TCP connections between all ports of Ray's "
                         "worker processes are allowed"
                     ) from error
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
-                    f"{target.own_name} cannot connect to {target.name} at {target.address}: {error}. The hosts of a "
+                    f"{own} cannot connect to {name} at {address}: {error}. The hosts of a "
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
         ends = ChannelEnds(layout, links=self.links)

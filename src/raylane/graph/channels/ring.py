@@ -32,13 +32,14 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from raylane.core import native, portable, semaphore
+from raylane.core import handover, native, portable, semaphore
+from raylane.core.handover import Place
 from raylane.core.segment import segment_offsets
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.core.waiting import patience
 from raylane.errors import GraphPlanError
 from raylane.graph.channels.lease import MAX_READERS, Descriptor, LeasePool, LeaseReader, Reservation
-from raylane.graph.values.message import Message
+from raylane.graph.values.message import TENSORS, Message
 
 HEADER_BYTES = MAX_READERS * SEMAPHORE_BYTES
 SLOT_BYTES = 1 << 16
@@ -49,8 +50,12 @@ _SIZE = struct.Struct("<Q")
 ROOM_BYTES = SLOT_BYTES - _HEADER.size
 """Size of the largest body that lies in a slot by itself."""
 
-LENT_BUFFERS, LENT_BODY, WAKE = 1, 2, portable.WAKE
-"""Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio."""
+MAX_PLACES = 10
+"""Maximum number of buffers of one message that are handed over: their places must fit into a slot. Others are copied.
+"""
+LENT_BUFFERS, LENT_BODY, WAKE, HANDED_OVER = 1, 2, portable.WAKE, 8
+"""Flags of a message: its buffers are leased; its body too; the driver awaits its execution in asyncio; some of its
+buffers lie in memory that is handed over (`core.handover`)."""
 
 
 class RingSpec(NamedTuple):
@@ -162,7 +167,9 @@ class RingWriter:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         lent = _lent_flags(len(message.body), sizes)
-        parts = [*sizes, len(message.body)] if lent & LENT_BODY else sizes
+        found = _handed_over(message.buffers)
+        parts = [size for size, place in zip(sizes, found, strict=True) if place is None]
+        parts += [len(message.body)] if lent & LENT_BODY else []
         return segment_offsets(parts)[1] if lent else 0
 
     def wake_with(self, fd: int) -> None:
@@ -202,10 +209,19 @@ class RingWriter:
         nbytes = sum(sizes) + len(body)
         parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
         if lent := _lent_flags(len(body), sizes):
+            found = _handed_over(buffers)
+            copied = [buffer for buffer, place in zip(buffers, found, strict=True) if place is None]
             with_body = bool(lent & LENT_BODY)
+            copied += [body] if with_body else []
             # The lease may wait or fail: nothing of the slot has been written by then.
-            descriptor = self._pool.lend([*buffers, body] if with_body else buffers, self._spec.readers)
-            parts, body = [pickle.dumps(tuple(descriptor), 5)], b"" if with_body else body
+            place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
+            if len(copied) < len(buffers) + with_body:
+                place = place, [None if one is None else tuple(one[0]) for one in found]
+                flags |= HANDED_OVER
+                for one in found:
+                    if one is not None:
+                        self._pool.hand_over(one[1], len(self._spec.readers))
+            parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
             flags |= lent
         self._fill(sequence, kind, parts, body, flags)
         self._large_bytes += nbytes
@@ -221,6 +237,17 @@ class RingWriter:
         for part in [*parts, body]:
             self._memory[at : at + len(part)] = part
             at += len(part)
+
+
+def _handed_over(buffers: Sequence[Any]) -> list[tuple[Place, Any] | None]:
+    """Return (place, memory of its region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
+    found: list[tuple[Place, Any] | None] = []
+    count = 0
+    for buffer in buffers:
+        place = handover.find(buffer) if count < MAX_PLACES else None
+        found.append(place)
+        count += place is not None
+    return found
 
 
 def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
@@ -288,11 +315,19 @@ class RingReader:
         whole: Any = parts.pop()
         if not flags & (LENT_BUFFERS | LENT_BODY):
             return Received(kind, flags, whole, parts, False)
-        descriptor = Descriptor(*pickle.loads(parts[0]))
-        borrowed = self._leases.borrow(descriptor, self._index, writable=not self._shared)
+        found, places = pickle.loads(parts[0]), []
+        if flags & HANDED_OVER:
+            found, places = found
+        writable = not self._shared
+        borrowed = [] if found is None else self._leases.borrow(Descriptor(*found), self._index, writable=writable)
         if flags & LENT_BODY:
             whole = borrowed.pop()
-        return Received(kind, flags & ~(LENT_BUFFERS | LENT_BODY), whole, borrowed, self._shared)
+        for index, place in enumerate(places):
+            if place is not None:
+                # The sender keeps the array, so NumPy's are read-only; a tensor cannot be.
+                in_place = writable and kind == TENSORS
+                borrowed.insert(index, self._leases.borrow_place(Place(*place), self._index, writable=in_place))
+        return Received(kind, flags & WAKE, whole, borrowed, self._shared)
 
 
 class Doorbell(native.Doorbell):

@@ -17,7 +17,8 @@ from raylane.core.place import Place, here
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
-from raylane.graph.channels.layout import ChannelEnds, Layout
+from raylane.graph.channels.ends import ChannelEnds
+from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import RingSpec
@@ -51,7 +52,7 @@ class ChannelSetup:
         self.graph = uuid.uuid4().hex
         self._connections = connections
         self._plan = connections.plan
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
         self._timeout_s = timeout_s
         self._max_lent_bytes = max_lent_bytes
         self._exclusive = exclusive
@@ -97,7 +98,7 @@ class ChannelSetup:
             member=member,
             names=self._names,
             edge_count=len(self._plan.edges),
-            max_inflight=self._max_inflight,
+            max_inflight=self.max_inflight,
             timeout_s=self._timeout_s,
             max_lent_bytes=self._max_lent_bytes,
             near_driver=self._hosts[member] == self._hosts[DRIVER],
@@ -149,7 +150,7 @@ class ChannelSetup:
         inputs = plan.edges_from(DRIVER)
         # Inputs of `max_inflight` executions may be unread; each execution leases at most once for each input edge.
         connections.pool = pool = LeasePool(
-            self._max_lent_bytes, self._timeout_s, self._max_inflight * len(inputs), lifecycle=connections.lifecycle
+            self._max_lent_bytes, self._timeout_s, self.max_inflight * len(inputs), lifecycle=connections.lifecycle
         )
         for edge in plan.edges_to(DRIVER):
             connections.readers[edge.index] = ends.reader(edge.index, connections.leases, connections.doorbell)

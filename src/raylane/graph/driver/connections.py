@@ -61,6 +61,8 @@ class Connections:
         """Eventfd of this process, which wakes its asyncio loops."""
         self.wake_refused: str | None = None
         """Reason why an actor of this host cannot write to `wake_fd`; None if all can."""
+        self.with_gpus: set[int] = set()
+        """Members whose torch sees a GPU."""
 
     def wake_from_receivers(self) -> None:
         """Let the receivers of messages from other hosts write to the eventfd, as actors of this host do."""
@@ -75,7 +77,7 @@ class Connections:
         found = {}
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
-            with_gpus = any(self.infos[member - 1].gpus for member in (edge.writer, *edge.readers) if member != DRIVER)
+            with_gpus = self.with_gpus.intersection((edge.writer, *edge.readers))
             notes = [routing.note(route, self.plan.members), CUDA_NOTE if with_gpus else ""]
             found[edge.index] = [(routing.kind(route), "; ".join(filter(None, notes)))]
         return found

@@ -1,21 +1,23 @@
 """Deployment of a graph: from a plan to channels that are open in every member.
 
     driver                                                     actors, by ordinary calls in parallel
-    1. describe_actor                                   --->   facts about each actor
+    1. only if it was not asked before: describe_actor  --->   facts about each actor
     2. only if the graph spans hosts: prepare_network   --->   rings and addresses of every process with a link
     3. join_graph, with a Program                       --->   channels open, graph loop serves the graph
     4. from then on no message goes through Ray
 
-If a step fails, everything before it is undone: actors that have joined are told to leave.
+If a step fails, everything before it is undone: actors that have joined are told to leave. Facts about an actor that
+has restarted are stale: they name memory of its old process, which cannot be opened. Then the actors are asked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 
+from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.channels.layout import Layout
@@ -23,9 +25,17 @@ from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan.ir import Plan
 from raylane.graph.worker import bootstrap
+from raylane.graph.worker.program import ActorInfo
 
 CAUSE_S = 5.0
 """Seconds to wait for the actor whose failure was the cause, after another actor has reported a consequence."""
+
+
+MAX_DESCRIBED = 10_000
+"""Number of actors whose facts are kept; more than one process ever uses."""
+
+_described: dict[str, ActorInfo] = {}
+"""Facts by actor id."""
 
 
 def deploy(
@@ -39,13 +49,41 @@ def deploy(
 ) -> Connections:
     """Open every channel of the plan. Waits for the actors to start and to finish the calls that they are running."""
     deadline = Deadline(timeout_s)
-    members = range(1, len(plan.members))
-    infos = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
-    connections = Connections(plan, actors, [infos[member] for member in members])
+    ids = {member: _ray.actor_id_of(actor) for member, actor in enumerate(actors, 1)}
+
+    def describe(members: Iterable[int]) -> dict[int, ActorInfo]:
+        found = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
+        if len(_described) > MAX_DESCRIBED:
+            _described.clear()
+        _described.update((ids[member], info) for member, info in found.items())
+        return found
+
+    def attempt(infos: Mapping[int, ActorInfo]) -> Connections:
+        connections = Connections(plan, actors, [infos[member] for member in ids])
+        setup = ChannelSetup(
+            connections,
+            max_inflight=max_inflight,
+            timeout_s=timeout_s,
+            max_lent_bytes=max_lent_bytes,
+            exclusive=exclusive,
+        )
+        _open_channels(connections, setup, deadline)
+        return connections
+
+    known = {member: _described[found] for member, found in ids.items() if found in _described}
+    infos = known | describe(member for member in ids if member not in known)
+    try:
+        return attempt(infos)
+    except GraphPlanError:
+        infos |= (fresh := describe(known))
+        if fresh == known:  # no actor has restarted: the error has another cause
+            raise
+    return attempt(infos)
+
+
+def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Deadline) -> None:
+    plan, actors = connections.plan, connections.actors
     peers: dict[int, Layout] = {}
-    setup = ChannelSetup(
-        connections, max_inflight=max_inflight, timeout_s=timeout_s, max_lent_bytes=max_lent_bytes, exclusive=exclusive
-    )
     try:
         # Rings first: layouts name their paths.
         setup.create_rings()
@@ -57,8 +95,9 @@ def deploy(
         # The driver's own links before the actors join: an actor's link to the driver needs the driver ready.
         setup.open_own_ends(deadline)
         joins = {member: (bootstrap.join_graph, program) for member, program in enumerate(setup.programs(), 1)}
-        refused = _call_all(plan, actors, joins, deadline)
-        connections.wake_refused = next(filter(None, refused.values()), None)
+        answers = _call_all(plan, actors, joins, deadline)
+        connections.wake_refused = next((refused for refused, _ in answers.values() if refused), None)
+        connections.with_gpus = {member for member, (_, gpus) in answers.items() if gpus}
         connections.wake_from_receivers()
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
@@ -66,13 +105,12 @@ def deploy(
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)
         if isinstance(error, OSError) and not isinstance(error, GraphError):
             raise GraphPlanError(
-                f"cannot create the channels of {len(plan.edges)} edges with {max_inflight} slots each: {error}. Lower "
-                "max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared memory)"
+                f"cannot create the channels of {len(plan.edges)} edges with {setup.max_inflight} slots each: {error}. "
+                "Lower max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared memory)"
             ) from error
         raise
     finally:
         setup.close_descriptors()
-    return connections
 
 
 def _call_all(

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ray.exceptions import RayError
+
 from raylane.core.deadline import Deadline
 from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
 from raylane.graph.driver.collect import CHECK_S, Collector
@@ -44,12 +46,12 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
                 encoder.renew()
             try:
                 body = encoder.small(args[0])
-            except Exception:  # a tensor, or an error that `encode` raises
+            except BaseException as error:
                 encoder.renew()
-                message = encoder.encode(args[0])
-            except BaseException:
-                encoder.renew()
-                raise
+                # A GraphResult inside has failed or has timed out, or Ctrl-C: pickling must not begin again.
+                if isinstance(error, RayError) or not isinstance(error, Exception):
+                    raise
+                message = encoder.encode(args[0])  # a tensor, or an error that this raises
             else:
                 number = executions.submitted
                 if body is None:

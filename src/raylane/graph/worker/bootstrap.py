@@ -29,14 +29,11 @@ from raylane.transport.source import Source
 
 def describe_actor(instance: Any) -> ActorInfo:
     """Return facts about this actor. Creates its graph loop, whose thread does not run yet."""
-    # torch is not imported for this question: that would cost the actor 2 s and 200 MB.
-    torch = thread_state.loaded("torch")
     return ActorInfo(
         place=here(),
         name=_ray.describe_self(),
         doorbell=graph_loop().doorbell.segment.path,
         host=os.environ.get(HOST_VARIABLE, ""),
-        gpus=torch is not None and torch.cuda.is_available(),
     )
 
 
@@ -71,9 +68,10 @@ def abandon_network(instance: Any, graph: str) -> None:
         network.close()
 
 
-def join_graph(instance: Any, packed: bytes) -> str | None:
-    """Run a share of a graph from now on. Return the reason why this process cannot wake the driver's asyncio loop.
+def join_graph(instance: Any, packed: bytes) -> tuple[str | None, bool]:
+    """Run a share of a graph from now on.
 
+    Return the reason why this process cannot wake the driver's asyncio loop, and True if its torch sees a GPU.
     `packed` is a pickled `Program`. GraphPlanError if a method is missing or cannot be used.
     """
     program: Program = pickle.loads(packed)
@@ -99,4 +97,6 @@ def join_graph(instance: Any, packed: bytes) -> str | None:
         undo.pop_all()  # the session owns both from now on
     # Captured here, on the actor's own thread: its `__init__` and earlier calls have set these settings.
     graph_loop().add(session, thread_state.capture())
-    return session.wake_refused
+    # torch is not imported for this question: that would cost the actor 2 s and 200 MB.
+    torch = thread_state.loaded("torch")
+    return session.wake_refused, torch is not None and torch.cuda.is_available()

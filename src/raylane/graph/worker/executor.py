@@ -420,7 +420,11 @@ class Executor:
         except BaseException as error:
             # The value cannot be pickled, is too large, or there is no memory. The readers wait for a message of this
             # execution, so they get the error.
-            edge.write(self.execution, self._failed(error_message(error, task.label), edge.reports), self.flags)
+            edge.write(self.execution, self.unsendable(error, task, edge).error, self.flags)
+
+    def unsendable(self, error: BaseException, task: PreparedTask, edge: OutboundEdge) -> Failure[Message]:
+        """Return the Failure of a result that cannot be sent over an edge."""
+        return Failure(self._failed(error_message(error, task.label), edge.reports))
 
     def _message(self, edge: OutboundEdge, result: Any, task: PreparedTask) -> Message:
         """Return the message that `_send` would send, in memory of its own."""

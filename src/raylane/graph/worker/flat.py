@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
 
+from ray.exceptions import RayError
+
 from raylane.graph.channels.ring import ROOM_BYTES, WAKE, RingWriter
 from raylane.graph.values.failures import Failure
 from raylane.graph.values.message import VALUE, Message
@@ -84,8 +86,12 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
         if type(result) is not Failure:
             try:
                 body = encoder.small(result)
-            except BaseException:  # a tensor, or an error: `encode` decides. Keeping the error would be a cycle
+            except BaseException as error:
                 encoder.renew()
+                # A GraphResult inside has failed or has timed out: pickling must not begin again. All others, such as
+                # tensors, are left to `encode`; keeping the error for it would be a cycle of references.
+                if isinstance(error, RayError) or not isinstance(error, Exception):
+                    result = executor.unsendable(error, task, edge)
             else:
                 if body is not None and len(body) <= ROOM_BYTES:
                     write(executor.execution, VALUE, flags, body)

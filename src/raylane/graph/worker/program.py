@@ -23,7 +23,7 @@ TROUBLE, EXITED = "trouble", "exited"
 
 @dataclass(frozen=True)
 class ActorInfo:
-    """Facts about an actor that the driver needs to plan channels."""
+    """Facts about an actor that the driver needs to plan channels. They hold as long as the actor's process."""
 
     place: Place
     name: str
@@ -32,8 +32,6 @@ class ActorInfo:
     """Path of the doorbell's segment."""
     host: str
     """Value of RAYLANE_HOST in the actor's environment."""
-    gpus: bool
-    """True if torch is loaded in the actor and sees a GPU."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place, alive
 from raylane.core.semaphore import try_wait
 from raylane.errors import GraphError
-from raylane.graph.channels.layout import ChannelEnds
+from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import WAKE, RingWriter

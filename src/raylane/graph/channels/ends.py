@@ -1,0 +1,79 @@
+"""Ends of channels: opens what one process writes and reads, as the graph's layout describes it.
+
+Used by the driver (`channel_setup`), by actors (`session`), and for relays (`peer_network`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from raylane.core.semaphore import Segment
+from raylane.errors import GraphPlanError
+from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.lease import LeasePool, LeaseReader
+from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
+from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
+from raylane.graph.plan.ir import DRIVER
+
+
+class ChannelEnds:
+    """Opens the ends of one process. Maps each segment once, whatever the number of rings in it."""
+
+    def __init__(
+        self, layout: Layout, made: Iterable[Segment] = (), links: Mapping[tuple[int, int], PeerLink] = {}
+    ) -> None:
+        """Create without ends. `made` are segments of this process, `links` its links by (member, level)."""
+        self._layout = layout
+        self._segments = {segment.path: segment for segment in made}
+        self._links = links
+
+    def _open(self, path: str, owner: int) -> Segment:
+        if path not in self._segments:
+            self._segments[path] = open_shared(path, self._layout.names[owner])
+        return self._segments[path]
+
+    def _open_ring(self, spec: RingSpec) -> Segment:
+        return self._open(spec.path, DRIVER if self._layout.near_driver else spec.writer)
+
+    def reader(self, channel: int, leases: LeaseReader, doorbell: Doorbell) -> RingReader:
+        """Open the reading end of a channel, whose writer rings `doorbell` of this process."""
+        layout = self._layout
+        writer = layout.routes[channel].ring_of(layout.member)
+        spec = layout.rings[channel, writer]
+        index = layout.routes[channel].rings[writer].index(layout.member)
+        return RingReader(self._open_ring(spec), spec, index, leases, doorbell)
+
+    def ring_writer(self, channel: int, pool: LeasePool) -> RingWriter:
+        """Open the writing end of the ring that this process writes for the readers of its host."""
+        spec = self._layout.rings[channel, self._layout.member]
+        readers = self._layout.readers_here(channel)
+        doorbells = [self._open(self._layout.doorbells[reader], reader) for reader in readers]
+        return RingWriter(self._open_ring(spec), spec, doorbells, pool)
+
+    def writer(self, channel: int, pool: LeasePool) -> Writer:
+        """Open the writing end of a channel: the ring's own writer where no message leaves this host."""
+        own = self.ring_writer(channel, pool) if self._layout.readers_here(channel) else None
+        found = self.fan_out(channel, own) or own
+        assert found is not None, f"channel {channel} has no reader"
+        return found
+
+    def fan_out(self, channel: int, ring: RingWriter | None) -> FanOutWriter | None:
+        """Return the writer over the links of this process, which must be open; None if a channel needs none."""
+        onward = self._layout.routes[channel].onward(self._layout.member)
+        links = [self._links[to] for to in onward]
+        return FanOutWriter(ring, links, channel, self._layout.slots(channel)) if links else None
+
+
+def open_shared(path: str, owner: str) -> Segment:
+    """Map shared memory of another process, called `owner` in messages.
+
+    GraphPlanError if that is impossible: then the two processes are not on one host after all.
+    """
+    try:
+        return Segment.open(path)
+    except OSError as error:
+        raise GraphPlanError(
+            f"cannot open shared memory of {owner} ({path}): {error}. raylane assumes that processes of one kernel, "
+            "pid namespace and user share /proc; where they do not, give them different values of the environment "
+            "variable RAYLANE_HOST, and they will use the network"
+        ) from error

@@ -1,0 +1,214 @@
+"""Arrays made by `raylane.empty`: what travels without a copy, who may keep it, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from tests.graph.keeper import Keeper, in_memfd
+
+import raylane
+from core.processes import start_code
+from raylane.core import handover
+from raylane.core.semaphore import Segment
+from raylane.graph.channels.ring import MAX_PLACES
+from raylane.testing.leaks import descriptors
+
+Compile = Callable[..., Any]
+
+
+@pytest.fixture
+def keeper(ray_session: None) -> Any:
+    actor = ray.remote(num_cpus=0)(Keeper).remote()
+    yield actor
+    ray.kill(actor)
+
+
+# Making
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(0, np.float32), ((3, 0, 2), "i8"), (5, np.dtype("u1")), ((2, 3, 4), np.float64), ((), np.complex128), (7, bool)],
+)
+def test_empty_makes_arrays_of_every_kind(shape: Any, dtype: Any) -> None:
+    array = raylane.empty(shape, dtype)
+    like = np.empty(shape, dtype)
+    assert (array.shape, array.dtype) == (like.shape, like.dtype)
+    assert array.flags.c_contiguous
+    assert array.flags.writeable
+    again = raylane.empty_like(array)
+    assert (again.shape, again.dtype) == (like.shape, like.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_empty_makes_tensors_of_every_kind(dtype: torch.dtype) -> None:
+    for shape in (4, (2, 3), (0, 2), ()):
+        tensor = raylane.empty(shape, dtype)
+        assert (tensor.shape, tensor.dtype) == (torch.empty(shape).shape, dtype)
+        assert raylane.empty_like(tensor).dtype == dtype
+
+
+def test_empty_refuses_what_it_cannot_make() -> None:
+    with pytest.raises(ValueError, match="holds Python objects"):
+        raylane.empty(3, object)
+    with pytest.raises(ValueError, match=r"0 or more, got the shape \(2, -1\)"):
+        raylane.empty((2, -1), np.int8)
+    with pytest.raises(TypeError, match="list is neither a NumPy array nor a tensor"):
+        raylane.empty_like([1, 2])
+    with pytest.raises(ValueError, match="the tensor is on meta"):
+        raylane.empty_like(torch.empty(3, device="meta"))
+    with pytest.raises(TypeError):
+        raylane.empty(3, "no such dtype")
+
+
+def test_empty_memory_is_freed_with_the_last_array() -> None:
+    gc.collect()
+    before, regions = descriptors(), len(handover._regions)
+    array = raylane.empty(100_000, np.float32)
+    view = array[10:20]
+    del array
+    view[:] = 1
+    assert len(handover._regions) == regions + 1
+    del view
+    assert (descriptors(), len(handover._regions)) == (before, regions)
+
+
+def test_empty_region_is_found_by_any_part_of_it() -> None:
+    first, second = raylane.empty(1000, np.uint8), raylane.empty((10, 100), torch.uint8)
+    for array in (first, second.numpy()):
+        for part in (array, array[3:7], array[-1:]):
+            found = handover.find(part)
+            assert found is not None
+            place, _ = found
+            segment = Segment.open(place.path)
+            part[...] = 7
+            assert bytes(segment.view[place.offset : place.offset + place.nbytes]) == b"\x07" * part.nbytes
+    assert handover.find(np.empty(1000)) is None
+    assert handover.find(b"read-only") is None
+
+
+@pytest.mark.processes
+def test_empty_in_a_forked_child_leaves_the_parents_memory() -> None:
+    code = """
+import os
+import numpy as np
+import raylane
+array = raylane.empty(1000, np.uint8)
+array[:] = 5
+child = os.fork()
+if not child:
+    del array
+    os._exit(0)
+os.waitpid(child, 0)
+from raylane.core import handover
+from raylane.core.semaphore import Segment
+place, _ = handover.find(array)
+answer = bytes(Segment.open(place.path).view[place.offset:place.offset + 3])
+"""
+    assert start_code(code).result() == b"\x05\x05\x05"
+
+
+# Travelling
+
+
+def test_empty_arrays_travel_in_place_and_read_only(keeper: Any, graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(keeper.describe, x))
+    mine = raylane.empty((100, 1000), np.float32)
+    mine[:] = 1
+    tensor = raylane.empty(50_000, torch.float32)
+    tensor[:] = 2
+    other = np.full(50_000, 3, np.float32)
+    in_place, copied = (100_000.0, False, True), (150_000.0, True, True)
+    assert g.execute([mine]).get() == [in_place]
+    assert g.execute([mine, other]).get() == [in_place, copied]
+    assert g.execute([other, mine, mine[50:]]).get() == [copied, in_place, (50_000.0, False, True)]
+    assert g.execute([tensor]).get() == [(100_000.0, True, True)]
+    mine[:] = 5  # no execution has it any more
+    assert g.execute([mine]).get() == [(500_000.0, False, True)]
+    assert g.stats()["lent_bytes"]["driver"] <= 1 << 19  # what was copied; memory handed over is the user's own
+
+
+def test_empty_array_reaches_every_reader(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.MultiOutputNode([raylane.bind(worker.echo, x) for worker in workers]))
+    array = raylane.empty(100_000, np.int64)
+    array[:] = np.arange(100_000)
+    for _ in range(20):  # one region, lent many times at once
+        results = [g.execute(array) for _ in range(2)]
+        for result in results:
+            assert all(np.array_equal(found, array) for found in result.get())
+    tensor = raylane.empty(50_000, torch.int64)
+    tensor[:] = 4
+    assert all(torch.equal(found, tensor) for found in g.execute(tensor).get())
+
+
+def test_empty_parts_of_a_scatter_are_handed_over(workers: list[Any], graph: Compile) -> None:
+    def build(x: Any) -> Any:
+        parts = raylane.graph.scatter(x, len(workers))
+        return raylane.graph.gather([raylane.bind(w.echo, part) for w, part in zip(workers, parts, strict=True)], 0)
+
+    array = raylane.empty((64, 10_000), np.float32)
+    array[:] = np.arange(64)[:, None]
+    assert np.array_equal(graph(build).execute(array).get(), array)
+
+
+def test_empty_result_of_an_actor_needs_no_copy(keeper: Any, graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(keeper.make, x))
+    kept = [g.execute(100_000).get() for _ in range(5)]
+    assert all(in_memfd(one) and not one.flags.writeable and one.sum() == 300_000 for one in kept)
+
+
+def test_empty_array_outlives_its_sender_in_the_receiver(
+    keeper: Any, graph: Compile, eventually: Callable[..., None]
+) -> None:
+    g = graph(lambda x: raylane.bind(keeper.keep, x))
+    before = ray.get(keeper.maps.remote())
+    regions = len(handover._regions)
+    for number in range(3):
+        array = raylane.empty(100_000, np.float32)
+        array[:] = number
+        g.execute(array).get()
+        del array
+    assert ray.get(keeper.sums.remote()) == [0, 100_000, 200_000]
+    assert len(handover._regions) == regions + 3  # kept as long as the receiver keeps them
+    ray.get(keeper.drop.remote())
+
+    def sent_again() -> bool:
+        g.execute(raylane.empty(100_000, np.float32)).get()
+        ray.get(keeper.drop.remote())
+        return len(handover._regions) <= regions + 2
+
+    eventually(sent_again)
+    g.teardown()
+    eventually(lambda: ray.get(keeper.maps.remote()) <= before)
+
+
+def test_empty_many_arrays_in_one_message(keeper: Any, graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(keeper.describe, x))
+    arrays = [raylane.empty(20_000, np.float32) for _ in range(3 * MAX_PLACES)]
+    for number, array in enumerate(arrays):
+        array[:] = number
+    found = g.execute(arrays).get()
+    assert [total for total, _, _ in found] == [20_000.0 * number for number in range(len(arrays))]
+    assert sum(not is_writable for _, is_writable, _ in found) == MAX_PLACES
+
+
+def test_empty_place_that_is_no_place_is_refused() -> None:
+    from raylane.core.handover import Place
+    from raylane.graph.channels.lease import LeaseReader
+
+    array = raylane.empty(1000, np.uint8)
+    found = handover.find(array)
+    assert found is not None
+    path = found[0].path
+    reader = LeaseReader()
+    for offset, nbytes in [(0, 10), (handover.DATA_OFFSET, 1001), (handover.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
+        with pytest.raises(OSError, match="smaller than the array"):
+            reader.borrow_place(Place(path, offset, nbytes), 0, writable=False)
+    assert os.path.exists(path.partition("#")[0])
