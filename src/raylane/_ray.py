@@ -19,7 +19,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | `__ray_invocation_decorator__` on a method | run code in the caller, on the refs that a call returned |
 | `__ray_num_returns__` and similar on a method | options that `ray.method` writes and Ray reads back |
 | ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
-| _private.state.actors | list the living actors, for leak checks |
+| _private.state.actors | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
 | serialization._object_ref_deserializer, by name | find refs in a pickle, which graphs refuse |
 | ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | share the cluster's secret and producers' addresses |
@@ -72,6 +72,7 @@ __all__ = [
     "hand_over_ref",
     "is_actor_call",
     "is_canceled",
+    "is_dead_for_good",
     "is_handle",
     "is_task_worker",
     "kv_delete",
@@ -251,6 +252,14 @@ def hand_over_ref(ref: Any) -> tuple[bytes, bytes]:
     """Return (object id, owner address) for `adopt_ref` in another process; keep `ref` until that call is done."""
     _, owner, _ = _worker.global_worker.core_worker.serialize_object_ref(ref)
     return ref.binary(), owner
+
+
+def is_dead_for_good(actor_id: str) -> bool:
+    """Return True if Ray will not restart this actor any more. Asks Ray's control service."""
+    from ray._private import state
+
+    # An actor without an entry was removed from the list some time after its death.
+    return bool(state.actors(actor_id=actor_id).get("State", "DEAD") == "DEAD")
 
 
 def living_actors() -> dict[str, str]:

@@ -18,6 +18,7 @@ from raylane.core.waiting import (
     BUDGETS_NS,
     FORGIVE_NS,
     FORGIVE_WAITS,
+    FORGIVE_WAITS_NS,
     KEPT_WAITS,
     MAX_LEVEL,
     MAX_LOSS_NS,
@@ -57,8 +58,8 @@ class Machine:
             self.delay.delay_ns += lost_ns
         self.patience.review([(lost_ns, lost_ns)], now_ns)
 
-    def waits(self, count: int) -> None:
-        self.patience.review([(10 * US, 2 * US)] * count, START_NS)
+    def waits(self, count: int, after_ns: int = FORGIVE_WAITS_NS) -> None:
+        self.patience.review([(10 * US, 2 * US)] * count, START_NS + after_ns)
 
 
 # Budget
@@ -176,6 +177,14 @@ def test_waits_that_yielding_has_ended_are_forgiven_too() -> None:
     assert machine.patience.level == 3
     machine.waits(10 * FORGIVE_WAITS)
     assert machine.patience.level == 0
+
+
+def test_waits_right_after_a_loss_are_not_forgiven() -> None:
+    """A neighbour on the other CPU lets hundreds of waits pass before it takes this one again."""
+    machine = Machine()
+    machine.loses(START_NS, LOSS_NS)
+    machine.waits(10 * FORGIVE_WAITS, FORGIVE_WAITS_NS - 1)
+    assert machine.patience.level == 1
 
 
 def test_run_delay_of_a_thread_never_falls() -> None:

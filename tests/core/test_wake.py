@@ -10,6 +10,7 @@ import pytest
 
 from core.processes import Pipe, start
 from raylane.core import wake
+from raylane.core.place import here
 
 NOBODY = 65534
 
@@ -92,6 +93,7 @@ def test_the_kernel_may_forbid_it(event: int) -> None:
 def test_a_descriptor_outlives_its_owner() -> None:
     child = start(_own)
     fd = child.receive()
+    child.receive()
     got = wake.fetch(child.pid, fd)
     child.kill()
     os.eventfd_write(got, 1)  # nobody reads it any more, and nothing goes wrong
@@ -99,6 +101,47 @@ def test_a_descriptor_outlives_its_owner() -> None:
     os.close(got)
 
 
+@pytest.mark.processes
+def test_users_share_one_borrowed_descriptor() -> None:
+    child = start(_own)
+    fd, owner = child.receive(), child.receive()
+    got = wake.borrow(owner, fd)
+    assert wake.borrow(owner, fd) == got
+    wake.give_back(owner, fd)
+    os.eventfd_write(got, 1)
+    assert readable(got)
+    wake.give_back(owner, fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(got)
+    child.kill()
+    with pytest.raises(ProcessLookupError):
+        wake.borrow(owner, fd)
+    assert not wake._borrowed
+
+
+@pytest.mark.processes
+def test_a_forked_child_has_an_eventfd_of_its_own() -> None:
+    assert start(_forks).result() == "closed, another"
+
+
+def _forks(pipe: Pipe) -> str:
+    fd = wake.own()
+    assert wake.own() == fd
+    inode = os.readlink(f"/proc/self/fd/{fd}")
+    reading, writing = os.pipe()
+    if not os.fork():
+        try:
+            closed = not os.path.exists(f"/proc/self/fd/{fd}")
+            os.eventfd_write(wake.own(), 1)
+            os.write(writing, b"closed, another" if closed else b"open")
+        finally:
+            os._exit(0)
+    os.wait()
+    assert inode == os.readlink(f"/proc/self/fd/{fd}")
+    return "written by the child" if readable(fd) else os.read(reading, 100).decode()
+
+
 def _own(pipe: Pipe) -> None:
-    pipe.send(wake.make())
+    pipe.send(wake.own())
+    pipe.send(here())
     pipe.receive()

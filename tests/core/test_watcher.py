@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from raylane.core.watcher import Watcher
+from raylane.core.watcher import Watcher, _Source
 
 Eventually = Callable[..., None]
 
@@ -109,6 +110,37 @@ def test_many_ends_at_once(watcher: Watcher, sleeper: Any, eventually: Eventuall
     eventually(lambda: len(told) == 40)
 
 
+def test_watches_of_one_process_share_a_descriptor(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
+    told: list[int] = []
+    process = sleeper()
+    first = watcher.watch(process.pid, lambda: told.append(0))
+    before = descriptors()
+    more = [watcher.watch(process.pid, lambda number=number: told.append(number)) for number in range(1, 300)]
+    assert descriptors() == before
+    first.forget()
+    eventually(lambda: len(watcher) == 299)
+    assert descriptors() == before
+    for watch in more[100:]:
+        watch.forget()
+    end(process)
+    eventually(lambda: sorted(told) == list(range(1, 101)))
+    eventually(lambda: descriptors() == before - 1)
+
+
+def test_watch_of_a_reused_number_gets_a_new_descriptor(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
+    told: list[str] = []
+    old, new = sleeper(), sleeper()
+    with watcher._lock:  # the thread cannot notice the end before the second watch exists
+        watcher._by_pid[new.pid] = source = _Source(os.pidfd_open(old.pid), select.POLLIN, new.pid)
+        watcher._add(source, lambda: told.append("old"))
+        end(old)
+        assert source.ended()
+    watcher.watch(new.pid, lambda: told.append("new"))
+    eventually(lambda: told == ["old"])
+    end(new)
+    eventually(lambda: told == ["old", "new"])
+
+
 def test_forget_suppresses_callback(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     told: list[str] = []
     one, two = sleeper(), sleeper()
@@ -130,7 +162,7 @@ def test_forget_after_end_spares_a_reused_descriptor(watcher: Watcher, sleeper: 
     end(one)
     eventually(lambda: told == ["one"])
     second = watcher.watch(two.pid, lambda: told.append("two"))
-    assert second.fd == first.fd  # the kernel gives the lowest free number
+    assert second.source.fd == first.source.fd  # the kernel gives the lowest free number
     first.forget()
     end(two)
     eventually(lambda: told == ["one", "two"])

@@ -590,3 +590,9 @@ def test_actors_and_objects_do_not_mix(actors: list[Any]) -> None:
 def test_wrong_options_are_told(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         raylane.compile(bind(Stage().note, 1), **options)
+
+
+def test_recompile_returns_a_new_graph_of_the_same_objects() -> None:
+    stage = Stage()
+    old = raylane.compile(bind(stage.keep, raylane.InputNode()), backend="inline", max_inflight=3)
+    assert [old.execute(1).get(), old.recompile().execute(2).get(), stage.kept] == [1, 2, [1, 2]]

@@ -39,7 +39,9 @@ MAX_LEVEL = 8
 FORGIVE_NS = 1 * S
 """Time without a slow yield, after the end of a pause, that lowers the level by one."""
 FORGIVE_WAITS = 500
-"""Number of consecutive waits without a slow yield that lowers the level by one; rare beside a computing process."""
+"""Number of consecutive waits without a slow yield that lowers the level by one."""
+FORGIVE_WAITS_NS = S // 4
+"""Least time since the last slow yield for that: beside a process that computes, 500 quick waits of an echo take 10 ms."""
 
 
 def best_budget_ns(lengths_ns: deque[int]) -> int:
@@ -75,6 +77,8 @@ class Patience:
         self._delayed_ns = run_delay() if yields else 0
         """Run delay at the last review."""
         self._lengths: deque[int] = deque(maxlen=KEPT_WAITS)
+        self._lost_at_ns = 0
+        """Time of the last slow yield."""
         self._quick = 0
         """Number of waits with yields since the last slow yield or the last lowering of the level."""
 
@@ -93,13 +97,13 @@ class Patience:
                 if self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns:
                     self._pause(now_ns, worst)
             elif worst:
-                self._forgive_waits()
+                self._forgive_waits(now_ns)
         self.budget_ns = best_budget_ns(self._lengths)
         return self.budget_ns, self.resume_ns
 
-    def _forgive_waits(self) -> None:
+    def _forgive_waits(self, now_ns: int) -> None:
         self._quick += 1
-        if self._quick >= FORGIVE_WAITS:
+        if self._quick >= FORGIVE_WAITS and now_ns - self._lost_at_ns >= FORGIVE_WAITS_NS:
             self._quick = 0
             self.level = max(0, self.level - 1)
 
@@ -109,6 +113,7 @@ class Patience:
         if self.level and quiet_ns > 0:
             self.level = max(0, self.level - quiet_ns // FORGIVE_NS)
         self._quick = 0
+        self._lost_at_ns = now_ns
         self.resume_ns = now_ns + min(lost_ns, MAX_LOSS_NS) * PENALTY * (1 << self.level)
         self.level = min(self.level + 1, MAX_LEVEL)
 

@@ -20,15 +20,36 @@ from collections.abc import Callable
 log = logging.getLogger("raylane.core")
 
 
+class _Source:
+    """Descriptor of one process or connection, shared by all its watches: an idle graph holds no descriptor."""
+
+    __slots__ = ("events", "fd", "pid", "users", "watches")
+
+    def __init__(self, fd: int, events: int, pid: int | None) -> None:
+        self.fd = fd
+        self.events = events
+        self.pid = pid
+        """None for a connection, which is never shared."""
+        self.users = 0
+        """Number of watches that were added and not removed yet. The descriptor is closed at 0. Guarded by the lock."""
+        self.watches: dict[Watch, None] = {}
+        """Watches that the thread has seen. Only the thread uses this."""
+
+    def ended(self) -> bool:
+        """Return True if the process has ended. Does not wait."""
+        poll = select.poll()
+        poll.register(self.fd, self.events)
+        return bool(poll.poll(0))
+
+
 class Watch:
     """One process or connection that is watched."""
 
-    __slots__ = ("_watcher", "events", "fd", "on_end")
+    __slots__ = ("_watcher", "on_end", "source")
 
-    def __init__(self, watcher: Watcher, fd: int, events: int, on_end: Callable[[], None]) -> None:
+    def __init__(self, watcher: Watcher, source: _Source, on_end: Callable[[], None]) -> None:
         self._watcher = watcher
-        self.fd = fd
-        self.events = events
+        self.source = source
         self.on_end = on_end
 
     def forget(self) -> None:
@@ -43,10 +64,13 @@ class Watcher:
     """Watcher whose thread runs while there is something to watch. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _thread and _eventfd; _watched belongs to the thread
+        self._lock = threading.Lock()  # guards _thread, _eventfd, _by_pid and users; _watched belongs to the thread
         self._arriving: collections.deque[Watch] = collections.deque()
         self._forgotten: collections.deque[Watch] = collections.deque()
-        self._watched: dict[int, Watch] = {}
+        self._by_pid: dict[int, _Source] = {}
+        """Descriptors of processes with a user."""
+        self._watched: dict[int, _Source] = {}
+        """What the thread polls, by descriptor."""
         self._thread: threading.Thread | None = None
         self._eventfd: int | None = None
         """Eventfd that wakes the thread. Created once and never closed.
@@ -55,28 +79,36 @@ class Watcher:
         """
 
     def __len__(self) -> int:
-        return len(self._watched) + len(self._arriving)
+        return sum(len(source.watches) for source in list(self._watched.values())) + len(self._arriving)
 
     def watch(self, pid: int, on_end: Callable[[], None]) -> Watch:
         """Call `on_end` once, on the watcher's thread, when process `pid` ends. ProcessLookupError if there is none."""
-        return self._add(Watch(self, os.pidfd_open(pid), select.POLLIN, on_end))
+        with self._lock:
+            source = self._by_pid.get(pid)
+            # The kernel may have given the number of a process that has just ended to a new one.
+            if source is None or source.ended():
+                source = self._by_pid[pid] = _Source(os.pidfd_open(pid), select.POLLIN, pid)
+            return self._add(source, on_end)
 
     def watch_connection(self, sock: socket.socket, on_end: Callable[[], None]) -> Watch:
         """Call `on_end` once, on the watcher's thread, when either side or the kernel has ended the connection.
 
         A copy of the descriptor is watched: until it is forgotten only `shutdown` ends the connection, not `close`.
         """
-        return self._add(Watch(self, os.dup(sock.fileno()), select.POLLRDHUP, on_end))
-
-    def _add(self, watch: Watch) -> Watch:
         with self._lock:
-            self._arriving.append(watch)
-            if self._eventfd is None:
-                self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, args=(self._eventfd,), name="raylane-watch", daemon=True)
-                thread.start()
-                self._thread = thread
+            return self._add(_Source(os.dup(sock.fileno()), select.POLLRDHUP, None), on_end)
+
+    def _add(self, source: _Source, on_end: Callable[[], None]) -> Watch:
+        """Hand a new watch to the thread. Call with the lock held."""
+        watch = Watch(self, source, on_end)
+        source.users += 1
+        self._arriving.append(watch)
+        if self._eventfd is None:
+            self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, args=(self._eventfd,), name="raylane-watch", daemon=True)
+            thread.start()
+            self._thread = thread
         self._wake()
         return watch
 
@@ -105,32 +137,52 @@ class Watcher:
             # Arrivals first: a watch may have been forgotten before the thread saw it.
             while self._arriving:
                 watch = self._arriving.popleft()
-                self._watched[watch.fd] = watch
-                poll.register(watch.fd, watch.events)
+                source = watch.source
+                source.watches[watch] = None
+                # A source whose end was noticed before this watch arrived is polled again, and ends at once.
+                if source.fd not in self._watched:
+                    self._watched[source.fd] = source
+                    poll.register(source.fd, source.events)
             while self._forgotten:
-                self._remove(poll, self._forgotten.popleft())
+                watch = self._forgotten.popleft()
+                source = watch.source
+                if watch in source.watches:  # else it has ended, or was forgotten before
+                    del source.watches[watch]
+                    self._release(source, 1)
+                    if not source.watches:
+                        self._stop_polling(poll, source)
             if self._watched:
                 return True
             self._thread = None
             return False
 
-    def _remove(self, poll: select.poll, watch: Watch) -> bool:
-        if self._watched.get(watch.fd) is not watch:  # removed before; the number may belong to another watch now
-            return False
-        del self._watched[watch.fd]
-        poll.unregister(watch.fd)
-        os.close(watch.fd)
-        return True
+    def _stop_polling(self, poll: select.poll, source: _Source) -> None:
+        """Unregister a source without watches, and close its descriptor if no watch is on its way. Holds the lock."""
+        del self._watched[source.fd]
+        poll.unregister(source.fd)
+        if not source.users:
+            os.close(source.fd)
 
-    def _end(self, poll: select.poll, watch: Watch) -> None:
-        # The owner may keep the watch; it must not keep the objects that the callback refers to.
-        on_end, watch.on_end = watch.on_end, _do_nothing
-        if not self._remove(poll, watch):
-            return
-        try:
-            on_end()
-        except Exception:
-            log.exception("callback after the end of a process or connection")
+    def _release(self, source: _Source, watches: int) -> None:
+        """Count these watches of a source as removed. Call with the lock held."""
+        source.users -= watches
+        if not source.users and source.pid is not None and self._by_pid.get(source.pid) is source:
+            del self._by_pid[source.pid]
+
+    def _end(self, poll: select.poll, source: _Source) -> None:
+        with self._lock:
+            watches = list(source.watches)
+            source.watches.clear()
+            self._release(source, len(watches))
+            self._stop_polling(poll, source)
+        for watch in watches:
+            # The owner may keep the watch; it must not keep the objects that the callback refers to.
+            on_end, watch.on_end = watch.on_end, _do_nothing
+            try:
+                on_end()
+            except Exception:
+                log.exception("callback after the end of a process or connection")
+            del on_end
 
 
 def _do_nothing() -> None:

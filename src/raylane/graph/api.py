@@ -66,10 +66,9 @@ def compile(
         from raylane.graph.inline import InlineGraph
 
         return InlineGraph(plan, actors, max_inflight=max_inflight, timeout_s=timeout_s)
-    from raylane.graph.driver.deploy import deploy
     from raylane.graph.driver.graph import CompiledGraph
 
-    connections = deploy(
+    return CompiledGraph.deploy(
         plan,
         actors,
         max_inflight=max_inflight,
@@ -77,7 +76,6 @@ def compile(
         max_lent_bytes=max_lent_bytes,
         exclusive=exclusive,
     )
-    return CompiledGraph(plan, connections, max_inflight=max_inflight, timeout_s=timeout_s)
 
 
 def _check_number(name: str, value: Any, kind: Any, wanted: str, *, least: int) -> None:

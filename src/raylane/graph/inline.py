@@ -48,6 +48,7 @@ class InlineGraph:
         self.plan = plan
         self.max_inflight = max_inflight
         self.timeout_s = timeout_s
+        self._objects = list(objects)
         self._arguments = Arguments(plan)
         self._encoder = messages.Encoder()
         self._lock = threading.Lock()  # held during an execution; guards everything below
@@ -269,6 +270,11 @@ class InlineGraph:
         return "nothing"
 
     # Ending
+
+    def recompile(self) -> InlineGraph:
+        """End this graph and return a new one with the same nodes, objects and options."""
+        self.teardown()
+        return InlineGraph(self.plan, self._objects, max_inflight=self.max_inflight, timeout_s=self.timeout_s)
 
     def teardown(self, timeout: float = 5.0) -> None:
         """End the graph: `execute` raises GraphClosedError from now on. A second call does nothing."""

@@ -7,8 +7,10 @@
 
 Messages carry the flag WAKE only if their execution was started while an event loop was running, so a message is never
 missed: its flag travels with it. An event loop wakes in 14 us this way; with a helper thread in 31-82 us. Where the
-kernel forbids an actor to fetch the eventfd, and for a second event loop at the same time, results are awaited on a
-thread.
+kernel forbids an actor to fetch the eventfd, and for a second event loop of one graph, results are awaited on a thread.
+
+All graphs of a process share its eventfd (`core.wake.own`), so that a graph costs no descriptor. Each event loop that
+has awaited a result watches it (`EventLoops`); the loop that resets it wakes the others.
 """
 
 from __future__ import annotations
@@ -31,29 +33,81 @@ STAY_S = 1e-3
 """Seconds after which the event loop must run although awaited results come without a sleep."""
 
 
+class EventLoops:
+    """Event loops of this process that watch its eventfd, and the graphs (bridges) whose results each of them awaits.
+
+    No lock: finalizers detach, and each step is one operation of a dict.
+    """
+
+    def __init__(self) -> None:
+        self._bridges: dict[asyncio.AbstractEventLoop, dict[AsyncioBridge, None]] = {}
+
+    def attach(self, loop: asyncio.AbstractEventLoop, bridge: AsyncioBridge) -> None:
+        """Wake this bridge from now on when the eventfd is written. Call on the loop's thread."""
+        for other in list(self._bridges):
+            if other.is_closed():
+                self._bridges.pop(other, None)
+        bridges = self._bridges.setdefault(loop, {})
+        bridges[bridge] = None
+        # Again: until the bridge was in it, a finalizer could empty the dict.
+        self._bridges[loop] = bridges
+        loop.add_reader(wake.own(), self._on_readable, loop)
+
+    def detach(self, loop: asyncio.AbstractEventLoop, bridge: AsyncioBridge) -> None:
+        """Stop waking this bridge. From any thread."""
+        bridges = self._bridges.get(loop, {})
+        bridges.pop(bridge, None)
+        # A running loop stops watching when it is woken without bridges: only its own thread may change its readers.
+        if not bridges and loop.is_closed():
+            self._bridges.pop(loop, None)
+
+    def _on_readable(self, loop: asyncio.AbstractEventLoop) -> None:
+        fd = wake.own()
+        # Reset before reading messages: a later message must make the eventfd readable again.
+        reset = wake.drain(fd)
+        if len(self._bridges) > 1 and reset:
+            for other in list(self._bridges):
+                if other is not loop:
+                    with contextlib.suppress(RuntimeError):  # the loop has been closed
+                        other.call_soon_threadsafe(self._wake, other)
+        if not self._bridges.get(loop):
+            self._bridges.pop(loop, None)
+            loop.remove_reader(fd)
+            return
+        self._wake(loop)
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        for bridge in list(self._bridges.get(loop, ())):
+            bridge.wake()
+
+
+event_loops = EventLoops()
+"""Event loops of this process."""
+
+# A forked child has a new eventfd, and the loops belong to its parent.
+os.register_at_fork(after_in_child=event_loops.__init__)  # type: ignore[misc]
+
+
 class AsyncioBridge:
     """Connection of one graph to one event loop at a time."""
 
     def __init__(self, on_wake: Callable[[], None], timeout_s: float | None) -> None:
         """Create the bridge. `on_wake`, a bound method, reads messages and never waits; it is held weakly."""
-        # The event loop holds this object as long as it watches the eventfd; it must not keep the graph alive.
+        # `event_loops` holds this object as long as it is attached; it must not keep the graph alive.
         self._on_wake = weakref.WeakMethod(on_wake)
         self._timeout_s = timeout_s
         self.active = False
         """True if executions that are started from an event loop carry the flag WAKE."""
-        self._fd: int | None = None
+        self.waiting = False
+        """True if futures may be pending: only then does a wake-up read messages. Used on the loop's thread."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadlines: collections.deque[tuple[float, asyncio.Future[None]]] = collections.deque()
         """(deadline, future), ordered by deadline: all futures have the same timeout."""
         self._timer: asyncio.TimerHandle | None = None
         self._stays_until = 0.0
 
-    def start(self, fd: int, refused: str | None) -> None:
-        """Use this eventfd, which the actors have fetched. The bridge owns it from now on.
-
-        `refused` is the reason why an actor could not fetch it, if so.
-        """
-        self._fd = fd
+    def start(self, refused: str | None) -> None:
+        """Begin: the actors have fetched the eventfd. `refused` is the reason why one of them could not, if so."""
         self.active = refused is None
         if refused is not None:
             log.info("results are awaited on a thread: %s", refused)
@@ -66,6 +120,7 @@ class AsyncioBridge:
         # Attached at the first await, not at compile: only then is it known which event loop waits.
         if self._loop is not loop and not self._attach(loop):
             return None
+        self.waiting = True
         future: asyncio.Future[None] = loop.create_future()
         if self._timeout_s is not None:
             deadlines = self._deadlines
@@ -92,20 +147,21 @@ class AsyncioBridge:
         return not ready
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> bool:
-        # A second running loop is refused: one eventfd can wake one loop only.
-        if not self.active or self._fd is None or (self._loop is not None and not self._loop.is_closed()):
+        # A second running loop is refused: messages are read on the thread of one loop only.
+        if not self.active or (self._loop is not None and not self._loop.is_closed()):
             return False
-        loop.add_reader(self._fd, self._on_readable)
+        if self._loop is not None:
+            event_loops.detach(self._loop, self)
+        event_loops.attach(loop, self)
         self._loop, self._timer = loop, None
         self._deadlines.clear()
         return True
 
-    def _on_readable(self) -> None:
-        if self._fd is not None:
-            wake.drain(self._fd)  # before reading messages: a later message must make the eventfd readable again
-            on_wake = self._on_wake()
-            if on_wake is not None:
-                on_wake()
+    def wake(self) -> None:
+        """Read messages if futures are pending. Call on the loop's thread, after the eventfd was reset."""
+        on_wake = self._on_wake() if self.waiting else None
+        if on_wake is not None:
+            on_wake()
 
     def _expire(self) -> None:
         """Resolve the futures whose deadline has passed, and set the timer for the next one."""
@@ -122,42 +178,30 @@ class AsyncioBridge:
 
     def notify(self) -> None:
         """Make the event loop read messages soon. From any thread, a finalizer included."""
-        fd = self._fd
-        if fd is not None:
+        # A loop that attaches after this line reads messages by itself (`Collector.look`).
+        if self._loop is not None:
             with contextlib.suppress(OSError):
-                os.eventfd_write(fd, 1)
+                os.eventfd_write(wake.own(), 1)
 
     def disown(self) -> None:
-        """Forget the event loop in a forked child, to whose parent it belongs, and close the copy of the eventfd."""
-        fd, self._fd = self._fd, None
+        """Forget the event loop in a forked child, to whose parent it belongs."""
         self._loop, self.active = None, False
-        if fd is not None:
-            os.close(fd)
 
     def close(self) -> None:
-        """Detach from the event loop and close the eventfd. From any thread; a second call does nothing."""
+        """Detach from the event loop. From any thread; a second call does nothing."""
         loop, self._loop = self._loop, None
-        fd, self._fd = self._fd, None
+        timer, self._timer = self._timer, None
         self.active = False
-        if fd is None:
+        if loop is None:
             return
-        if loop is not None and not loop.is_closed():
-            if asyncio._get_running_loop() is loop or not loop.is_running():
-                _detach(loop, fd, self._timer)
-            else:
-                loop.call_soon_threadsafe(_detach, loop, fd, self._timer)
-                return
+        event_loops.detach(loop, self)
+        if timer is None or loop.is_closed():
+            return
+        if asyncio._get_running_loop() is loop or not loop.is_running():
+            timer.cancel()
         else:
-            os.close(fd)
-
-
-def _detach(loop: asyncio.AbstractEventLoop, fd: int, timer: asyncio.TimerHandle | None) -> None:
-    """Remove the reader from the loop. Runs on the loop's own thread, or while the loop does not run."""
-    # Remove first: after the close another file could get the number, and the loop would watch that one.
-    loop.remove_reader(fd)
-    if timer is not None:
-        timer.cancel()
-    os.close(fd)
+            with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                loop.call_soon_threadsafe(timer.cancel)
 
 
 def resolve(waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]]) -> None:

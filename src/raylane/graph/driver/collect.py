@@ -101,7 +101,7 @@ class Collector:
 
         # After everything above is set: callbacks may come at once, from other threads.
         connections.watch(on_end, on_failure)
-        self.bridge.start(connections.wake_fd, connections.wake_refused)
+        self.bridge.start(connections.wake_refused)
         # The collector, not the public graph: a pending result keeps this object alive, and with it the protection.
         forks.register(self)
         # At garbage collection or exit the actors are told to leave, and nothing waits for them.
@@ -388,6 +388,7 @@ class Collector:
                 self.read_all()
             if not self.executions.pending:
                 self.doorbell.sleeping(False)
+                self.bridge.waiting = False
         finally:
             lock.held = False
             lock.lock.release()  # before any other call: Ctrl-C is raised at calls

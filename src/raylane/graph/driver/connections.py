@@ -57,8 +57,8 @@ class Connections:
         ids = [_ray.actor_id_of(actor) for actor in self.actors]
         self.control = ControlChannels([info.name for info in self.infos], ids, self.lifecycle)
         self._watches: list[Watch] = []
-        self.wake_fd = wake.make()
-        """Eventfd that wakes the driver's asyncio loop; `AsyncioBridge` closes it."""
+        self.wake_fd = wake.own()
+        """Eventfd of this process, which wakes its asyncio loops."""
         self.wake_refused: str | None = None
         """Reason why an actor of this host cannot write to `wake_fd`; None if all can."""
         self.with_gpus: set[int] = set()

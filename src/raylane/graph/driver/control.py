@@ -164,8 +164,9 @@ class ControlChannels:
     def died(self, member: int) -> GraphActorDiedError:
         """Return the error for the end of a member's process."""
         return GraphActorDiedError(
-            f"{self._names[member - 1]} ended, and with it the graph; its other actors keep running. Ask Ray why "
-            "(ray list actors --detail), then compile again with a living actor",
+            f"{self._names[member - 1]} ended, and with it the graph; its other actors keep running. If Ray restarts "
+            "the actor (max_restarts), call graph.recompile(). Otherwise ask Ray why it ended (ray list actors "
+            "--detail) and compile with a living actor",
             actor=self._actor_ids[member - 1],
         )
 

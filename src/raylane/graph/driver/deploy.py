@@ -12,7 +12,6 @@ has restarted are stale: they name memory of its old process, which cannot be op
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -102,7 +101,6 @@ def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Dead
         connections.wake_from_receivers()
     except BaseException as error:
         connections.close(0.0)  # actors that have joined leave; no wait, because the caller wants the error
-        os.close(connections.wake_fd)
         for member in peers:
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)
         if isinstance(error, OSError) and not isinstance(error, GraphError):
@@ -150,7 +148,8 @@ def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
         ) from error
     except ray.exceptions.ActorUnavailableError as error:
         raise GraphActorDiedError(
-            f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later: {error}"
+            f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later, or call "
+            f"graph.recompile(), which waits for the restart: {error}"
         ) from error
     except ray.exceptions.RayActorError as error:
         raise GraphActorDiedError(f"{name} is dead: {error}") from error

@@ -8,7 +8,7 @@ stats    -> control.ControlChannels
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.connections import Connections
+from raylane.graph.driver.deploy import deploy
 from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.metrics import Publisher
+from raylane.graph.driver.restart import wait_until_alive
 from raylane.graph.driver.result import ExecutionEnd, GraphResult
 from raylane.graph.driver.submit import NoMemory, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
@@ -46,10 +48,21 @@ class CompiledGraph:
     Thread-safe. As a context manager it ends with `teardown`.
     """
 
-    def __init__(self, plan: Plan, connections: Connections, *, max_inflight: int, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        connections: Connections,
+        *,
+        max_inflight: int,
+        timeout_s: float | None,
+        max_lent_bytes: int,
+        exclusive: bool,
+    ) -> None:
         self.plan = plan
         self.max_inflight = max_inflight
         self.timeout_s = timeout_s
+        self._max_lent_bytes = max_lent_bytes  # this and the next: for `recompile`
+        self._exclusive = exclusive
         self._connections = connections
         self._executions = Executions()
         self._publisher = Publisher()
@@ -59,6 +72,26 @@ class CompiledGraph:
         )
         self._submit = flat.submit_function(self._submitter, self._collector)
         flat.shorten_wait(self._collector)
+
+    @classmethod
+    def deploy(
+        cls,
+        plan: Plan,
+        actors: Sequence[Any],
+        *,
+        max_inflight: int,
+        timeout_s: float | None,
+        max_lent_bytes: int,
+        exclusive: bool,
+    ) -> CompiledGraph:
+        """Open the channels of a plan and return its graph; `raylane.compile` calls this."""
+        options: dict[str, Any] = {
+            "max_inflight": max_inflight,
+            "timeout_s": timeout_s,
+            "max_lent_bytes": max_lent_bytes,
+            "exclusive": exclusive,
+        }
+        return cls(plan, deploy(plan, actors, **options), **options)
 
     # Executing
 
@@ -189,6 +222,28 @@ class CompiledGraph:
         return _Records(calls, [one for one in list(self._executions.records) if one[0] >= oldest], silent)
 
     # Ending
+
+    def recompile(self) -> CompiledGraph:
+        """End this graph and return a new one: same nodes, same actors, same options.
+
+        Use this after an actor has died that Ray restarts (`max_restarts`). Waits at most `timeout_s` until all actors
+        are alive again and free. Pending results of this graph raise GraphClosedError, or the error that has ended the
+        graph. A restarted actor has the state that its `__init__` leaves.
+
+        GraphActorDiedError names an actor that Ray does not restart; GraphTimeoutError an actor that is not alive in
+        time, or is busy. After both this method can be called again.
+        """
+        self.teardown()
+        actors = self._connections.actors
+        wait_until_alive(self.plan, actors, self.timeout_s)
+        return CompiledGraph.deploy(
+            self.plan,
+            actors,
+            max_inflight=self.max_inflight,
+            timeout_s=self.timeout_s,
+            max_lent_bytes=self._max_lent_bytes,
+            exclusive=self._exclusive,
+        )
 
     def teardown(self, timeout: float = 5.0) -> None:
         """End the graph and free its memory.

@@ -12,7 +12,6 @@ Created by `bootstrap.join_graph`, on the actor's own thread; from then on only 
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from raylane import _ray
 from raylane.core import wake
 from raylane.core.deadline import Deadline
-from raylane.core.place import alive
+from raylane.core.place import Place, alive
 from raylane.core.semaphore import try_wait
 from raylane.errors import GraphError
 from raylane.graph.channels.ends import ChannelEnds
@@ -73,7 +72,8 @@ class Session:
             layout.max_lent_bytes, layout.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
         )
         self._leases = LeaseReader()
-        self._wake_fd: int | None = None
+        self._borrowed_wake: tuple[Place, int] | None = None
+        """Owner and number of the eventfd that this session uses."""
         self._encoder = messages.Encoder()
         self._reports_sent = 0
         doorbell = graph_loop().doorbell
@@ -103,13 +103,14 @@ class Session:
         """Fetch the driver's eventfd and give it to all writers to the driver. Return the reason if that fails."""
         try:
             # A copy of the driver's descriptor. Fetched now, at compile, while the number certainly means the eventfd.
-            self._wake_fd = wake.fetch(program.owner.pid, program.wake_fd)
+            fd = wake.borrow(program.owner, program.wake_fd)
         except OSError as error:
             return str(error)
+        self._borrowed_wake = program.owner, program.wake_fd
         to_driver = [w for edge, w in self._writers.items() if DRIVER in program.plan.edges[edge].readers]
         for writer in (*to_driver, self._reports):
             if isinstance(writer, RingWriter):  # messages over a link: the driver's receiver writes the eventfd
-                writer.wake_with(self._wake_fd)
+                writer.wake_with(fd)
         return None
 
     @property
@@ -178,8 +179,8 @@ class Session:
         self.executor.close()
         if self._network is not None:
             self._network.close()
-        fd, self._wake_fd = self._wake_fd, None
-        if fd is not None:
-            os.close(fd)
+        borrowed, self._borrowed_wake = self._borrowed_wake, None
+        if borrowed is not None:
+            wake.give_back(*borrowed)
         if self._exclusive_instance is not None:
             exclusive.remove_graph(self._exclusive_instance)
