@@ -72,11 +72,11 @@ class Machine:
         ([20 * US] * 20, LONGEST),  # whatever covers them all costs the same: the longest takes in later ones too
         ([200 * US] * 20, LONGEST),
         ([1 * MS] * 20, 0),  # yielding first would only add to the cost
-        ([300 * US] * 20, 0),
+        ([600 * US] * 20, 0),
         ([1 * MS] * 2 + [20 * US] * 20, 60 * US),  # two are no habit
         ([1 * MS] * 10 + [20 * US] * 10, 60 * US),
         ([1 * MS] * 10 + [100 * US] * 10, 125 * US),
-        ([1 * MS] * 30 + [100 * US] * 10, 0),
+        ([1 * MS] * 50 + [100 * US] * 10, 0),
         ([3600 * S] + [20 * US] * 5, 60 * US),  # however long it was
     ],
 )
@@ -87,7 +87,7 @@ def test_budget_is_what_would_have_cost_least(waits: list[int], budget_ns: int) 
 def test_budget_follows_the_recent_waits_only() -> None:
     patience = Patience(run_delay=lambda: 0)
     assert patience.review([(1 * MS, 0)] * KEPT_WAITS, START_NS) == (0, 0)
-    assert patience.review([(30 * US, 0)] * (KEPT_WAITS // 8), START_NS)[0] == 0
+    assert patience.review([(30 * US, 0)] * (KEPT_WAITS // 16), START_NS)[0] == 0
     assert patience.review([(30 * US, 0)] * KEPT_WAITS, START_NS) == (LONGEST, 0)
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from raylane.core.native import run_delay_ns
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
-BUDGETS_NS = (250 * US, 125 * US, 60 * US, 0)
+BUDGETS_NS = (500 * US, 250 * US, 125 * US, 60 * US, 0)
 """Choices for the time to yield before sleeping, the longest first. A round trip through a chain of 4 fits."""
-SLEEP_NS = 250 * US
+SLEEP_NS = 500 * US
 """Cost that a wait which ends by sleeping is given: the wake-up, cold caches after it, and that others wait too."""
 SLOW_NS = 1 * MS
 """Length of a yield above which another process must have computed on this CPU.
