@@ -17,7 +17,10 @@ from raylane.core.native import run_delay_ns
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 BUDGETS_NS = (500 * US, 250 * US, 125 * US, 60 * US, 0)
-"""Choices for the time to yield before sleeping, the longest first. A round trip through a chain of 4 fits."""
+"""Choices for the time to yield before sleeping, the longest first.
+
+A round trip through a chain of 4 fits even while it is slow: else every member would sleep, and the chain stay slow.
+"""
 SLEEP_NS = 500 * US
 """Cost that a wait which ends by sleeping is given: the wake-up, cold caches after it, and that others wait too."""
 SLOW_NS = 1 * MS
@@ -41,7 +44,7 @@ FORGIVE_NS = 1 * S
 FORGIVE_WAITS = 500
 """Number of consecutive waits without a slow yield that lowers the level by one."""
 FORGIVE_WAITS_NS = S // 4
-"""Least time since the last slow yield for that: beside a process that computes, 500 quick waits of an echo take 10 ms."""
+"""Least time since the last slow yield for that: 500 quick waits of an echo take 10 ms beside a process that computes."""
 
 
 def best_budget_ns(lengths_ns: deque[int]) -> int:
