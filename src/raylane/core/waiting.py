@@ -44,7 +44,7 @@ FORGIVE_NS = 1 * S
 FORGIVE_WAITS = 500
 """Number of consecutive waits without a slow yield that lowers the level by one."""
 FORGIVE_WAITS_NS = S // 4
-"""Least time since the last slow yield for that: 500 quick waits of an echo take 10 ms beside a process that computes."""
+"""Least time since the last slow yield for that: beside a computing process, 500 waits of an echo may take 10 ms."""
 
 
 def best_budget_ns(lengths_ns: deque[int]) -> int:
