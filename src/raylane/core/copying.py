@@ -31,6 +31,7 @@ class ThreadChoice:
 
     def threads(self) -> int:
         """Return the number of threads for the next copy."""
+        # Conditions change: the slower choice of the past is tried now and then.
         self._copies += 1
         best = min(self._costs, key=lambda threads: self._costs[threads])
         if self._copies % TRY_EVERY:
@@ -51,6 +52,8 @@ def copy(target: Any, source: memoryview) -> None:
     if source.nbytes < THREADED_FROM_BYTES:
         target[:] = source
         return
+    # One choice for the whole process: all its copies compete for the same cores.
+    # Timed with the start of the threads: on a busy machine that is what takes long.
     threads = _choice.threads()
     start = time.perf_counter()
     native.copy(target, source, threads)

@@ -58,6 +58,7 @@ def make(nbytes: int) -> Any:
     fd, segment.fd = segment.fd, None  # the descriptor lives as long as the memory, not as this object
     assert fd is not None
     start = segment.address + DATA_OFFSET
+    # A weak reference: the registry must not keep the memory of arrays that are garbage.
     with _lock:
         bisect.insort(_starts, start)
         _regions[start] = _Region(start + nbytes, segment.path, weakref.ref(segment.memory))
@@ -88,6 +89,7 @@ def find(buffer: Any) -> tuple[Place, Any] | None:
         return None
     view = memoryview(buffer)
     start = _address_of(view)
+    # Regions do not overlap, so only the one that begins at or before the buffer can hold it.
     with _lock:
         index = bisect.bisect_right(_starts, start) - 1
         if index < 0:

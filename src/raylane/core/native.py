@@ -22,6 +22,7 @@ __all__ = [
 
 PURE_VARIABLE = "RAYLANE_PURE"
 
+# Type checkers read the twin in Python, which has the annotations.
 if TYPE_CHECKING or os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
     from raylane.core.portable import (
         Doorbell,

@@ -104,6 +104,7 @@ class Doorbell:
         clock = time.monotonic_ns
         start = last = clock()
         worst, got, end = 0, False, start + self._budget_ns
+        # The policy has paused yielding until `_resume_ns` after a loss.
         yields = self._budget_ns > 0 and start >= self._resume_ns
         while yields and not got:
             os.sched_yield()
@@ -140,6 +141,7 @@ class Doorbell:
     def flagged(self) -> int:
         """Clear one flag that is set and return its number; -1 if none is set. Poll the rings of that flag next."""
         at = bytes(self._page[FLAGS_AT : FLAGS_AT + FLAGS]).find(1)
+        # Cleared before the rings are polled: a message that comes in between sets it again.
         if at >= 0:
             self._page[FLAGS_AT + at] = 0
         return at
@@ -181,6 +183,7 @@ class SlotReader:
             raise AssertionError(f"message {sequence} in the place of message {self.sequence}: a ring was overrun")
         self.sequence = sequence + 1  # before anything can fail: the message is consumed in any case
         self._doorbell.read += 1
+        # Rare and large: the caller reads sizes, buffers and body itself.
         if count:
             return kind, flags, None
         if size > self._slot_bytes - HEADER.size:

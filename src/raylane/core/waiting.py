@@ -92,6 +92,7 @@ class Patience:
         """
         if not self.yields:
             return 0, 0
+        # Read at every review, not only after a loss: else small delays of many waits would look like one.
         delayed_before, self._delayed_ns = self._delayed_ns, self._run_delay()
         for length, worst in waits:
             self._lengths.append(length)
@@ -99,6 +100,7 @@ class Patience:
                 # A stopped process or a paused machine loses time too, but not to another process: it was not runnable.
                 if self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns:
                     self._pause(now_ns, worst)
+            # Waits that slept at once say nothing about yielding.
             elif worst:
                 self._forgive_waits(now_ns)
         self.budget_ns = best_budget_ns(self._lengths)

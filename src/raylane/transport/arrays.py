@@ -38,8 +38,10 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     kind: Any = dtype if tensor else np.dtype(dtype)
     if not tensor and kind.hasobject:
         raise ValueError(f"empty: {kind} holds Python objects, which another process cannot see; use a plain dtype")
+    # Nothing to hand over, and a region cannot be empty.
     if not count * kind.itemsize:
         return torch.empty(lengths, dtype=kind) if tensor else np.empty(lengths, kind)
+    # The array refers to this memory, which keeps the region and its descriptor alive.
     memory = handover.make(count * kind.itemsize)
     if tensor:
         return torch.frombuffer(memory, dtype=kind, count=count, offset=handover.DATA_OFFSET).view(lengths)

@@ -176,6 +176,7 @@ class LeasePool:
 
         The memory is the user's own: it counts toward no limit.
         """
+        # A few checks in each call, as in `_allocate`.
         self._reclaim_handed(RECLAIM_CHECKS)
         self._handed.append(_Handed(memory, readers))
 

@@ -215,6 +215,7 @@ class RingWriter:
             copied += [body] if with_body else []
             # The lease may wait or fail: nothing of the slot has been written by then.
             place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
+            # Something needs no copy: the message names its place instead.
             if len(copied) < len(buffers) + with_body:
                 place = place, [None if one is None else tuple(one[0]) for one in found]
                 flags |= HANDED_OVER
@@ -323,6 +324,7 @@ class RingReader:
         if flags & LENT_BODY:
             whole = borrowed.pop()
         for index, place in enumerate(places):
+            # The others are in `borrowed` already, in their order.
             if place is not None:
                 # The sender keeps the array, so NumPy's are read-only; a tensor cannot be.
                 in_place = writable and kind == TENSORS

@@ -40,6 +40,7 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
         if kwargs or len(args) != 1 or lifecycle.error is not None or not lock.lock.acquire(False):
             return general(args, kwargs, timeout_s)
         try:
+            # The marks of `locks.RecoverableLock`, written out: a call here could be interrupted.
             lock.entries += 1
             lock.held = True
             if not encoder.knows_torch and "torch" in modules:
@@ -59,6 +60,7 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
                 elif len(body) > ROOM_BYTES or number - executions.completed >= max_inflight:
                     message = Message(VALUE, body)
                 else:
+                    # Outside of asyncio no message needs to wake a loop, and the actors save a system call.
                     wakes = bridge.active and running_loop() is not None
                     result = GraphResult(collector, number, edges, empty.copy(), wakes)
                     try:
@@ -86,6 +88,7 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
     if collector.edge_count != 1 or collector.output_value is None:
         return None
     executions, lock, doorbell, (edge,) = collector.executions, collector.lock, collector.doorbell, collector.edges
+    # The driver may also read values that only mark the end of a call.
     if edge.value != collector.output_value:
         return None
     empty = [None] * len(collector.plan.values)
@@ -110,6 +113,7 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
             except Exception as error:
                 collector.arrived(edge, result, empty.copy(), collector.unreadable(edge, error))
                 return
+            # The same as `Collector.arrived` for one edge and a value.
             pending.popleft()
             executions.completed += 1
             records.append((result.number, result.submitted_s, clock()))
@@ -128,6 +132,7 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
             lock.held = True
             # Check again with the lock: another leader may have completed the result since the caller looked, and
             # then the doorbell may stay silent for a long time.
+            # Failures that actors have reported early are left to the general way.
             if not result._done and wait(CHECK_S) and not early_failures:
                 read(collector, result)
         finally:

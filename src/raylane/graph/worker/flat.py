@@ -63,8 +63,10 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
             executor.run(task)
             executor.end_task()
             return True
+        # Kept in the executor, because reports of failures carry the flag too.
         executor.flags = flags = flags & WAKE
         inbound.bytes += len(body)
+        # Unpickling runs code of the value's class, which may raise anything.
         try:
             argument = loads(body)
         except BaseException as error:

@@ -161,11 +161,13 @@ class GraphLoop:
                 return
             # A single session needs no search for its flag.
             sessions: Sequence[Session] = self.sessions if len(self.sessions) == 1 else self._flagged()
+            # One task of each at a time: no graph keeps the others waiting for more than a task.
             if self._advance(sessions):
                 continue
             if doorbell.absorb():
                 continue
             rang = doorbell.wait(POLL_INTERVAL_S if self._active else OWNER_CHECK_S)
+            # Rare: polling every session costs about a microsecond each.
             # A post without a flag (`core.portable`), unless it belongs to a message that was read before.
             if rang and doorbell.consumed > doorbell.read and len(self.sessions) > 1:
                 self._active = self._flagged() or list(self.sessions)
@@ -174,6 +176,7 @@ class GraphLoop:
     def _flagged(self) -> list[Session]:
         """Return the active sessions and those whose flag is set, each once."""
         found = self._active
+        # Two graphs may share a flag; polling one in vain is harmless.
         while (flag := self.doorbell.flagged()) >= 0:
             found = [*found, *(session for session in self._by_flag.get(flag, ()) if session not in found)]
         return found
