@@ -1,4 +1,4 @@
-"""Where time went: the last input of a call, the words of `stats`, and the critical path of `explain`."""
+"""Last input of a call, words of `stats`, and critical path of `explain`: where the time of a graph went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* What runs for every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values.
+/* Operations on every message of a compiled graph, in C: slots of a ring, semaphores, waiting, pickling of small values.
  *
  * Optional. `raylane.core.portable` has the same classes in Python; `raylane.core.native` chooses. Both follow the
  * memory layouts that `portable` documents, so that processes with and without this module work together. Every

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
-from typing import TYPE_CHECKING
+
+# The twin in Python first: it stays where there is no native module, and type checkers read its annotations.
+from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, copy, run_delay_ns
 
 __all__ = [
     "NATIVE",
@@ -22,42 +26,13 @@ __all__ = [
 
 PURE_VARIABLE = "RAYLANE_PURE"
 
-# Type checkers read the twin in Python, which has the annotations.
-if TYPE_CHECKING or os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
-    from raylane.core.portable import (
-        Doorbell,
-        Recorder,
-        SlotReader,
-        SlotWriter,
-        SmallPickler,
-        copy,
-        run_delay_ns,
-    )
+NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler", "copy", "run_delay_ns")
+"""Names that both implementations have."""
+NATIVE = False
+"""True if the native module is in use."""
 
-    NATIVE = False
-    """True if the native module is in use."""
-else:
-    try:
-        from raylane.core._native import (
-            Doorbell,
-            Recorder,
-            SlotReader,
-            SlotWriter,
-            SmallPickler,
-            copy,
-            run_delay_ns,
-        )
-
+if os.environ.get(PURE_VARIABLE, "0") in ("", "0"):
+    with contextlib.suppress(ImportError):  # there was no C compiler when raylane was installed
+        _native = importlib.import_module("raylane.core._native")
+        globals().update({name: getattr(_native, name) for name in NAMES})
         NATIVE = True
-    except ImportError:  # no C compiler when raylane was installed
-        from raylane.core.portable import (
-            Doorbell,
-            Recorder,
-            SlotReader,
-            SlotWriter,
-            SmallPickler,
-            copy,
-            run_delay_ns,
-        )
-
-        NATIVE = False

@@ -1,4 +1,4 @@
-"""What runs for every message of a compiled graph, in Python: the twin of `_native.c`. `native` chooses one of them.
+"""Operations on every message of a compiled graph, in Python: the twin of `_native.c`. `native` chooses one of them.
 
 Both follow the same layouts, so that processes with and without the native module work together:
 

@@ -70,7 +70,7 @@ class Watcher:
         self._by_pid: dict[int, _Source] = {}
         """Descriptors of processes with a user."""
         self._watched: dict[int, _Source] = {}
-        """What the thread polls, by descriptor."""
+        """Sources that the thread polls, by descriptor."""
         self._thread: threading.Thread | None = None
         self._eventfd: int | None = None
         """Eventfd that wakes the thread. Created once and never closed.

@@ -53,27 +53,29 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
     number, encoder, modules = task.index, executor.encoder, sys.modules
     started, returned, sent = executor.recorder.started, executor.recorder.returned, executor.recorder.sent
 
+    def run() -> bool:
+        """Go on in the general way after the message was read."""
+        executor.run(task)
+        executor.end_task()
+        return True
+
     def step() -> bool:
         found = poll()
         if found is None:
             return False
         kind, flags, body = found
+        # Kept in the executor, because reports of failures carry the flag too.
+        executor.flags = wakes = flags & WAKE
         if kind != VALUE or body is None or executor.before_user_code is not None:
             executor.read(inbound, kind, flags, body)
-            executor.run(task)
-            executor.end_task()
-            return True
-        # Kept in the executor, because reports of failures carry the flag too.
-        executor.flags = flags = flags & WAKE
+            return run()
         inbound.bytes += len(body)
         # Unpickling runs code of the value's class, which may raise anything.
         try:
             argument = loads(body)
         except BaseException as error:
             executor.values[inbound.value] = executor.unreadable(error, inbound)
-            executor.run(task)
-            executor.end_task()
-            return True
+            return run()
         started()
         try:
             result = call(argument)
@@ -96,7 +98,7 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
                     result = executor.unsendable(error, task, edge)
             else:
                 if body is not None and len(body) <= ROOM_BYTES:
-                    write(executor.execution, VALUE, flags, body)
+                    write(executor.execution, VALUE, wakes, body)
                     sent(number, executor.execution)
                     executor.execution += 1
                     return True
