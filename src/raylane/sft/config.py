@@ -18,6 +18,7 @@ from raylane.sft import layout, nemo_rl, overrides
 from raylane.sft.schema import (
     CheckpointingConfig,
     ClusterConfig,
+    CompiledGraphConfig,
     DataConfig,
     LoggerConfig,
     OptimizerConfig,
@@ -31,6 +32,7 @@ from raylane.sft.schema import (
 __all__ = [
     "CheckpointingConfig",
     "ClusterConfig",
+    "CompiledGraphConfig",
     "DataConfig",
     "LoggerConfig",
     "OptimizerConfig",

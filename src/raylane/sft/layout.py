@@ -21,6 +21,7 @@ def check_layout(config: RunConfig) -> None:
         *worker_problems(config),
         *batch_problems(config),
         *length_problems(config),
+        *graph_problems(config),
         *step_problems(config),
         *validation_problems(config),
         *checkpoint_problems(config),
@@ -100,6 +101,37 @@ def length_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"policy.max_total_sequence_length={length} is more than policy.hf_config_overrides."
             f"max_position_embeddings={positions}; raise the latter or shorten the former"
+        )
+
+
+def graph_problems(config: RunConfig) -> Iterator[str]:
+    """Yield warm-up sizes that the real steps could not have, and a graph with too few slots for the steps in flight."""
+    graph, policy = config.policy.compiled_graph, config.policy
+    if graph.mode == "off":
+        return
+    per_round = policy.train_micro_batch_size * config.cluster.num_workers
+    if graph.warmup_gbs and graph.warmup_gbs % per_round:
+        yield (
+            f"policy.compiled_graph.warmup_gbs={graph.warmup_gbs} is no multiple of policy.train_micro_batch_size="
+            f"{policy.train_micro_batch_size} x cluster.num_workers={config.cluster.num_workers} = {per_round}; use "
+            f"{_nearest(graph.warmup_gbs, per_round)}, or 0 for no warm-up"
+        )
+    length, longest = graph.warmup_seq_len, policy.max_total_sequence_length
+    if length is not None and length > longest:
+        yield (
+            f"policy.compiled_graph.warmup_seq_len={length} is more than policy.max_total_sequence_length={longest}, "
+            f"so no real row has this length; use at most {longest}, or null"
+        )
+    if length is not None and length % policy.make_sequence_length_divisible_by:
+        yield (
+            f"policy.compiled_graph.warmup_seq_len={length} is no multiple of policy.make_sequence_length_divisible_by="
+            f"{policy.make_sequence_length_divisible_by}; use "
+            f"{_nearest(length, policy.make_sequence_length_divisible_by)}"
+        )
+    if graph.inflight is not None and graph.inflight < config.sft.steps_in_flight:
+        yield (
+            f"policy.compiled_graph.inflight={graph.inflight} is less than sft.steps_in_flight="
+            f"{config.sft.steps_in_flight}; raise the former or lower the latter"
         )
 
 

@@ -23,6 +23,7 @@ from raylane.workers.options import RANK_VARIABLES
 __all__ = [
     "CheckpointingConfig",
     "ClusterConfig",
+    "CompiledGraphConfig",
     "DataConfig",
     "LoggerConfig",
     "OptimizerConfig",
@@ -123,6 +124,17 @@ class SftConfig(Section):
         "NeMo-RL.",
     )
     log_interval: PositiveInt = Field(default=10, description="Number of steps between two progress lines.")
+    step_timeout_s: PositiveFloat | None = Field(
+        default=None,
+        description="Maximum time in seconds that the driver waits for one step, validation or checkpoint; null means "
+        "no limit, so a worker may be held in a debugger. After the limit the run ends. Not in NeMo-RL.",
+    )
+    max_restarts: NaturalInt = Field(
+        default=2,
+        description="Number of times that a run starts its workers again after it lost one, from the last complete "
+        "checkpoint, until a new checkpoint is complete (then counting begins again). 0 ends the run instead. Not in "
+        "NeMo-RL.",
+    )
 
 
 class TokenizerConfig(Section):
@@ -253,6 +265,39 @@ class PackingConfig(Section):
     )
 
 
+def _off_as_text(value: Any) -> Any:
+    return "off" if value is False else value  # YAML reads a bare `off` as false
+
+
+class CompiledGraphConfig(Section):
+    """Calls of the workers through compiled graphs instead of plain Ray calls."""
+
+    mode: Annotated[Literal["off", "preferred", "required"], BeforeValidator(_off_as_text)] = Field(
+        default="preferred",
+        description="off: plain Ray calls; preferred: compiled graphs, or plain Ray calls with one warning if graphs "
+        "cannot be used; required: compiled graphs, or the run does not start. NeMo-RL's pull request 1612: "
+        "policy.ray_compiled_graph.enabled, which is accepted too.",
+    )
+    warmup_gbs: NaturalInt | None = Field(
+        default=None,
+        description="Number of rows in the warm-up step, which runs before the first step and leaves no trace in "
+        "the model, the optimizer or the random state; null means policy.train_global_batch_size, 0 means no warm-up.",
+    )
+    warmup_seq_len: PositiveInt | None = Field(
+        default=None,
+        description="Number of tokens in each row of the warm-up step; null means policy.max_total_sequence_length.",
+    )
+    inflight: PositiveInt | None = Field(
+        default=None,
+        description="Maximum number of calls under way in one graph; null means sft.steps_in_flight.",
+    )
+    overlap_communication: bool = Field(
+        default=True,
+        description="Send the next step and read the metrics of the last one while the current step computes. false "
+        "sends each step after the metrics of the step before were read, as sft.steps_in_flight=1 does.",
+    )
+
+
 class PolicyConfig(Section):
     """The model, its tokenizer, and the optimization settings."""
 
@@ -296,6 +341,9 @@ class PolicyConfig(Section):
     )
     sequence_packing: PackingConfig = Field(
         default_factory=PackingConfig, description="Packing of documents into rows."
+    )
+    compiled_graph: CompiledGraphConfig = Field(
+        default_factory=CompiledGraphConfig, description="Calls of the workers through compiled graphs."
     )
     loss_chunk_tokens: PositiveInt | None = Field(
         default=4096,
