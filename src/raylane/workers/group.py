@@ -281,11 +281,11 @@ class WorkerGroup:
 
     def _construct(self, ranks: Iterable[int]) -> GroupFuture:
         """Construct the workers of these ranks, each with its own environment variables."""
-        args, kwargs = self._init
+        # Pickled once for all ranks, and as Ray does it: classes of scripts and of modules registered by value travel.
+        packed = _ray.dumps((self._class, *self._init))
         plan = DispatchPlan(tuple(WorkerCall(rank, (rank,), returns=True) for rank in ranks), ())
         slices: dict[Path, Arguments] = {(rank,): ((), {"env": self._env[rank]}) for rank in plan.called_ranks}
-        common = {"worker_class": self._class, "args": args, "kwargs": kwargs}
-        return self._future(CONSTRUCT, plan, slices, common)
+        return self._future(CONSTRUCT, plan, slices, {"packed": packed})
 
     def _first_results(self, future: GroupFuture, deadline: float) -> list[Any]:
         """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""

@@ -130,13 +130,12 @@ class WorkerHost:
             raise
         return result
 
-    def _construct(
-        self, env: Mapping[str, str], worker_class: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Set the rank variables in this process and construct the worker."""
+    def _construct(self, env: Mapping[str, str], packed: bytes) -> None:
+        """Set the rank variables in this process and construct the worker; `packed` holds class and arguments."""
         os.environ.update(env)
         self._failed = None
         with _raised_as_sendable():
+            worker_class, args, kwargs = pickle.loads(packed)
             self._worker = worker_class(*args, **kwargs)
 
 
