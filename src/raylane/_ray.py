@@ -83,6 +83,7 @@ __all__ = [
     "living_actors",
     "node_ip",
     "on_out_of_scope",
+    "raised_at",
     "raised_form",
     "task_error",
     "untraced_method",
@@ -384,6 +385,11 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
     error = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
     found: BaseException = error
     return found
+
+
+def raised_at(error: BaseException | None) -> str | None:
+    """Return the `where` of `task_error`, None for other errors and for errors in their raised form."""
+    return error.function_name if isinstance(error, ray.exceptions.RayTaskError) else None
 
 
 def raised_form(error: BaseException) -> BaseException:

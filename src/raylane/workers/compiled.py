@@ -128,13 +128,9 @@ class GraphCalls:
                 raise lost_worker(label, graph.ended_by, self._rank_of_actor) from error
             if isinstance(error, GraphError):
                 raise WorkerCallError(f"{label} has no result: {error}", call=label) from error
-            raise translated(error, self._rank_of(error), label) from error
-
-    def _rank_of(self, error: RayError) -> int:
-        """Return the rank of the worker whose method raised this error."""
-        labels = self._graph.graph.plan.labels
-        name = getattr(error, "function_name", None)
-        return self._graph.ranks[labels.index(name)] if name in labels else -1
+            # Task n of the graph is the call of the n-th rank.
+            task = graph.plan.labels.index(self._result.failed_call)
+            raise translated(error, self._graph.ranks[task], label) from error
 
 
 class FailedCalls:

@@ -374,7 +374,7 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name}={size}" for name, size in self._sharding.shape.items())
-        return f"WorkerGroup({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
+        return f"{type(self).__name__}({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
 
 
 def _slice_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Arguments:
