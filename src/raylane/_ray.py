@@ -21,6 +21,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
 | _private.state.actors | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
+| ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
 | serialization._object_ref_deserializer, by name | find refs in a pickle, which graphs refuse |
 | ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | share the cluster's secret and producers' addresses |
 
@@ -70,6 +71,7 @@ __all__ = [
     "get_objects_code",
     "guard_actor_calls",
     "hand_over_ref",
+    "has_modules_by_value",
     "is_actor_call",
     "is_canceled",
     "is_dead_for_good",
@@ -340,6 +342,11 @@ def class_name_of(actor: Any) -> str:
 def actor_id_of(actor: Any) -> str:
     """Return the hexadecimal id of an actor, given its handle."""
     return str(actor._actor_id.hex())
+
+
+def has_modules_by_value() -> bool:
+    """Return True if `ray.cloudpickle.register_pickle_by_value` was called for a module."""
+    return bool(ray.cloudpickle.list_registry_pickle_by_value())
 
 
 def dumps(value: Any) -> bytes:

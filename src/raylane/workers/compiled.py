@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import logging
 import math
+import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import ray
+import torch
 from ray.exceptions import RayError
 
 from raylane import _ray
@@ -40,6 +43,7 @@ from raylane.graph.api import compile as compile_graph
 from raylane.graph.driver.graph import CompiledGraph
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
+from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan
 from raylane.workers.future import Pending, lost, translated
 from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
@@ -284,11 +288,27 @@ class CompiledWorkerGroup(WorkerGroup):
         return super()._end_processes(deadline)
 
 
+class _PickledByValue:
+    """Stand-in for a value, pickled as Ray pickles it; unpickling gives the value itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._pickled = _ray.dumps(value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._pickled,)
+
+
 def _value(argument: Any) -> Any:
-    return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
+    """Return an argument in the form in which it can travel in a graph."""
+    # Graphs carry no ObjectRefs, and pickle functions and classes of importable modules by name. Ray fetches the one,
+    # and respects ray.cloudpickle.register_pickle_by_value for the other.
+    if isinstance(argument, ray.ObjectRef):
+        return ray.get(argument)
+    if _ray.has_modules_by_value() and not isinstance(argument, torch.Tensor | np.ndarray | BatchDict | int | str):
+        return _PickledByValue(argument)
+    return argument
 
 
 def _with_values(arguments: Arguments) -> Arguments:
-    """Return arguments with the values of ObjectRefs, which cannot travel in a graph."""
     args, kwargs = arguments
     return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
