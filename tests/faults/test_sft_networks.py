@@ -1,4 +1,4 @@
-"""Training on two Ray nodes in namespaces of their own: a short cut of the cable is no failure, a long one is mended."""
+"""Training on two Ray nodes in namespaces of their own: a short cut of the cable does no harm, a long one is mended."""
 
 from __future__ import annotations
 
