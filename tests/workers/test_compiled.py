@@ -97,6 +97,17 @@ def test_executors_run_one_shard_or_all(group):
         CompiledGraphExecutor(group, 2)
 
 
+def test_next_batch_is_sent_while_a_call_runs(group, tmp_path):
+    """F9: communication overlaps with computation."""
+    how = {"replicate_on_axes": BOTH, "output_is_replicated": BOTH}
+    running = group.run_all_workers_sharded_data("wait_for", str(tmp_path / "go"), **how)
+    following = group.run_all_workers_sharded_data("rows", {"ids": torch.arange(1 << 18)}, **how)
+    assert not running.done(), "the batch is in the shared memory of the workers; the call before still runs"
+    (tmp_path / "go").touch()
+    assert running.results(60) == [0]
+    assert following.results(60) == [list(range(1 << 18))]
+
+
 def test_large_tensors_arrive_by_lease_and_results_stay_valid(group):
     batch = BatchDict({"ids": torch.arange(1 << 18)})
     future = group.run_all_workers_sharded_data(
