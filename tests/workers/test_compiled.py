@@ -21,6 +21,7 @@ from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGrap
 from raylane.workers.group import STUCK_S, WorkerOptions
 from raylane.workers.sharding import NamedSharding
 from workers import seed_worker
+from workers.processes import stop
 from workers.seed_worker import SeedWorker
 
 ray.cloudpickle.register_pickle_by_value(seed_worker)
@@ -139,7 +140,7 @@ def test_stopped_worker_is_waited_for(ray_session, monkeypatch):
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "2")
     with new_group() as group:
         pid = group.run_all_workers_single_data("process_id").results(60)[1]
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         future = group.run_all_workers_single_data("work", "held")
         with pytest.raises(WorkerCallError, match=r"ranks \[1\] have not answered"):
             future.results(3)
