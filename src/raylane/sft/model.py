@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
+from raylane.sft.parallel import shards_parameters
 from raylane.workers.batch import BatchDict
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["SupervisedModel", "build_model"]
+__all__ = ["SupervisedModel", "build_model", "fsdp", "release_gathered"]
 
 
 class SupervisedModel(nn.Module):
@@ -135,7 +136,12 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
 
 
 def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> None:
-    """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction."""
+    """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction.
+
+    A model that `parallel.shards_parameters` leaves whole is not changed: its parameters stay plain tensors.
+    """
+    if not shards_parameters(policy, mesh.size(-1), sum(parameter.numel() for parameter in model.parameters())):
+        return
     half = policy.precision == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     pin = mesh.device_type == "cuda"
@@ -206,6 +212,12 @@ def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
             )
 
 
-def sharded(model: SupervisedModel) -> FSDPModule:
-    """Return the same object with the type that `fully_shard` gave it, for the type checker."""
-    return cast("FSDPModule", model)
+def fsdp(model: SupervisedModel) -> FSDPModule | None:
+    """Return the same object with the type that `fully_shard` gave it; None if every worker holds the whole model."""
+    return cast("FSDPModule", model) if isinstance(model, FSDPModule) else None
+
+
+def release_gathered(model: SupervisedModel) -> None:
+    """Release the weights that FSDP2 gathered for a forward pass and that no backward pass released."""
+    if (shards := fsdp(model)) is not None:
+        shards.reshard()

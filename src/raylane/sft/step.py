@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raylane.sft.loss import IGNORED, LossFunction
-from raylane.sft.model import SupervisedModel, sharded
+from raylane.sft.model import SupervisedModel, fsdp
 from raylane.workers.batch import BatchDict
 
 __all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "optimize"]
@@ -59,18 +59,36 @@ def backward(
     With `reduce_each` gradients are reduced after every micro-batch, so each worker keeps only its shard of them.
     Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
-    scale = dist.get_world_size() / max(1, counts.supervised)
+    shards = fsdp(model)
+    # FSDP averages the gradients of the workers, `sum_gradients` adds them.
+    scale = (1 if shards is None else dist.get_world_size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
-        # Without this, FSDP would reduce in every backward pass; only the last one needs to.
-        sharded(model).set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
+        if shards is not None:
+            # Without this, FSDP would reduce in every backward pass; only the last one needs to.
+            shards.set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
+    if shards is None:
+        sum_gradients(model)
     dist.all_reduce(total)
     return float(total) / max(1, counts.supervised)
+
+
+def sum_gradients(model: SupervisedModel) -> None:
+    """Add the gradients of all workers, in one all-reduce; for a model that every worker holds whole. Collective."""
+    if dist.get_world_size() == 1:
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained if parameter.grad is not None])
+    dist.all_reduce(flat)
+    # Views of the sum replace the gradients, so nothing is copied back.
+    parts = torch.split(flat, [parameter.numel() for parameter in trained])
+    for parameter, part in zip(trained, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
 
 
 def forward_only(
@@ -100,7 +118,8 @@ def clip(model: SupervisedModel, max_norm: float | None) -> float:
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):  # a partial norm per worker; full_tensor() combines them
         norm = norm.full_tensor()
-    if max_norm is not None:
+    # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
+    if max_norm is not None and not float(norm) + 1e-6 < max_norm:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
     return float(norm)
 

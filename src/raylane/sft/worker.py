@@ -22,7 +22,7 @@ from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.loss import CrossEntropy, LossFunction
-from raylane.sft.model import SupervisedModel, build_model, sharded
+from raylane.sft.model import SupervisedModel, build_model, release_gathered
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.parallel import ParallelDims
@@ -218,7 +218,7 @@ class SftWorker:
         optimizer = self._optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
-        sharded(self._model).reshard()
+        release_gathered(self._model)
         next_step = state.load_state(path, self._model, optimizer)
         self._end_other_work()
         return next_step
@@ -254,7 +254,7 @@ class SftWorker:
         """Release gathered weights and forget the time of the last step after other work."""
         # A forward pass without a backward pass leaves the weights of the last FSDP group gathered, and they would be
         # out of date after the next optimizer step.
-        sharded(self._model).reshard()
+        release_gathered(self._model)
         self._idle_since = None
 
 
