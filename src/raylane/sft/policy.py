@@ -24,7 +24,8 @@ from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
-from raylane.workers.group import WorkerGroup, WorkerOptions
+from raylane.workers.compiled import CompiledWorkerGroup
+from raylane.workers.group import WorkerOptions
 
 if TYPE_CHECKING:
     from raylane.sft.checkpoint import Saved
@@ -93,26 +94,30 @@ class Policy:
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
-        self._group = WorkerGroup(
+        graph = config.policy.compiled_graph
+        self._group = CompiledWorkerGroup(
             SftWorker,
             self._dims.named_sharding(),
             init_args=(device, config.cluster.cpus_per_worker),
             options=worker_options(config),
+            mode=graph.mode,
+            inflight=graph.inflight or config.sft.steps_in_flight,
         )
         worker_config = config
         if (name := config.policy.model_name) is not None:
             # A worker has another working directory, so a relative path would not be found there.
             policy = config.policy.model_copy(update={"model_name": str(Path(name).resolve())})
             worker_config = config.model_copy(update={"policy": policy})
+        self._setup = (worker_config, prepared, total_steps)
         try:
-            self.facts: dict[str, Any] = self._call_one("setup", worker_config, prepared, total_steps)
+            self.facts: dict[str, Any] = self._call_one("setup", *self._setup)
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
             raise
 
     @property
-    def group(self) -> WorkerGroup:
+    def group(self) -> CompiledWorkerGroup:
         """Worker group, for direct calls."""
         return self._group
 
