@@ -10,7 +10,7 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config import RunConfig
 from raylane.sft.model_config import ModelShape, model_config, model_shape
-from raylane.sft.parallel import shards_parameters
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.sft.planning import RowCount, estimate_memory, make_plan, num_validations, plan_run, render
 from sft.conversations import config, question, write_jsonl
 
@@ -97,6 +97,22 @@ def test_memory_of_whole_models_has_no_gathered_part(tmp_path: Path) -> None:
     assert (whole.gathered, whole.unreduced) == (0, 4000)
     run = config(tmp_path, policy={"precision": "float32"})
     assert "1 worker, the whole model on each, over gloo" in render(make_plan(run, SHAPE, ROWS, None), run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters", "keeps"),
+    [
+        ({}, 2**28, True),
+        ({}, 2**28 + 1, False),
+        ({"reduce_every_micro_batch": True}, 1000, False),
+        ({"activation_checkpointing": True}, 1000, False),
+    ],
+)
+def test_keeps_gathered_by_size_and_settings(
+    tmp_path: Path, settings: dict[str, Any], parameters: int, keeps: bool
+) -> None:
+    made = config(tmp_path, policy={"precision": "float32", "dtensor_cfg": settings}).policy
+    assert keeps_gathered(made, parameters) is keeps
 
 
 def test_plan_tells_of_gpus_that_are_not_used(tmp_path: Path) -> None:

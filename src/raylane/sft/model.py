@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
-from raylane.sft.parallel import shards_parameters
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.workers.batch import BatchDict
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class SupervisedModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.keeps_gathered = False
+        """True if FSDP2 keeps the weights gathered until the last backward pass of a step."""
 
     def forward(self, batch: BatchDict, loss_fn: LossFunction | None, *, hidden_only: bool = False) -> Tensor:
         """Return the summed loss of `input_ids`, `position_ids` and `labels`, int64 [B, T].
@@ -140,15 +142,23 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> No
 
     A model that `parallel.shards_parameters` leaves whole is not changed: its parameters stay plain tensors.
     """
-    if not shards_parameters(policy, mesh.size(-1), sum(parameter.numel() for parameter in model.parameters())):
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not shards_parameters(policy, mesh.size(-1), num_parameters):
         return
+    model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     pin = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
     # FSDP2 wants the layers first: each call takes only parameters that belong to no group yet.
     for layer in model.causal_lm.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=not model.keeps_gathered,
+        )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
@@ -219,5 +229,6 @@ def fsdp(model: SupervisedModel) -> FSDPModule | None:
 
 def release_gathered(model: SupervisedModel) -> None:
     """Release the weights that FSDP2 gathered for a forward pass and that no backward pass released."""
-    if (shards := fsdp(model)) is not None:
-        shards.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # `reshard` does not descend into the groups of the layers
+            module.reshard()

@@ -14,10 +14,13 @@ from raylane.workers.sharding import NamedSharding
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig, RunConfig
 
-__all__ = ["ParallelDims", "shards_parameters"]
+__all__ = ["ParallelDims", "keeps_gathered", "shards_parameters"]
 
 _WHOLE_BYTES = 2**30
 """Largest training state (weights, gradients, averages of AdamW) that every worker holds whole by default."""
+
+_GATHERED_BYTES = 2**30
+"""Largest weights, in the computing precision, that FSDP2 keeps gathered during a whole step."""
 
 _STATE_BYTES = 16
 """Bytes of training state per parameter, all in float32."""
@@ -83,3 +86,14 @@ def shards_parameters(policy: PolicyConfig, dp_shard: int, num_parameters: int) 
     if policy.precision != "float32" or settings.cpu_offload or settings.reduce_every_micro_batch:
         return True
     return dp_shard > 1 and num_parameters * _STATE_BYTES > _WHOLE_BYTES
+
+
+def keeps_gathered(policy: PolicyConfig, num_parameters: int) -> bool:
+    """Return True if FSDP2 gathers the weights once per step, False if once per forward and once per backward pass.
+
+    Communication takes time on every network, and 1 GiB is little. Settings that trade time for memory switch it off.
+    """
+    settings = policy.dtensor_cfg
+    if settings.reduce_every_micro_batch or settings.activation_checkpointing or settings.cpu_offload:
+        return False
+    return num_parameters * (2 if policy.precision == "bfloat16" else 4) <= _GATHERED_BYTES

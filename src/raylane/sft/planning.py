@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.parallel import shards_parameters
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,7 +167,8 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     - parameters, gradients, optimizer: float32 master weights, gradients and the two averages of AdamW, sharded.
     - unreduced: float32 gradients before reduction; of the whole model between micro-batches, or of one unit if each
       micro-batch is reduced.
-    - gathered: two gathered units in the computing precision: the current one and the prefetched one.
+    - gathered: two gathered units in the computing precision, the current one and the prefetched one; or all of a small
+      model (`parallel.keeps_gathered`).
     - Without FSDP2 (`parallel.shards_parameters`), everything is whole, nothing is gathered, and `unreduced` is the
       copy of all gradients that is summed over the workers.
     - activations: tensors of one micro-batch that the backward pass needs.
@@ -180,6 +181,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     shards = shards_parameters(policy, shard, shape.num_parameters)
     own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
     unreduced = shape.num_parameters if keeps_whole else shape.largest_unit
+    gathered = shape.num_parameters if keeps_gathered(policy, shape.num_parameters) else 2 * shape.largest_unit
     if not shards:
         unreduced = shape.num_parameters if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
@@ -198,7 +200,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
         gradients=0 if offloaded else 4 * own,
         unreduced=4 * unreduced,
         optimizer=0 if offloaded else 8 * own,
-        gathered=2 * size * shape.largest_unit if shards else 0,
+        gathered=size * gathered if shards else 0,
         activations=size * tokens * kept,
         logits=2 * 4 * chunk * shape.vocab_size,
     )

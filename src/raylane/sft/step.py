@@ -68,7 +68,9 @@ def backward(
     for i, part in enumerate(parts):
         if shards is not None:
             # Without this, FSDP would reduce in every backward pass; only the last one needs to.
-            shards.set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
+            last = i == len(parts) - 1
+            shards.set_requires_gradient_sync(reduce_each or last)
+            shards.set_reshard_after_backward(last or not model.keeps_gathered)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()

@@ -129,7 +129,12 @@ class SftWorker:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
         ready = time.perf_counter()
-        torch.manual_seed(step_seed(self._config.sft.seed, number, self._rank))
+        seed = step_seed(self._config.sft.seed, number, self._rank)
+        if self._device.type == "cpu":
+            # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
         loss, norm, counts = step.optimize(
