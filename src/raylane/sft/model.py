@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from raylane.errors import CheckpointError, ConfigError
+from raylane.sft.gradients import GradientSum
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -39,6 +40,8 @@ class SupervisedModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.gradient_sum: GradientSum | None = None
+        """Sum of the gradients over all workers, if every worker holds the whole model; None with FSDP2."""
         self.keeps_gathered = False
         """True if FSDP2 keeps the weights gathered until the last backward pass of a step."""
 
@@ -144,6 +147,7 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> No
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not shards_parameters(policy, mesh.size(-1), num_parameters):
+        model.gradient_sum = GradientSum(num_parameters, torch.device(mesh.device_type))
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"

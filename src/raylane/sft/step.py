@@ -60,7 +60,7 @@ def backward(
     Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
     shards = fsdp(model)
-    # FSDP averages the gradients of the workers, `sum_gradients` adds them.
+    # FSDP averages the gradients of the workers, `GradientSum` adds them.
     scale = (1 if shards is None else dist.get_world_size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -74,23 +74,10 @@ def backward(
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
-    if shards is None:
-        sum_gradients(model)
+    if model.gradient_sum is not None:
+        model.gradient_sum(model.parameters())
     dist.all_reduce(total)
     return float(total) / max(1, counts.supervised)
-
-
-def sum_gradients(model: SupervisedModel) -> None:
-    """Add the gradients of all workers, in one all-reduce; for a model that every worker holds whole. Collective."""
-    if dist.get_world_size() == 1:
-        return
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([parameter.grad.reshape(-1) for parameter in trained if parameter.grad is not None])
-    dist.all_reduce(flat)
-    # Views of the sum replace the gradients, so nothing is copied back.
-    parts = torch.split(flat, [parameter.numel() for parameter in trained])
-    for parameter, part in zip(trained, parts, strict=True):
-        parameter.grad = part.view_as(parameter)
 
 
 def forward_only(
