@@ -101,6 +101,11 @@ class WorkerGroup:
             raise
 
     @property
+    def worker_class(self) -> type:
+        """Class of the workers: `inspect.signature(group.worker_class.method)` shows how to call a method."""
+        return self._class
+
+    @property
     def sharding(self) -> NamedSharding:
         """Ranks of the group on their named axes."""
         return self._sharding
@@ -114,8 +119,19 @@ class WorkerGroup:
 
     def run_single_worker_single_data(self, method: str, worker_idx: int, *args: Any, **kwargs: Any) -> GroupFuture:
         """Call one rank. The future's results are a list with one item."""
-        self._sharding.get_index(worker_idx)
-        return self._send(method, DispatchPlan((WorkerCall(worker_idx, (), returns=True),), ()), args, kwargs, {})
+        return self.run_ranks_single_data(method, [worker_idx], *args, **kwargs)
+
+    def run_ranks_single_data(self, method: str, ranks: Sequence[int], *args: Any, **kwargs: Any) -> GroupFuture:
+        """Call these ranks with the same arguments; only the lowest one returns its result.
+
+        ValueError for a rank that does not exist, and for no rank at all.
+        """
+        if not ranks:
+            raise ValueError(f"{method}: ranks must name at least one worker, got {ranks!r}")
+        for rank in ranks:
+            self._sharding.get_index(rank)
+        calls = tuple(WorkerCall(rank, (), returns=rank == min(ranks)) for rank in sorted(set(ranks)))
+        return self._send(method, DispatchPlan(calls, ()), args, kwargs, {})
 
     def run_all_workers_single_data(
         self, method: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
