@@ -373,6 +373,7 @@ class WorkerGroup:
         clean = True
         if cleanup_method is not None and self._actors and ray.is_initialized():
             limit_s = timeout_s - min(_KILL_RESERVE_S, timeout_s / 2)
+            self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
                 self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method), limit_s)
             except (WorkerGroupError, AttributeError, TypeError) as error:
