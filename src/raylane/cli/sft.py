@@ -11,9 +11,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raylane.sft.config import RunConfig
     from raylane.sft.trainer import RunResult
 
-__all__ = ["add_arguments", "add_config_arguments", "run", "set_up_logging", "summary"]
+__all__ = ["add_arguments", "add_config_arguments", "load", "run", "set_up_logging", "summary"]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides; all other settings are keys of the configuration."""
     add_config_arguments(parser)
+
+
+def load(args: argparse.Namespace) -> RunConfig:
+    """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+    from raylane.sft.config import load_config
+
+    set_up_logging("info")  # the file names its own level, and reading the file may log already
+    config = load_config(args.config, args.overrides)
+    set_up_logging(config.logger.log_level)
+    return config
 
 
 def set_up_logging(level: str) -> None:
@@ -51,12 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a finished run, also after SIGTERM once everything is saved; 130 after Ctrl-C.
     """
-    from raylane.sft.config import load_config
-
-    config = load_config(
-        args.config, args.overrides
-    )  # before the slow imports, so that a wrong key is reported at once
-    set_up_logging(config.logger.log_level)
+    config = load(args)  # before the slow imports, so that a wrong key is reported at once
     from raylane.sft import trainer
     from raylane.sft.planning import plan_run, render
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from raylane.errors import ConfigError
 from raylane.sft import layout, nemo_rl, overrides
+from raylane.sft.nemo_keys import is_nemo_key
 from raylane.sft.schema import (
     CheckpointingConfig,
     ClusterConfig,
@@ -52,17 +53,25 @@ _log = logging.getLogger(__name__)
 def load_config(path: str | Path, override_words: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a YAML file (and the files in its `defaults:`) with overrides applied, fully checked.
 
-    `${a.b}` stands for the value of another key; NeMo-RL spellings are translated (`nemo_rl`).
+    `${a.b}` stands for the value of another key. NeMo-RL's keys are translated (`nemo_rl`); a file with such keys also
+    gets NeMo-RL's behaviour where it sets nothing, which one log line lists.
 
     Raises ConfigError: file missing or not YAML, unknown key (the message names the nearest known one), value of the
     wrong type, or sizes that do not divide (`layout.check_layout`).
     """
+    file = overrides.read_yaml(Path(path))
     # Overrides come before interpolation, so that `${a.b}` sees the overridden value.
-    document = overrides.apply_overrides(overrides.read_yaml(Path(path)), override_words, RunConfig)
-    document, ignored = nemo_rl.translate(nemo_rl.interpolate(document, str(path)))
-    if ignored:
-        _log.info("%s: NeMo-RL keys without effect in raylane are ignored: %s", path, ", ".join(ignored))
-    return build_config(document, source=str(path))
+    document = overrides.apply_overrides(file, override_words, RunConfig, is_nemo_key)
+    made = nemo_rl.read_document(document, str(path), with_their_defaults=nemo_rl.is_from_nemo_rl(file))
+    if ignored := [note.key for note in made.notes if not note.is_set]:
+        _log.info("%s: NeMo-RL keys ignored or replaced: %s", path, ", ".join(ignored))
+    if kept := [f"{note.key} ({note.reason})" for note in made.notes if note.is_set]:
+        _log.info("%s: set as in NeMo-RL: %s", path, ", ".join(kept))
+    problems = [*(problem.text for problem in made.problems), *overrides.unknown(made.document, RunConfig).values()]
+    problems += [f"{key} is ???, a value that must be given" for key in overrides.missing(made.document)]
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(problems), keys=problems)
+    return build_config(made.document, source=str(path))
 
 
 def build_config(document: Mapping[str, Any], source: str = "configuration") -> RunConfig:
