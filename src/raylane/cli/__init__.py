@@ -34,6 +34,14 @@ COMMANDS: dict[str, Command] = {
             "raylane sft examples/sft_docstrings.yaml checkpointing.checkpoint_dir=runs/new  # do not resume",
         ),
     ),
+    "import-config": Command(
+        "raylane.cli.import_config",
+        "turn a NeMo-RL configuration into one of raylane",
+        (
+            "raylane import-config nemo_sft.yaml -o sft.yaml",
+            "raylane import-config nemo_sft.yaml data.train=train.jsonl policy.model_name=models/llama -o sft.yaml",
+        ),
+    ),
     "plan": Command(
         "raylane.cli.plan",
         "show mesh, steps, tokens and memory of a fine-tuning run without starting it",
