@@ -166,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     # -------------------------------------------------------------------------------------------------------- data
     Rule("data.num_workers", _anything, "data is tokenised once into a cache"),
+    Rule("data.seed", _anything, "the order of the data depends on sft.seed"),
     Rule("data.add_bos", _anything, "the chat template decides"),
     Rule("data.add_eos", _anything, "the chat template decides; a run without supervised end tokens is refused"),
     Rule("data.add_generation_prompt", _anything, "{% generation %} in the chat template marks what is supervised"),
