@@ -21,6 +21,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
 | _private.state.actors | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
+| ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
 | serialization._object_ref_deserializer, by name | find refs in a pickle, which graphs refuse |
 | ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | share the cluster's secret and producers' addresses |
 
@@ -70,6 +71,7 @@ __all__ = [
     "get_objects_code",
     "guard_actor_calls",
     "hand_over_ref",
+    "has_modules_by_value",
     "is_actor_call",
     "is_canceled",
     "is_dead_for_good",
@@ -83,6 +85,7 @@ __all__ = [
     "living_actors",
     "node_ip",
     "on_out_of_scope",
+    "raised_at",
     "raised_form",
     "task_error",
     "untraced_method",
@@ -341,6 +344,11 @@ def actor_id_of(actor: Any) -> str:
     return str(actor._actor_id.hex())
 
 
+def has_modules_by_value() -> bool:
+    """Return True if `ray.cloudpickle.register_pickle_by_value` was called for a module."""
+    return bool(ray.cloudpickle.list_registry_pickle_by_value())
+
+
 def dumps(value: Any) -> bytes:
     """Pickle a value with cloudpickle, which accepts classes and functions of a script, refs and handles.
 
@@ -384,6 +392,11 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
     error = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
     found: BaseException = error
     return found
+
+
+def raised_at(error: BaseException | None) -> str | None:
+    """Return the `where` of `task_error`, None for other errors and for errors in their raised form."""
+    return error.function_name if isinstance(error, ray.exceptions.RayTaskError) else None
 
 
 def raised_form(error: BaseException) -> BaseException:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raylane.errors import CheckpointDamagedError
+from raylane.errors import CheckpointDamagedError, WorkerLostError
 from raylane.sft import checkpoint, order
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import build_config
@@ -51,13 +51,20 @@ class RecordingPolicy:
         self.events.append(f"read {future}")
         return {"loss": float(future), **dict.fromkeys(FIGURES, 0.0)}
 
+    def warm_up(self, rows):
+        self.events.append(f"warm up after {self.next_step}")
+
+    def recover(self):
+        self.events.append("recover")
+        self.next_step = 0
+
     def validate(self):
         self.events.append(f"validate after {self.next_step}")
         return {"loss": 10.0 + self.next_step}
 
     def save(self, metrics, *, with_hf):
         self.events.append(f"save {self.next_step}{' hf' if with_hf else ''} {sorted(metrics)}")
-        return Saved(self.next_step, Path("nowhere"), metrics, {})
+        return Saved(self.next_step, Path(f"nowhere/step_{self.next_step}"), metrics, {})
 
     def load(self, path):
         self.next_step = int(path.name.removeprefix("step_"))
@@ -79,15 +86,20 @@ class NoLog:
     def log(self, *_):
         pass
 
-    progress = live = rewind = begin_anew = log
+    progress = live = rewind = begin_anew = note = log
 
 
 def trainer_of(tmp_path, total, stop=None, **changes):
+    overlap = changes.pop("overlap", True)
     sft = {"max_num_steps": total, **{key: value for key, value in changes.items() if key != "save_period"}}
     config = build_config(
         {
             "sft": sft,
-            "policy": {"hf_config_overrides": {"model_type": "llama"}, "tokenizer": {"train_vocab_size": 300}},
+            "policy": {
+                "hf_config_overrides": {"model_type": "llama"},
+                "tokenizer": {"train_vocab_size": 300},
+                "compiled_graph": {"overlap_communication": overlap},
+            },
             "data": {"train": "x.jsonl", "validation_fraction": 0.1},
             "checkpointing": {"checkpoint_dir": str(tmp_path), "save_period": changes.get("save_period", 0)},
         }
@@ -108,6 +120,62 @@ def test_driver_feed_sends_the_rows_workers_would_read(tmp_path):
     trainer.fit()
     wanted = [order.batch_rows(24, 8, 5, step).tolist() for step in range(4)]
     assert [event for event in events if event.startswith("train")] == [f"train {rows}" for rows in wanted]
+
+
+def test_steps_without_overlap_wait_for_each_other(tmp_path):
+    trainer, events = trainer_of(tmp_path, 2, overlap=False)
+    trainer.fit()
+    assert events[:4] == ["send 0", "read 0", "send 1", "read 1"]
+
+
+def losing(policy, at):
+    """Make the policy lose its workers when the result of these steps is read, once each."""
+    read, left = policy.result, list(at)
+
+    def result(future):
+        if left and future == left[0]:
+            left.pop(0)
+            raise WorkerLostError("rank 1 died.", reason="rank 1 died.")
+        return read(future)
+
+    policy.result = result
+
+
+def test_lost_worker_goes_back_to_the_last_checkpoint(tmp_path):
+    trainer, events = trainer_of(tmp_path, 6, save_period=2)
+    losing(trainer._policy, [4])
+    trainer.fit()
+    lost = events.index("recover")
+    assert events[lost - 3 : lost] == ["save 4 ['train:loss']", "send 4", "send 5"]
+    assert events[lost:][:5] == ["recover", "warm up after 4", "send 4", "send 5", "read 4"]
+    assert events[-1] == "save 6 hf ['train:loss']"
+
+
+def test_lost_worker_before_a_checkpoint_starts_anew(tmp_path):
+    trainer, events = trainer_of(tmp_path, 2)
+    losing(trainer._policy, [1])
+    trainer.fit()
+    assert events[events.index("recover") :][:4] == ["recover", "warm up after 0", "send 0", "send 1"]
+
+
+def test_restarts_are_bounded_between_checkpoints(tmp_path):
+    trainer, events = trainer_of(tmp_path, 8, save_period=2, max_restarts=1)
+    losing(trainer._policy, [2, 4, 7, 7])
+    with pytest.raises(WorkerLostError):
+        trainer.fit()
+    assert events.count("recover") == 3, "one for each checkpoint; the second loss at step 7 ended the run"
+
+
+def test_request_to_stop_ends_a_run_that_loses_a_worker(tmp_path):
+    stop = StopRequest()
+    trainer, events = trainer_of(tmp_path, 4, stop)
+    losing(trainer._policy, [0])
+    policy = trainer._policy
+    send = policy.train_step_nowait
+    policy.train_step_nowait = lambda number: (stop.ask(), send(number))[1]
+    with pytest.raises(WorkerLostError):
+        trainer.fit()
+    assert "recover" not in events
 
 
 def test_one_step_in_flight_waits_for_each(tmp_path):

@@ -18,7 +18,9 @@ from ray.util.placement_group import placement_group_table
 
 import raylane
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
+from raylane.graph.plan.ir import DRIVER
 from raylane.workers.batch import BatchDict
+from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup, WorkerOptions
 from raylane.workers.sharding import NamedSharding
 from workers import worker_classes
@@ -35,11 +37,17 @@ def placements() -> int:
     return sum(entry["state"] != "REMOVED" for entry in placement_group_table().values())
 
 
+@pytest.fixture(scope="module", params=[WorkerGroup, CompiledWorkerGroup])
+def kind(request):
+    """Class of groups: every test of this file holds for both."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def group(ray_session):
+def group(ray_session, kind):
     """Four workers on two axes, kept for all tests that leave them healthy."""
     options = WorkerOptions(**SMALL, env_vars=ENV, name_prefix="kept")
-    with WorkerGroup(Recorder, NamedSharding.of(dp=2, tp=2), options=options) as group:
+    with kind(Recorder, NamedSharding.of(dp=2, tp=2), options=options) as group:
         yield group
 
 
@@ -84,6 +92,7 @@ import json, sys
 import ray
 from ray.cluster_utils import Cluster
 sys.path.insert(0, sys.argv[1])
+from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup, WorkerOptions
 from workers import worker_classes
 ray.cloudpickle.register_pickle_by_value(worker_classes)
@@ -160,7 +169,7 @@ def test_batches_are_sharded_replicated_and_returned_once(group):
     assert future.done()
 
 
-def test_shard_is_put_once_for_all_its_workers(group, monkeypatch):
+def test_shard_is_sent_once_for_all_its_workers(group, kind, monkeypatch):
     puts = []
     monkeypatch.setattr("raylane.workers.group.put", lambda value: puts.append(value) or raylane.put(value))
     batch = BatchDict({"ids": torch.arange(8)})
@@ -168,7 +177,13 @@ def test_shard_is_put_once_for_all_its_workers(group, monkeypatch):
         "total", batch.shard(2), in_sharded_axes=["dp"], replicate_on_axes=["tp"], common_kwargs={"scale": 2}
     )
     assert results(group, future) == [12, 12, 44, 44]
-    assert len(puts) == 2
+    if kind is WorkerGroup:
+        assert len(puts) == 2
+    else:
+        plan = group._graphs[future.plan].graph.plan
+        readers = sorted(edge.readers for edge in plan.edges_from(DRIVER))
+        assert readers == [(1, 2), (1, 2, 3, 4), (3, 4)], "one message for each slice, and one with the common part"
+        assert not puts
 
 
 def test_a_reference_arrives_as_the_value_it_stands_for(group):
@@ -250,9 +265,9 @@ def test_argument_that_cannot_be_pickled_is_sent_to_nobody(group):
 
 
 @pytest.mark.slow
-def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventually):
+def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, kind, eventually):
     before = placements()
-    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    group = kind(Recorder, 1, options=WorkerOptions(**SMALL))
     assert placements() == before + 1
     kept = [group]
     del group
@@ -262,28 +277,30 @@ def test_group_dropped_without_shutdown_gives_its_place_back(ray_session, eventu
 
 
 @pytest.mark.slow
-def test_shutdown_with_unknown_cleanup_ends_the_workers(ray_session):
+def test_shutdown_with_unknown_cleanup_ends_the_workers(ray_session, kind):
     before = placements()
-    group = WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL))
+    group = kind(Recorder, 1, options=WorkerOptions(**SMALL))
     assert not group.shutdown(cleanup_method="no_such_thing")
     assert placements() == before
 
 
 @pytest.mark.slow
-def test_a_late_answer_is_not_lost(ray_session):
+def test_a_late_answer_is_not_lost(ray_session, kind):
     """F6: a result that came after the timeout could not be fetched any more."""
-    with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_concurrency=2)) as group:
+    two_calls = {} if kind is CompiledWorkerGroup else {"max_concurrency": 2}
+    with kind(Recorder, 1, options=WorkerOptions(**SMALL, **two_calls)) as group:
         gate = group.run_single_worker_single_data("hang", 0)
         with pytest.raises(WorkerCallError, match=r"ranks \[0\] have not answered within 0.1 s") as caught:
             group.get_all_worker_results(gate, timeout_s=0.1)
         assert caught.value.fields["ranks"] == [0]
         assert not gate.done()
-        assert results(group, group.run_all_workers_single_data("fail", 9)) == [0], "other calls run beside it"
+        if two_calls:
+            assert results(group, group.run_all_workers_single_data("fail", 9)) == [0], "other calls run beside it"
 
 
 @pytest.mark.faults
-def test_killed_worker_fails_every_pending_call(ray_session):
-    group = WorkerGroup(Recorder, 3, options=WorkerOptions(**SMALL))
+def test_killed_worker_fails_every_pending_call(ray_session, kind):
+    group = kind(Recorder, 3, options=WorkerOptions(**SMALL))
     try:
         hanging = group.run_all_workers_single_data("die_or_hang", 1)
         queued = group.run_all_workers_single_data("environment", [])
@@ -300,8 +317,8 @@ def test_killed_worker_fails_every_pending_call(ray_session):
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session):
-    with WorkerGroup(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
+def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session, kind):
+    with kind(Recorder, 1, options=WorkerOptions(**SMALL, max_restarts=1)) as group:
         with pytest.raises(WorkerLostError):
             results(group, group.run_all_workers_single_data("die", 0))
         message, deadline = "", time.monotonic() + 60
@@ -314,14 +331,14 @@ def test_a_worker_that_ray_started_again_is_empty_until_rebuilt(ray_session):
 
 
 @pytest.mark.slow
-def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session):
+def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session, kind):
     before = placements()
-    group = WorkerGroup(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
+    group = kind(Recorder, 2, options=WorkerOptions(**SMALL, name_prefix="ending"))
     assert ray.get_actor("ending-0")
     group.run_all_workers_single_data("hang")
     assert not group.shutdown(timeout_s=4, cleanup_method="hang"), "it came back, though cleanup waits for ever"
     assert group.shutdown() is True
-    assert repr(group) == "WorkerGroup(Recorder, worker=2, shut down)"
+    assert repr(group) == f"{kind.__name__}(Recorder, worker=2, shut down)"
     assert placements() == before
     for rank in range(2):
         with pytest.raises(ValueError, match="ending"):
@@ -330,39 +347,39 @@ def test_shutdown_is_bounded_idempotent_and_leaves_nothing(ray_session):
         group.run_all_workers_single_data("echo")
 
 
-def test_a_failing_constructor_is_told_and_leaves_nothing(ray_session):
+def test_a_failing_constructor_is_told_and_leaves_nothing(ray_session, kind):
     before = placements()
     with pytest.raises(
         WorkerCallError, match=r"Recorder.__init__ raised on rank 1: RuntimeError: rank 1 does not want"
     ):
-        WorkerGroup(Recorder, 2, init_kwargs={"fail_on_rank": 1}, options=WorkerOptions(**SMALL, name_prefix="broken"))
+        kind(Recorder, 2, init_kwargs={"fail_on_rank": 1}, options=WorkerOptions(**SMALL, name_prefix="broken"))
     assert placements() == before
     with pytest.raises(ValueError, match="broken"):
         ray.get_actor("broken-0")
 
 
-def test_unplaceable_group_names_demand_and_supply(ray_session):
+def test_unplaceable_group_names_demand_and_supply(ray_session, kind):
     before = placements()
     with pytest.raises(
         WorkerGroupError, match=r"could not place 2 workers of \{'CPU': 500.0\}.*within 1 s.*'CPU': 8.0"
     ):
-        WorkerGroup(Recorder, 2, options=WorkerOptions(num_cpus=500, start_timeout_s=1))
+        kind(Recorder, 2, options=WorkerOptions(num_cpus=500, start_timeout_s=1))
     assert placements() == before
 
 
 @pytest.mark.slow
-def test_start_that_takes_too_long_names_ranks_and_option(ray_session):
+def test_start_that_takes_too_long_names_ranks_and_option(ray_session, kind):
     before = placements()
     told = r"ranks \[[01, ]+\] are not ready 5 s after the start.*raise start_timeout_s"
     with pytest.raises(WorkerCallError, match=told):
-        WorkerGroup(worker_classes.NeverReady, 2, options=WorkerOptions(**SMALL, start_timeout_s=5))
+        kind(worker_classes.NeverReady, 2, options=WorkerOptions(**SMALL, start_timeout_s=5))
     assert placements() == before
 
 
-def test_bad_classes_and_ranks_are_refused_before_start(ray_session):
+def test_bad_classes_and_ranks_are_refused_before_start(ray_session, kind):
     with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
-        WorkerGroup(Recorder, 1, init_kwargs={"x": 1})
+        kind(Recorder, 1, init_kwargs={"x": 1})
     with pytest.raises(TypeError, match="take the decorator off"):
-        WorkerGroup(ray.remote(Recorder), 1)
+        kind(ray.remote(Recorder), 1)
     with pytest.raises(ValueError, match="ranks are 0 to 1"):
-        WorkerGroup(Recorder, NamedSharding([1, 2], ["dp"]))
+        kind(Recorder, NamedSharding([1, 2], ["dp"]))

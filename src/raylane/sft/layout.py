@@ -105,7 +105,7 @@ def length_problems(config: RunConfig) -> Iterator[str]:
 
 
 def graph_problems(config: RunConfig) -> Iterator[str]:
-    """Yield warm-up sizes that the real steps could not have, and a graph with too few slots for the steps in flight."""
+    """Yield warm-up sizes that no real step has, and a graph with too few slots for the steps in flight."""
     graph, policy = config.policy.compiled_graph, config.policy
     if graph.mode == "off":
         return

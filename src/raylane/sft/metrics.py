@@ -24,7 +24,7 @@ from raylane.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from raylane.sft.config import LoggerConfig
 
-__all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics"]
+__all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics", "read_notes"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -117,18 +117,26 @@ class MetricsLog:
     def log(self, step: int, figures: Mapping[str, float], prefix: str = "") -> None:
         """Record the metrics of a step, named `prefix:name` if there is a prefix (train, val); on disk on return."""
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
-        record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3)}
+        record = {"step": step, "time_s": self._now()}
         self._file.write(_json_line({**record, **named}))
         self._file.flush()  # a killed run keeps its records, and `tail -f` shows them at once
         for sink in self._sinks:
             sink.write(step, named)
 
+    def note(self, step: int, text: str) -> None:
+        """Record an event of the run in words, for example a restart; `read_notes` returns the notes."""
+        self._file.write(json.dumps({"step": step, "time_s": self._now(), "note": text}) + "\n")
+        self._file.flush()
+
+    def _now(self) -> float:
+        return round(time.perf_counter() - self._began, 3)
+
     def rewind(self, step: int) -> None:
-        """Remove the records of steps after `step`, before a run resumes from a checkpoint at `step`."""
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        """Remove the metrics of steps after `step`, before a run resumes from a checkpoint at `step`. Keeps notes."""
+        kept = [record for record in _records(self.path) if "note" in record or record["step"] <= step]
         # Write a new file and rename it, so that a kill in between loses no record.
         draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(_json_line(line) for line in kept), encoding="utf-8")
+        draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         self._file.close()
         draft.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
@@ -213,19 +221,32 @@ def _json_line(record: Mapping[str, float]) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the records of a metrics.jsonl; an incomplete last line of a running writer is left out.
+    """Return the records of a metrics.jsonl without its notes; a last line that is being written is left out.
 
     DataError if another line is not a record of this module.
     """
+    return [{name: float(value) for name, value in record.items()} for record in _records(path) if "note" not in record]
+
+
+def read_notes(path: str | Path) -> list[tuple[int, str]]:
+    """Return (step, text) of each note of a metrics.jsonl, in the order in which they were written."""
+    return [(int(record["step"]), str(record["note"])) for record in _records(path) if "note" in record]
+
+
+def _records(path: str | Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; DataError if one is not a record of this module."""
     text = Path(path).read_text(encoding="utf-8")
     records = []
     # A writer may be in the middle of the last line, so only text up to the last line feed is parsed.
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
         try:
             record = json.loads(line)
-            records.append({name: float(value) if isinstance(value, str) else value for name, value in record.items()})
-            if not isinstance(records[-1]["step"], int | float):
-                raise TypeError(f"step is {records[-1]['step']!r}")
+            for name, value in record.items():
+                if name != "note":
+                    float(value)
+            if not isinstance(record["step"], int | float):
+                raise TypeError(f"step is {record['step']!r}")
         except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}:{number} is no line of metrics: {error}. Remove the line") from error
+        records.append(record)
     return records

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, build_config, dump
@@ -24,12 +26,14 @@ from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
-from raylane.workers.group import WorkerGroup, WorkerOptions
+from raylane.workers.compiled import CompiledWorkerGroup
+from raylane.workers.group import WorkerOptions
 
 if TYPE_CHECKING:
     from raylane.sft.checkpoint import Saved
     from raylane.sft.data import PreparedData
     from raylane.sft.loss import LossFunction
+    from raylane.sft.rows import RowSource
     from raylane.workers.future import GroupFuture
 
 __all__ = ["Policy", "worker_options"]
@@ -93,26 +97,30 @@ class Policy:
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
-        self._group = WorkerGroup(
+        graph = config.policy.compiled_graph
+        self._group = CompiledWorkerGroup(
             SftWorker,
             self._dims.named_sharding(),
             init_args=(device, config.cluster.cpus_per_worker),
             options=worker_options(config),
+            mode=graph.mode,
+            inflight=graph.inflight or config.sft.steps_in_flight,
         )
         worker_config = config
         if (name := config.policy.model_name) is not None:
             # A worker has another working directory, so a relative path would not be found there.
             policy = config.policy.model_copy(update={"model_name": str(Path(name).resolve())})
             worker_config = config.model_copy(update={"policy": policy})
+        self._setup = (worker_config, prepared, total_steps)
         try:
-            self.facts: dict[str, Any] = self._call_one("setup", worker_config, prepared, total_steps)
+            self.facts: dict[str, Any] = self._call_one("setup", *self._setup)
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
             raise
 
     @property
-    def group(self) -> WorkerGroup:
+    def group(self) -> CompiledWorkerGroup:
         """Worker group, for direct calls."""
         return self._group
 
@@ -142,28 +150,31 @@ class Policy:
         mbs: int | None = None,
     ) -> GroupFuture:
         """Send one step on a batch that the driver made, without waiting; `train` describes the arguments."""
-        size = batch.size
         if loss_fn is None:
             _refuse_unshifted(batch)
-        if gbs is not None and gbs != size:
-            raise ValueError(f"gbs must be the number of rows in the batch ({size}), got {gbs}; leave it out")
+        if gbs is not None and gbs != batch.size:
+            raise ValueError(f"gbs must be the number of rows in the batch ({batch.size}), got {gbs}; leave it out")
+        future = self._send_batch(batch, loss_fn, mbs, eval_mode=eval_mode)
+        if not eval_mode:
+            self._next += 1
+        return future
+
+    def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
         rows = mbs or self._config.policy.train_micro_batch_size
-        micro_batches(size, rows, self._dims.world)
+        micro_batches(batch.size, rows, self._dims.world)
         parts = batch.shard(self._dims.world)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
-        number = self._next
-        if not eval_mode:
-            self._next += 1
         return self._group.run_all_workers_sharded_data(
             "train_batch",
             in_sharded_axes=self._dims.axes,
             output_is_replicated=self._dims.axes,
             common_kwargs={
-                "number": number,
+                "number": self._next,
                 "loss": self._loss_name(loss_fn),
                 "micro_batch_size": rows,
-                "eval_mode": eval_mode,
+                "eval_mode": False,
+                **how,
             },
             data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
         )
@@ -188,13 +199,40 @@ class Policy:
         """
         return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
 
+    def warm_up(self, rows: RowSource) -> dict[str, float] | None:
+        """Run one step of the largest size in the way of the real steps, and undo it; return its metrics.
+
+        Returns None if the configuration asks for no warm-up, or if calls do not run through compiled graphs. `rows`
+        are those of the training data. Weights, optimizer, random generators and position in the data stay as they are.
+        """
+        settings, policy = self._config.policy.compiled_graph, self._config.policy
+        count = policy.train_global_batch_size if settings.warmup_gbs is None else settings.warmup_gbs
+        if not count or not self._group.compiled:
+            return None
+        length = settings.warmup_seq_len or policy.max_total_sequence_length
+        if self._config.sft.feed == "workers":
+            return dict(self._call_one("warm_up", count // self._dims.world, length))
+        arrays = rows.full_rows(count, length)
+        batch = BatchDict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        return self.result(self._send_batch(batch, None, None, warm_up=True))
+
+    def recover(self) -> None:
+        """Start all workers again after a failure, with the initial weights; wait until they are ready.
+
+        Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
+        """
+        self._group.recover()
+        self._losses.clear()
+        self._next = 0
+        self.facts = self._call_one("setup", *self._setup)
+
     def validate(self) -> dict[str, float]:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
         return dict(self._call_one("evaluate"))
 
-    def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
+    def result(self, future: GroupFuture) -> dict[str, float]:
         """Wait for a step that was sent and return its metrics, which are the same on all workers."""
-        metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
+        metrics: dict[str, float] = self._wait_for(future)[0]
         return metrics
 
     def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
@@ -307,10 +345,17 @@ class Policy:
         """Call a method on all workers, wait, and return the result of one of them."""
         return self._wait_for(self._send(method, *args))[0]
 
-    def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
+    def _wait_for(self, future: GroupFuture) -> list[Any]:
+        limit_s = self._config.sft.step_timeout_s
         try:
-            return self._group.get_all_worker_results(future, timeout_s)
+            return self._group.get_all_worker_results(future, limit_s)
         except WorkerCallError as error:
+            if "timeout_s" in error.fields:
+                raise WorkerCallError(
+                    f"{future.label} took more than sft.step_timeout_s={limit_s:g} seconds on ranks "
+                    f"{error.fields['ranks']}. Raise sft.step_timeout_s, or set it to null for no limit",
+                    **error.fields,
+                ) from error
             # WorkerCallError <- Ray's error <- the exception that the method raised. A RaylaneError tells the user
             # what to do, so it is raised itself instead of a remote traceback that contains it.
             raised = getattr(error.__cause__, "cause", None)

@@ -71,6 +71,26 @@ class RowSource:
             self._fill({name: array[place] for name, array in out.items()}, () if row == -1 else self.packs[row])
         return out
 
+    def full_rows(self, count: int, row_tokens: int) -> dict[str, np.ndarray]:
+        """Return rows as `rows` does, but [count, row_tokens] without padding: the most work that a step can be.
+
+        Each row is one document of tokens from the data, and every position but the last one has a label.
+        """
+        needed, parts, number = count * row_tokens, list[np.ndarray](), 0
+        while needed > 0 and number < len(self.cache.lengths):
+            parts.append(np.asarray(self.cache.document(number)[0], np.int64))
+            needed, number = needed - len(parts[-1]), number + 1
+        ids = np.resize(np.concatenate(parts), (count, row_tokens))  # repeats the tokens if the data are too few
+        labels = np.full_like(ids, IGNORED)
+        labels[:, :-1] = ids[:, 1:]
+        positions = np.broadcast_to(np.arange(row_tokens), ids.shape).copy()
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "position_ids": positions,
+            "document_ids": np.zeros_like(ids),
+        }
+
     def _fill(self, row: dict[str, np.ndarray], pack: tuple[int, ...]) -> None:
         start = 0
         for number, document in enumerate(pack):

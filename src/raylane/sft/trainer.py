@@ -153,6 +153,9 @@ def _run_locked(
             _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.resume_from(resumed)
+            if (reason := policy.group.fallback_reason) is not None:
+                log.note(trainer.done, f"plain Ray calls instead of compiled graphs: {reason}")
+            trainer.warm_up()
             trainer.fit()
             parameters = int(policy.facts["parameters"])
         return _result(config, prepared, trainer, log, parameters)
@@ -174,6 +177,10 @@ class Trainer:
         """Number of steps done at the last validation, and its loss; None before the first one."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
         """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
+        self._restarts = 0
+        """Number of restarts of the workers since the last checkpoint was saved."""
+        overlaps = config.policy.compiled_graph.overlap_communication
+        self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
 
     @property
     def done(self) -> int:
@@ -202,8 +209,51 @@ class Trainer:
             except CheckpointDamagedError as damage:
                 saved = checkpoint.fall_back(saved, self._config.checkpointing, damage)
 
+    def warm_up(self) -> None:
+        """Run the configured warm-up step, which changes nothing; call it after `resume_from`."""
+        metrics = self._policy.warm_up(self._rows)
+        if metrics is not None:
+            _log.info("a warm-up step took %.3f s in the workers", metrics["compute_time_s"])
+
     def fit(self) -> None:
-        """Run all remaining steps, with the configured validations and checkpoints."""
+        """Run all remaining steps, with the configured validations and checkpoints.
+
+        After the loss of a worker all workers are started again, at most `sft.max_restarts` times without a new
+        checkpoint in between.
+        """
+        lost: WorkerLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self._restart(lost)
+                self._run_steps()
+                return
+            except WorkerLostError as error:
+                if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
+                    raise
+                self._restarts += 1
+                lost = error
+
+    def _restart(self, lost: WorkerLostError) -> None:
+        """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
+        reason = str(lost.fields.get("reason", lost))
+        source = (
+            f"from {self.saved.path}" if self.saved is not None else "from the first step, as there is no checkpoint"
+        )
+        text = f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.sft.max_restarts})"
+        _log.warning("%s", text)
+        self._log.note(self.done, text)
+        self._in_flight.clear()
+        self._policy.recover()
+        if self.saved is not None:
+            self.resume_from(self.saved)
+        else:
+            self._log.rewind(0)
+        if self._last_validation is not None and self._last_validation[0] > self.done:
+            self._last_validation = None
+        self.warm_up()
+
+    def _run_steps(self) -> None:
         if self._config.sft.val_at_start and self.done == 0:
             self._validate()
         while self.done < self.total_steps and not self._stop.requested:
@@ -218,7 +268,7 @@ class Trainer:
     def _step(self) -> None:
         """Send one step, and validate or save after it if that is due."""
         # Read before sending, so that at most steps_in_flight steps are queued in the workers.
-        while len(self._in_flight) >= self._config.sft.steps_in_flight:
+        while len(self._in_flight) >= self._max_in_flight:
             self._read_oldest()
         self._in_flight.append((self.done, self._send()))
         if self._is_due(self._config.sft.val_period):
@@ -291,6 +341,7 @@ class Trainer:
                 return
             metrics = {**self.saved.metrics, **metrics}
         self.saved = self._policy.save(metrics, with_hf=with_hf)
+        self._restarts = 0
         _log.info("saved %s", self.saved.path)
 
 

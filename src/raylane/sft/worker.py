@@ -27,6 +27,7 @@ from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.rows import RowSource, open_rows
+from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
 __all__ = ["SftWorker"]
@@ -101,16 +102,31 @@ class SftWorker:
         batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
 
+    def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
+        """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
+        batch = _batch(self._train.full_rows(rows, row_tokens))
+        return self._undone_step(batch, self._loss, self._config.policy.train_micro_batch_size)
+
     def train_batch(
-        self, data: BatchDict, number: int, loss: str | None, micro_batch_size: int, eval_mode: bool
+        self,
+        data: BatchDict,
+        number: int,
+        loss: str | None,
+        micro_batch_size: int,
+        eval_mode: bool,
+        warm_up: bool = False,
     ) -> dict[str, float]:
-        """Run one step on this worker's part of a batch that the driver sent; with `eval_mode` compute only the loss.
+        """Run one step on this worker's part of a batch that the driver sent.
+
+        With `eval_mode` compute only the loss; with `warm_up` undo the step.
 
         `data` has input_ids, position_ids and labels, int64 [B, T], and any other tensors that the loss function reads.
         `loss` names a function sent with `add_loss`; None means cross-entropy.
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
+        if warm_up:
+            return self._undone_step(data, loss_fn, micro_batch_size)
         if not eval_mode:
             return self._step(data, number, loss_fn, micro_batch_size, started)
         counts = step.count(data, self._device)
@@ -122,6 +138,12 @@ class SftWorker:
     def add_loss(self, name: str, loss_fn: LossFunction) -> None:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
+
+    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int) -> dict[str, float]:
+        with state_kept(self._model, self._optimizer):
+            metrics = self._step(batch, 0, loss_fn, rows, time.perf_counter())
+        self._end_other_work()
+        return metrics
 
     def _step(
         self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int, started: float
@@ -264,4 +286,8 @@ def step_seed(seed: int, number: int, rank: int) -> int:
 
 
 def _read_batch(source: RowSource, rows: Any) -> BatchDict:
-    return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
+    return _batch(source.rows(rows))
+
+
+def _batch(arrays: dict[str, Any]) -> BatchDict:
+    return BatchDict({name: torch.from_numpy(array) for name, array in arrays.items()})

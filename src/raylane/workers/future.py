@@ -1,4 +1,4 @@
-"""Futures of worker groups: gathering of results, and translation of Ray's errors.
+"""Futures of worker groups: results of plain Ray calls, and translation of Ray's errors.
 
 Used by `WorkerGroup`. A gather ends at the first failure instead of waiting for the other workers: these may hang
 because of the failure, for example in a collective with a dead member.
@@ -6,13 +6,14 @@ because of the failure, for example in a collective with a dead member.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from raylane.core.deadline import Deadline
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from raylane.workers.dispatch import DispatchPlan
 
-__all__ = ["GroupFuture", "translated"]
+__all__ = ["GroupFuture", "Pending", "RefCalls", "lost", "translated"]
 
 _CAUSE_GRACE_S = 2.0
 """Seconds to wait, after a method raised, for the news of a dead worker, which is then reported as the cause.
@@ -30,18 +31,38 @@ quiet machine, 0.6 s on a busy one).
 """
 
 
-@dataclass(frozen=True)
+class Pending(Protocol):
+    """Calls under way: by plain Ray calls (`RefCalls`) or through a compiled graph (`compiled.GraphCalls`)."""
+
+    def done(self) -> bool:
+        """Return True if every called worker has answered or failed. Does not wait."""
+        ...
+
+    def values(self, label: str, plan: DispatchPlan, deadline: Deadline) -> list[Any] | None:
+        """Wait for all called workers, and return the results of the returning ones by rank; None after the deadline.
+
+        WorkerLostError if a worker died, WorkerCallError if a method raised; both at once, without waiting for others.
+        """
+        ...
+
+    def late_ranks(self, plan: DispatchPlan) -> list[int]:
+        """Return the ranks that have not answered. Does not wait."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
 class GroupFuture:
     """A call that was sent to some workers. `group.get_all_worker_results(future)` waits for its results.
 
-    Ray keeps the results as long as the future exists, so they can be requested again, also after a timeout.
+    The results are kept as long as the future exists, so they can be requested again, also after a timeout.
     """
 
     label: str
     """Name of the call in messages, as ClassName.method."""
     plan: DispatchPlan
-    refs: tuple[ObjectRef, ...]
-    """One ref for each call of the plan, in its order; a call that returns no result has None as its value."""
+    calls: Pending
+    failures: list[GroupFuture]
+    """Futures of the same group whose failure was read; this future is added when its own failure is."""
 
     @property
     def called_ranks(self) -> tuple[int, ...]:
@@ -55,61 +76,92 @@ class GroupFuture:
 
     def done(self) -> bool:
         """Return True if every called worker has answered or failed. Does not wait."""
-        # fetch_local=False: the question must not transfer results to this node.
-        ready, _ = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=0, fetch_local=False)
-        return len(ready) == len(self.refs)
+        return self.calls.done()
+
+    def late_ranks(self) -> list[int]:
+        """Return the ranks of called workers that have not answered. Does not wait."""
+        return self.calls.late_ranks(self.plan)
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
         """Wait for all called workers, and return the results of the returning ones by ascending rank.
 
         Raises WorkerLostError if a worker died (within about a second of its death), and WorkerCallError if a method
-        raised (the remote traceback is the cause) or `timeout_s` seconds passed.
+        raised (the remote traceback is the cause) or `timeout_s` seconds passed (None: no limit).
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        ranks = dict(zip(self.refs, self.plan.called_ranks, strict=True))
+        try:
+            values = self.calls.values(self.label, self.plan, Deadline(timeout_s))
+        except WorkerGroupError:
+            if self not in self.failures:
+                self.failures.append(self)
+            raise
+        if values is None:
+            late = self.late_ranks()
+            raise WorkerCallError(
+                f"{self.label}: ranks {late} have not answered within {timeout_s} s. Nothing is lost: ask again, "
+                "or shut the group down",
+                ranks=late,
+                timeout_s=timeout_s,
+            )
+        return values
+
+
+class RefCalls:
+    """Plain Ray calls under way: one ref for each call of the plan, in its order."""
+
+    def __init__(self, refs: Sequence[ObjectRef]) -> None:
+        self._refs = tuple(refs)
+
+    def done(self) -> bool:
+        """Return True if every called worker has answered or failed. Does not wait."""
+        # fetch_local=False: the question must not transfer results to this node.
+        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
+        return len(ready) == len(self._refs)
+
+    def late_ranks(self, plan: DispatchPlan) -> list[int]:
+        """Return the ranks that have not answered. Does not wait."""
+        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
+        return [rank for rank, ref in zip(plan.called_ranks, self._refs, strict=True) if ref not in ready]
+
+    def values(self, label: str, plan: DispatchPlan, deadline: Deadline) -> list[Any] | None:
+        """Wait for all called workers, and return the results of the returning ones by rank; None after the deadline.
+
+        WorkerLostError if a worker died, WorkerCallError if a method raised.
+        """
+        ranks = dict(zip(self._refs, plan.called_ranks, strict=True))
         values: dict[int, Any] = {}
-        pending = list(self.refs)
+        pending = list(self._refs)
         while pending:
             # Wait for any single result: a failure is then seen at once, whatever the other workers do.
-            done, pending = ray.wait(pending, num_returns=1, timeout=_left(deadline))
+            done, pending = ray.wait(pending, num_returns=1, timeout=deadline.left_s())
             if not done:
-                late = [ranks[ref] for ref in pending]
-                raise WorkerCallError(
-                    f"{self.label}: ranks {late} have not answered within {timeout_s} s. Nothing is lost: ask again, "
-                    "or shut the group down",
-                    ranks=late,
-                    timeout_s=timeout_s,
-                )
+                return None
             for ref in done:
                 try:
                     values[ranks[ref]] = ray.get(ref)
                 except RayError as error:
-                    raise self._cause(ranks, ref, error, pending, deadline) from error
-        return [values[rank] for rank in self.returning_ranks]
+                    raise _cause(label, ranks, ref, error, pending, deadline) from error
+        return [values[rank] for rank in plan.returning_ranks]
 
-    def _cause(
-        self,
-        ranks: dict[ObjectRef, int],
-        ref: ObjectRef,
-        error: RayError,
-        pending: list[ObjectRef],
-        deadline: float | None,
-    ) -> WorkerGroupError:
-        """Return the error to raise: the death of a worker if one follows soon, else the first failure itself."""
-        # Also read the results of the others meanwhile, because each of them may carry the death of a worker.
-        first = translated(error, ranks[ref], self.label)
-        grace = min(time.monotonic() + _CAUSE_GRACE_S, deadline or float("inf"))
-        while pending and not isinstance(first, WorkerLostError):
-            done, pending = ray.wait(pending, num_returns=1, timeout=_left(grace))
-            if not done:
-                break
-            try:
-                ray.get(done[0])
-            except RayError as other:
-                found = translated(other, ranks[done[0]], self.label)
-                if isinstance(found, WorkerLostError):
-                    return found
-        return first
+
+def _cause(
+    label: str, ranks: dict[ObjectRef, int], ref: ObjectRef, error: RayError, pending: list[ObjectRef], limit: Deadline
+) -> WorkerGroupError:
+    """Return the error to raise: the death of a worker if one follows soon, else the first failure itself."""
+    # Also read the results of the others meanwhile, because each of them may carry the death of a worker.
+    first = translated(error, ranks[ref], label)
+    left = limit.left_s()
+    grace = Deadline(_CAUSE_GRACE_S if left is None else min(_CAUSE_GRACE_S, left))
+    while pending and not isinstance(first, WorkerLostError):
+        done, pending = ray.wait(pending, num_returns=1, timeout=grace.left_s())
+        if not done:
+            break
+        try:
+            ray.get(done[0])
+        except RayError as other:
+            found = translated(other, ranks[done[0]], label)
+            if isinstance(found, WorkerLostError):
+                return found
+    return first
 
 
 def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
@@ -118,25 +170,27 @@ def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
         return error
     if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
-        if isinstance(cause, WorkerLostError):
-            return cause  # raised by WorkerHost in a restarted process, which has lost its worker
+        # Raised by WorkerHost itself: in a restarted process, which has lost its worker, or after an earlier failure.
+        if isinstance(cause, WorkerLostError) or (isinstance(cause, WorkerCallError) and "refused" in cause.fields):
+            return cause
         kind = f"{type(cause).__name__}: {cause}" if cause is not None else "an exception"
         text = str(getattr(error, "traceback_str", error)).strip()
         return WorkerCallError(f"{label} raised on rank {rank}: {kind}\n{text}", rank=rank, call=label)
     if isinstance(error, RayActorError):
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = f"rank {rank} died during {label}, or before it: {lines[0].rstrip('.')}."
-        return WorkerLostError(
-            f"{reason} The other workers are still alive. Shut the group down and start a new one from the last "
-            "checkpoint",
-            rank=rank,
-            call=label,
-            reason=reason,
-        )
+        return lost(rank, label, lines[0])
     return WorkerCallError(
         f"{label} got no result from rank {rank}: {type(error).__name__}: {error}", rank=rank, call=label
     )
 
 
-def _left(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+def lost(rank: int, label: str, why: str) -> WorkerLostError:
+    """Return the error for a worker that has died; `why` is one sentence."""
+    reason = f"rank {rank} died during {label}, or before it: {why.rstrip('.')}."
+    return WorkerLostError(
+        f"{reason} The other workers are still alive. Call recover(), or shut the group down and start a new one; then "
+        "load the last checkpoint",
+        rank=rank,
+        call=label,
+        reason=reason,
+    )

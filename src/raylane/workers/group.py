@@ -13,10 +13,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
@@ -26,12 +26,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raylane import _ray
+from raylane.core.deadline import Deadline
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_sharded, plan_some, take
-from raylane.workers.future import GroupFuture
-from raylane.workers.host import Seat, WorkerHost
+from raylane.workers.future import GroupFuture, Pending, RefCalls
+from raylane.workers.host import CONSTRUCT, Arguments, Head, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
@@ -42,6 +43,11 @@ _log = logging.getLogger(__name__)
 
 _KILL_RESERVE_S = 5.0
 """Seconds of shutdown's time (at most half of it) that are reserved for killing the actors after a cleanup."""
+STUCK_S = 5.0
+"""Seconds after which workers that have not finished a failed call count as stuck, when the next call is sent."""
+
+Path: TypeAlias = tuple[int, ...] | None
+"""Index of a slice of nested arguments (`WorkerCall.path`)."""
 
 
 class WorkerGroup:
@@ -83,6 +89,10 @@ class WorkerGroup:
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
         self._closed = False
+        self._failures: list[GroupFuture] = []
+        """Futures whose failure was read. Their number is the generation of calls (`host.Head`)."""
+        self._sent: weakref.WeakSet[GroupFuture] = weakref.WeakSet()
+        """Futures that someone holds, until `_check_not_stuck` has seen that they are done."""
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
@@ -180,23 +190,67 @@ class WorkerGroup:
         check_call(self._class, method, len(args), (*kwargs, *common))
         for name, value in (*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()):
             check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
-        # Workers with the same path share one slice, so that its tensors are put only once.
-        slices = {path: _put_arrays(_slice_of(args, kwargs, path)) for path in {call.path for call in plan.calls}}
+        self._check_not_stuck(method, plan)
+        # Workers with the same path share one slice, so that its tensors travel only once.
+        slices = {path: _slice_of(args, kwargs, path) for path in dict.fromkeys(call.path for call in plan.calls)}
+        return self._future(method, plan, slices, common)
+
+    def _future(
+        self, method: str, plan: DispatchPlan, slices: Mapping[Path, Arguments], common: Mapping[str, Any]
+    ) -> GroupFuture:
+        """Send a call that was checked, and return its future."""
+        label = f"{self._class.__name__}.{method}"
+        calls = self._deliver(label, (len(self._failures), method), plan, slices, common)
+        future = GroupFuture(label, plan, calls, self._failures)
+        self._sent.add(future)
+        return future
+
+    def _deliver(
+        self,
+        label: str,
+        head: Head,
+        plan: DispatchPlan,
+        slices: Mapping[Path, Arguments],
+        common: Mapping[str, Any],
+    ) -> Pending:
+        """Send a call to the workers of the plan by plain Ray calls, with one slice of the arguments for each path."""
+        put_slices = {path: _put_arrays(one) for path, one in slices.items()}
         shared = _put_arrays(dict(common))
         if len(slices) > 1:
             # Try to pickle all slices first: otherwise a bad one could be found after others were sent, and the
             # workers that were called would wait for the others in a collective.
-            for one in slices.values():
+            for one in put_slices.values():
                 try:
                     _TrialPickler(_NullFile(), protocol=5).dump(one)
                 except Exception as error:
-                    raise TypeError(
-                        f"{self._class.__name__}.{method}: an argument cannot be pickled, so nothing was sent: {error}"
-                    ) from error
-        refs = tuple(
-            self._actors[call.rank].call.remote(method, call.returns, slices[call.path], shared) for call in plan.calls
+                    raise unpicklable(label, error) from error
+        return RefCalls(
+            [
+                self._actors[call.rank].call.remote(head, call.returns, put_slices[call.path], shared)
+                for call in plan.calls
+            ]
         )
-        return GroupFuture(f"{self._class.__name__}.{method}", plan, refs)
+
+    def _check_not_stuck(self, method: str, plan: DispatchPlan) -> None:
+        """Raise WorkerGroupError if a worker of the plan is still in an earlier call, after a call has failed.
+
+        It probably waits for the worker that failed in a collective, so a new call would wait behind it forever.
+        """
+        if not self._failures:  # the usual case: nothing is asked of the workers
+            return
+        deadline = Deadline(STUCK_S)
+        for future in list(self._sent):
+            while late := sorted(set(future.late_ranks()).intersection(plan.called_ranks)):
+                if deadline.left_s() == 0:
+                    raise WorkerGroupError(
+                        f"{self!r}: {method} was not sent: ranks {late} are still in {future.label}, {STUCK_S:g} s "
+                        f"after {self._failures[-1].label} failed. They probably wait for another rank in a "
+                        "collective. Call recover(), which starts all workers again, or shutdown()",
+                        ranks=late,
+                    )
+                time.sleep(0.01)  # there is no event for several kinds of futures
+            if future.done():
+                self._sent.discard(future)
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -218,20 +272,23 @@ class WorkerGroup:
             seat = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
             options = self._options.remote_options(rank)
             self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank))
-        seats = self._first_calls(
-            "starting", [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)], deadline
+        seats = [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)]
+        starting = GroupFuture(
+            f"{self._class.__name__}.starting", plan_some(self._sharding), RefCalls(seats), self._failures
         )
-        self._env = _rank_variables(seats)
-        self._first_calls("__init__", [self._build(rank) for rank in range(self.size)], deadline)
+        self._env = _rank_variables(self._first_results(starting, deadline))
+        self._first_results(self._construct(range(self.size)), deadline)
 
-    def _build(self, rank: int) -> Any:
-        args, kwargs = self._init
-        return self._actors[rank].build.remote(self._class, args, kwargs, self._env[rank])
+    def _construct(self, ranks: Iterable[int]) -> GroupFuture:
+        """Construct the workers of these ranks, each with its own environment variables."""
+        # Pickled once for all ranks, and as Ray does it: classes of scripts and of modules registered by value travel.
+        packed = _ray.dumps((self._class, *self._init))
+        plan = DispatchPlan(tuple(WorkerCall(rank, (rank,), returns=True) for rank in ranks), ())
+        slices: dict[Path, Arguments] = {(rank,): ((), {"env": self._env[rank]}) for rank in plan.called_ranks}
+        return self._future(CONSTRUCT, plan, slices, {"packed": packed})
 
-    def _first_calls(self, what: str, refs: list[Any], deadline: float) -> list[Any]:
+    def _first_results(self, future: GroupFuture, deadline: float) -> list[Any]:
         """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""
-        calls = tuple(WorkerCall(rank, (), returns=True) for rank in range(len(refs)))
-        future = GroupFuture(f"{self._class.__name__}.{what}", DispatchPlan(calls, ()), tuple(refs))
         try:
             return future.results(max(0.0, deadline - time.monotonic()))
         except WorkerCallError as error:
@@ -253,9 +310,23 @@ class WorkerGroup:
         self._sharding.get_index(rank)
         if self._closed:
             raise WorkerGroupError(f"{self!r}: a worker cannot be rebuilt after shutdown. Start a new group")
-        label = f"{self._class.__name__}.__init__"
-        plan = DispatchPlan((WorkerCall(rank, (), returns=True),), ())
-        GroupFuture(label, plan, (self._build(rank),)).results(timeout_s)
+        self._construct([rank]).results(timeout_s)
+
+    def recover(self) -> None:
+        """End all worker processes and start the group again, after a worker died or is stuck; wait until it is ready.
+
+        The placement group, the processes and the workers are new; their state is lost. Futures of earlier calls raise
+        WorkerLostError. Raises the errors of the constructor, after which the group is shut down.
+        """
+        if self._closed:
+            raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
+        self._end_processes(time.monotonic() + _KILL_RESERVE_S)
+        self._failures, self._sent = [], weakref.WeakSet()
+        try:
+            self._start(time.monotonic() + self._options.start_timeout_s)
+        except BaseException:
+            self.shutdown(timeout_s=10)
+            raise
 
     def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
         """End all workers and remove the placement group; wait at most about `timeout_s` seconds.
@@ -275,19 +346,23 @@ class WorkerGroup:
                 _log.warning("%r: cleanup before shutdown failed: %s", self, error)
                 clean = False
         self._closed = True
+        return self._end_processes(deadline) and clean
+
+    def _end_processes(self, deadline: float) -> bool:
+        """Kill all workers and remove the placement group. Return False if they have not ended by the deadline."""
         if self._dropped is not None:
             self._dropped.detach()
         actors, self._actors = self._actors, []
         placement, self._placement = self._placement, None
         if not ray.is_initialized():  # the actors ended with the Ray session
-            return clean
+            return True
         # Kill all actors before waiting for any of them: dying takes time.
         for actor in actors:
             ray.kill(actor)
         if placement is not None:
             remove_placement_group(placement)
         # `&` instead of `and`: wait for the placement group even if an actor is late.
-        return clean & _wait_dead(actors, deadline) & _wait_removed(placement, deadline)
+        return _wait_dead(actors, deadline) & _wait_removed(placement, deadline)
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -299,12 +374,17 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         axes = " x ".join(f"{name}={size}" for name, size in self._sharding.shape.items())
-        return f"WorkerGroup({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
+        return f"{type(self).__name__}({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
 
 
-def _slice_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: tuple[int, ...] | None) -> tuple[Any, ...]:
+def _slice_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Arguments:
     """Return the (args, kwargs) of the calls with one path."""
     return tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()}
+
+
+def unpicklable(label: str, error: Exception) -> TypeError:
+    """Return the error for arguments of which one cannot be pickled."""
+    return TypeError(f"{label}: an argument cannot be pickled, so nothing was sent: {error}")
 
 
 class _NullFile:

@@ -15,15 +15,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raylane import _ray
-from raylane.errors import WorkerLostError
+from raylane.errors import WorkerCallError, WorkerLostError
 
-__all__ = ["Seat", "WorkerHost"]
+__all__ = ["CONSTRUCT", "Arguments", "Head", "Seat", "WorkerHost"]
+
+CONSTRUCT = "__init__"
+"""Method of a call that constructs the worker, with the arguments of `WorkerHost._construct`."""
+
+Head: TypeAlias = tuple[int, str]
+"""(generation, method). The generation is the number of failures that the driver had read when it sent the call."""
+Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""(positional arguments, keyword arguments)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +47,20 @@ class Seat:
 
 
 class WorkerHost:
-    """Actor of one rank. Call `take_seat` first, then `build`, then `call` any number of times."""
+    """Actor of one rank. Call `take_seat` first, then the method `CONSTRUCT`, then any methods of the worker.
+
+    Calls come by `call` (plain Ray calls, on Ray's thread) or by the methods `run*` (compiled graphs, on the thread of
+    the graph loop). A group uses one of the two ways only, so all methods of its worker run on one thread.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._worker: Any = None
-        """The user's object; None before `build`, and again after Ray has restarted this process."""
+        """The user's object; None before it is constructed, and again after Ray has restarted this process."""
         self._store: TCPStore | None = None
         """Rendezvous store of the group (rank 0 only), open as long as this process runs."""
+        self._failed: tuple[int, str] | None = None
+        """(generation, method) of the last call that raised here."""
 
     def take_seat(self, opens_store: bool) -> Seat:
         """Return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
@@ -58,29 +72,71 @@ class WorkerHost:
         port = self._store.port if self._store else None
         return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
 
-    def build(self, worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any], env: Mapping[str, str]) -> None:
-        """Set the rank variables in this process and construct the worker."""
-        os.environ.update(env)
-        with _raised_as_sendable():
-            self._worker = worker_class(*args, **kwargs)
-
-    def call(self, method: str, returns: bool, own: tuple[tuple[Any, ...], dict[str, Any]], common: Any) -> Any:
+    def call(self, head: Head, returns: bool, own: Arguments, common: Mapping[str, Any]) -> Any:
         """Run a method with this worker's own arguments and the common ones; return its result only if `returns`.
 
         An ObjectRef among the arguments is replaced by its value, as in any call of Ray.
         """
+        args, kwargs = own
+        named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
+        result = self._run(head, tuple(map(_value, args)), named)
+        return result if returns else None
+
+    def run(self, message: tuple[Head, Arguments]) -> Any:
+        """Run a method with arguments that all workers of the call share."""
+        head, (args, kwargs) = message
+        return self._run(head, args, kwargs)
+
+    def run_quietly(self, message: tuple[Head, Arguments]) -> None:
+        """Do as `run`, but drop the result."""
+        self.run(message)
+
+    def run_share(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> Any:
+        """Run a method with this worker's own arguments and the common ones."""
+        head, common = shared
+        args, kwargs = own
+        return self._run(head, args, {**kwargs, **common})
+
+    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> None:
+        """Do as `run_share`, but drop the result."""
+        self.run_share(shared, own)
+
+    def _run(self, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        generation, method = head
+        if method == CONSTRUCT:
+            self._construct(*args, **kwargs)
+            return None
         if self._worker is None:
             raise WorkerLostError(
                 f"rank {self._rank} has no worker: Ray restarted its process. Call rebuild_worker({self._rank})",
                 rank=self._rank,
             )
-        args, kwargs = own
-        named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
+        # The driver sends calls before it has read the results of earlier ones. After a failure such calls must not
+        # run here: this rank would take part in the collectives of one step while its peers wait in another.
+        if self._failed is not None and generation <= self._failed[0]:
+            raise WorkerCallError(
+                f"rank {self._rank} refused {method}: an earlier call, {self._failed[1]}, raised here. Read its result "
+                "first, then call again",
+                rank=self._rank,
+                refused=method,
+            )
+        try:
+            with _raised_as_sendable():
+                result = getattr(self._worker, method)(*args, **kwargs)
+                if inspect.isgenerator(result):  # Ray 2.60 would use its first item as the result
+                    raise TypeError(f"{method} returned a generator; return a list instead")
+        except BaseException:
+            self._failed = generation, method
+            raise
+        return result
+
+    def _construct(self, env: Mapping[str, str], packed: bytes) -> None:
+        """Set the rank variables in this process and construct the worker; `packed` holds class and arguments."""
+        os.environ.update(env)
+        self._failed = None
         with _raised_as_sendable():
-            result = getattr(self._worker, method)(*map(_value, args), **named)
-            if inspect.isgenerator(result):  # Ray 2.60 would use its first item as the result
-                raise TypeError(f"{method} returned a generator; return a list instead")
-        return result if returns else None
+            worker_class, args, kwargs = pickle.loads(packed)
+            self._worker = worker_class(*args, **kwargs)
 
 
 def _open_store(address: str) -> TCPStore:

@@ -437,6 +437,10 @@ class Collector:
         late = [self.plan.source_label(edge.value) for edge in self.edges if edge.reader.sequence <= number]
         return f"still waiting for {', '.join(late)}" if late else "its messages are being read"
 
+    def late_members(self, number: int) -> list[int]:
+        """Return the members whose messages of execution `number` have not arrived, ascending."""
+        return sorted({edge.reader.writer for edge in self.edges if edge.reader.sequence <= number})
+
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {

@@ -123,7 +123,7 @@ def _call_all(
     secondary: GraphClosedError | None = None
     for member, ref in refs.items():
         try:
-            answers[member] = _answer_of(plan.members[member], ref, deadline)
+            answers[member] = _answer_of(plan.members[member], actors[member - 1], ref, deadline)
         except GraphClosedError as error:
             # A secondary failure: the actor lost its link to another one. Prefer the other's own error, the cause.
             secondary = secondary or error
@@ -137,7 +137,7 @@ def _call_all(
     return answers
 
 
-def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
+def _answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
     """Wait for one answer. Errors of Ray are translated into errors of graphs."""
     try:
         return ray.get(ref, timeout=deadline.left_s())
@@ -149,10 +149,11 @@ def _answer_of(name: str, ref: Any, deadline: Deadline) -> Any:
     except ray.exceptions.ActorUnavailableError as error:
         raise GraphActorDiedError(
             f"{name} cannot be reached at the moment: Ray restarts it, or has lost it. Compile again later, or call "
-            f"graph.recompile(), which waits for the restart: {error}"
+            f"graph.recompile(), which waits for the restart: {error}",
+            actor=_ray.actor_id_of(actor),
         ) from error
     except ray.exceptions.RayActorError as error:
-        raise GraphActorDiedError(f"{name} is dead: {error}") from error
+        raise GraphActorDiedError(f"{name} is dead: {error}", actor=_ray.actor_id_of(actor)) from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, GraphError):
             raise error.cause from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.errors import GraphClosedError, GraphFullError
+from raylane.errors import GraphClosedError, GraphError, GraphFullError
 from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
@@ -136,6 +136,33 @@ class CompiledGraph:
                 await asyncio.sleep(0)
             else:
                 await ExecutionEnd(self._collector, oldest)
+
+    @property
+    def ended_by(self) -> GraphError | None:
+        """Error that has ended the graph; None while it runs."""
+        return self._connections.lifecycle.error
+
+    def drain(self, timeout_s: float | None = None, *, left: int = 0, stop_at_failure: bool = False) -> bool:
+        """Wait until at most `left` executions are under way, for `timeout_s` seconds at most (None: no limit).
+
+        Return False after the timeout. With `stop_at_failure` also return False as soon as an execution has failed of
+        which other calls still run. Reads no result.
+        """
+        pending = self._executions.pending
+
+        def failed() -> bool:
+            return stop_at_failure and any(result._done for result in tuple(pending))
+
+        self._collector.collect_until(lambda: len(pending) <= left or failed(), Deadline(timeout_s))
+        return len(pending) <= left
+
+    def ended(self, result: GraphResult) -> bool:
+        """Return True if every call of an execution has ended: a result may fail long before. Does not wait."""
+        return self._collector.collect_until(lambda: result._values is None, Deadline(0))
+
+    def late_members(self, result: GraphResult) -> list[int]:
+        """Return the members (1, 2, ... as in `plan.members`) whose calls of an execution have not ended, ascending."""
+        return [] if self.ended(result) else self._collector.late_members(result.number)
 
     # Inspection
 

@@ -193,6 +193,11 @@ class GraphResult:
         if self._waiting:
             resolve(self._waiting)
 
+    @property
+    def failed_call(self) -> str | None:
+        """Label (of `plan.labels`) of the call that raised the error of this result; None if no method raised."""
+        return _ray.raised_at(self._error)
+
     def _is_done(self) -> bool:
         return self._done
 
