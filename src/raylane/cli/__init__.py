@@ -58,6 +58,11 @@ COMMANDS: dict[str, Command] = {
             "raylane inspect-data --show 10 examples/sft_docstrings.yaml data.overlong=split",
         ),
     ),
+    "report": Command(
+        "raylane.cli.report",
+        "draw the report of a fine-tuning run",
+        ("raylane report runs/logs", "raylane report runs/logs -o report.html"),
+    ),
     "data": Command(
         "raylane.cli.data",
         "build an example data set",

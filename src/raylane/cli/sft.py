@@ -86,7 +86,7 @@ def summary(result: RunResult) -> str:
             for name, path in (
                 ("checkpoint", result.checkpoint),
                 ("model", result.hf_dir),
-                ("loss curve", result.curve),
+                ("report", result.report),
             )
             if path is not None
         ),

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from raylane.errors import ConfigError
 from raylane.sft import layout, nemo_rl, overrides
@@ -43,6 +44,7 @@ __all__ = [
     "SftConfig",
     "TokenizerConfig",
     "build_config",
+    "differences",
     "dump",
     "load_config",
 ]
@@ -88,3 +90,22 @@ def build_config(document: Mapping[str, Any], source: str = "configuration") -> 
 def dump(config: RunConfig) -> dict[str, Any]:
     """Return plain nested values (JSON types only, a copy); `build_config` makes an equal configuration of them."""
     return config.model_dump(mode="json")
+
+
+def differences(document: Mapping[str, Any], model: type[BaseModel] = RunConfig) -> dict[str, Any]:
+    """Return the keys of a plain document whose values are not the defaults of the schema, or that have no default."""
+    changed: dict[str, Any] = {}
+    for key, value in document.items():
+        field = model.model_fields.get(key)
+        inner = field.annotation if field is not None else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+            below = differences(value, inner)
+            if below:
+                changed[key] = below
+            continue
+        default: Any = PydanticUndefined
+        if field is not None and not field.is_required():
+            default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
+        if value != default and not (value is None and default == {}):
+            changed[key] = value
+    return changed

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined, to_jsonable_python
-
 from raylane.errors import ConfigError
 from raylane.sft import nemo_rl, overrides
-from raylane.sft.config import build_config
+from raylane.sft.config import build_config, differences
 from raylane.sft.nemo_keys import is_nemo_key
 from raylane.sft.schema import RunConfig
 
@@ -98,7 +95,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         build_config(plain, source=str(path))
     except ConfigError as error:
         to_do.append(str(error).removeprefix(f"{path}: "))
-    changed = _differences(plain, RunConfig)
+    changed = differences(plain)
     changed.setdefault("data", {})["train"] = data["train"]
     return ImportedConfig(_sorted(changed), tuple(dict.fromkeys(to_do)), tuple(refused), made.notes)
 
@@ -134,25 +131,6 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
             "the assistant's text and its end token, or set it to chatml or llama3"
         )
     return found
-
-
-def _differences(document: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return the part of a document whose values are not the defaults of the schema."""
-    changed: dict[str, Any] = {}
-    for key, value in document.items():
-        field = model.model_fields.get(key)
-        inner = field.annotation if field is not None else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
-            below = _differences(value, inner)
-            if below:
-                changed[key] = below
-            continue
-        default: Any = PydanticUndefined
-        if field is not None and not field.is_required():
-            default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
-        if value != default and not (value is None and default == {}):
-            changed[key] = value
-    return changed
 
 
 def _sorted(document: dict[str, Any]) -> dict[str, Any]:

@@ -515,7 +515,7 @@ class LoggerConfig(Section):
 
     log_dir: str = Field(
         default="runs/logs",
-        description="Folder of metrics.jsonl, the loss curve and the TensorBoard files.",
+        description="Folder of metrics.jsonl, report.html and the TensorBoard files.",
     )
     tensorboard_enabled: bool = Field(
         default=False, description="Write TensorBoard files too; needs the package tensorboard."
