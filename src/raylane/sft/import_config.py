@@ -76,6 +76,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     plain = made.document
     to_do = [problem.text for problem in made.problems if problem.must_set]
     refused = [problem for problem in made.problems if not problem.must_set]
+    # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
     for key, message in overrides.unknown(plain, RunConfig).items():
         _delete(plain, key)
         refused.append(nemo_rl.Problem(message, key))
@@ -91,6 +92,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         asked.add("data.train")
     to_do += [f"{key} is ???, a value that must be given" for key in overrides.missing(plain) if key not in asked]
     to_do += _local_problems(plain)
+    # The schema and the layout check find what is left, e.g. sizes that do not divide.
     try:
         build_config(plain, source=str(path))
     except ConfigError as error:

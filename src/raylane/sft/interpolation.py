@@ -46,6 +46,7 @@ def _resolve(value: Any, root: Mapping[str, Any], source: str, path: tuple[str, 
         return value
     where = f"{source}: {'.'.join(path)}={value!r}"
     for _ in range(_MAX_ROUNDS):
+        # Innermost first, so that ${mul:${a.b},2} sees a number.
         match = _INNERMOST.search(value)
         if match is None:
             return value.replace("\\${", "${")

@@ -65,10 +65,12 @@ def translate_data(section: Mapping[str, Any]) -> DataTranslation:
         sets = data.get(name)
         if isinstance(sets, Mapping):
             sets = [sets]
+        # A file name, or a list of them, is raylane's own form and stays as it is.
         if not isinstance(sets, list) or not all(isinstance(one, Mapping) for one in sets):
             continue
         del data[name]
         paths = [path for one in sets for path in _one_set({**default, **one}, name, made)]
+        # raylane has one validation file; training data may be spread over several.
         if name == "validation" and len(paths) > 1:
             made.problems.append(("data.validation", f"several files ({', '.join(paths)}): join them into one"))
         elif len(paths) == len(sets) and paths:
@@ -85,6 +87,7 @@ def _sort_old_keys(data: dict[str, Any], made: DataTranslation) -> None:
     if not paths and "dataset_name" not in data:
         return
     shared = {key: data.pop(key) for key in _OLD if key in data}
+    # A data set by name has its own validation part; files are named one by one.
     for name in ("train", "validation") if "dataset_name" in shared and not paths else paths:
         own = {"data_path": paths[name]} if name in paths else {}
         data.setdefault(name, {**shared, **own})
@@ -100,7 +103,7 @@ def _one_set(one: dict[str, Any], name: str, made: DataTranslation) -> Iterator[
     for key, value in one.items():
         if key in _WITHOUT_EFFECT and not (key == "tool_key" and value not in (None, "tools")):
             made.notes.append((f"{where}.{key}", _WITHOUT_EFFECT[key]))
-        elif value:
+        elif value:  # an unknown key that requests something; null and empty text request nothing
             made.problems.append((where, f"{where}.{key}={value!r} is not supported; put its effect into the data"))
         else:
             made.notes.append((f"{where}.{key}", "empty"))
@@ -113,6 +116,7 @@ def _one_set(one: dict[str, Any], name: str, made: DataTranslation) -> Iterator[
     elif not isinstance(path, str):
         made.problems.append((where, f"{where}.data_path is not set; set {where} to the path of a JSONL file"))
     else:
+        # NeMo-RL's defaults of input_key and output_key (response_dataset.py).
         if kind in _PAIRS or (kind is None and (question or answer)):
             _set(made, "input_key", question or "input")
             _set(made, "output_key", answer or "output")
@@ -126,6 +130,7 @@ def _translate_split(size: Any, name: str, made: DataTranslation) -> None:
     old = f"data.{name}.split_validation_size"
     if not size or name != "train":
         return
+    # NeMo-RL passes the value to train_test_split, for which 1 and above is a number of rows.
     if isinstance(size, int | float) and 0 < size < 1:
         _set(made, "validation_fraction", size)
         made.notes.append((old, "replaced by data.validation_fraction"))

@@ -59,10 +59,12 @@ _ONE_WAY = "it is off"
 _GRPO = "raylane does supervised fine-tuning only"
 
 RULES: tuple[Rule, ...] = (
+    # Whole configurations of other algorithms.
     Rule("grpo", _off, _RL, _GRPO, changes_training=True),
     Rule("dpo", _off, _RL, _GRPO, changes_training=True),
     Rule("rm", _off, _RL, _GRPO, changes_training=True),
     Rule("distillation", _off, _RL, _GRPO, changes_training=True),
+    # Sections that the SFT script of NeMo-RL does not read.
     Rule("loss_fn", _anything, _RL),
     Rule("env", _anything, _RL),
     Rule(
@@ -73,12 +75,14 @@ RULES: tuple[Rule, ...] = (
         changes_training=True,
     ),
     # ------------------------------------------------------------------------------------------------------ policy
+    # Generation and log-probabilities, which a shared base file may configure.
     Rule("policy.generation", _anything, _RL),
     Rule("policy.generation_batch_size", _anything, _RL),
     Rule("policy.logprob_batch_size", _anything, _RL),
     Rule("policy.logprob_chunk_size", _anything, _RL),
     Rule("policy.offload_optimizer_for_logprob", _anything, _RL),
     Rule("policy.refit_buffer_size_gb", _anything, _RL),
+    # Features for other kinds of models; off in a plain language model.
     Rule("policy.router_replay", _disabled, _RL, "it is not supported", changes_training=True),
     Rule("policy.reward_model_cfg", _disabled, _RL, _GRPO, changes_training=True),
     Rule("policy.draft", _disabled, "no draft model", "draft models are not supported", changes_training=True),
@@ -107,6 +111,7 @@ RULES: tuple[Rule, ...] = (
         )
         for key in ("policy.pretrained_checkpoint", "checkpointing.pretrained_checkpoint")
     ),
+    # Parallelism: a value of 1 or false is what raylane does. Other values change the speed, not the model.
     Rule("policy.dtensor_cfg.enabled", _on, "FSDP2 is always on", "it is always on; remove it"),
     Rule("policy.dtensor_cfg._v2", _anything, "there is one FSDP2 backend"),
     Rule(
@@ -129,6 +134,7 @@ RULES: tuple[Rule, ...] = (
         "policy.dtensor_cfg.sequence_parallel", _off, _ONE_WAY, "sequence parallelism is not supported yet; remove it"
     ),
     Rule("policy.dtensor_cfg.custom_parallel_plan", _off, _ONE_WAY, "FSDP2 wraps each layer; remove it"),
+    # LoRA and Megatron train other weights, or with another optimizer, so these are never dropped silently.
     Rule(
         "policy.dtensor_cfg.lora_cfg",
         _disabled,
@@ -151,6 +157,7 @@ RULES: tuple[Rule, ...] = (
         "to the values that megatron_cfg.optimizer and megatron_cfg.scheduler hold",
         changes_training=True,
     ),
+    # NeMo-RL forms micro-batches of about the same number of tokens; the loss of a step is the same without that.
     Rule(
         "policy.dynamic_batching",
         _disabled,
@@ -159,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of the rows is fixed by sft.seed"),
     Rule("policy.sequence_packing.logprob_mb_tokens", _anything, _RL),
+    # fastokens is a faster tokenizer with the same result.
     Rule("policy.tokenizer.use_fastokens", _anything, "the tokens are the same"),
     *(
         Rule(f"policy.tokenizer.{name}", _off, "text only", "only text models can be trained", changes_training=True)
@@ -167,6 +175,7 @@ RULES: tuple[Rule, ...] = (
     # -------------------------------------------------------------------------------------------------------- data
     Rule("data.num_workers", _anything, "data is tokenised once into a cache"),
     Rule("data.seed", _anything, "the order of the data depends on sft.seed"),
+    # NeMo-RL adds these tokens where the template did not (llm_message_utils.get_formatted_message_log).
     Rule("data.add_bos", _anything, "the chat template decides"),
     Rule("data.add_eos", _anything, "the chat template decides; a run without supervised end tokens is refused"),
     Rule("data.add_generation_prompt", _anything, "{% generation %} in the chat template marks what is supervised"),
@@ -181,6 +190,7 @@ RULES: tuple[Rule, ...] = (
         changes_training=True,
     ),
     # ----------------------------------------------------------------------------------------------- checkpointing
+    # A time limit that is ignored would lose work, so it is refused.
     Rule(
         "checkpointing.checkpoint_must_save_by",
         _off,
@@ -202,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     Rule("logger.swanlab_enabled", _off, "SwanLab is off", "SwanLab is not supported; metrics.jsonl is always written"),
     Rule("logger.swanlab", _anything, "SwanLab is not supported"),
     Rule("logger.tensorboard", _anything, "TensorBoard files are in logger.log_dir/tensorboard"),
+    # Watching a run less closely does not change it, so these are ignored even if they request something.
     Rule("logger.monitor_gpus", _anything, "GPUs are not monitored"),
     Rule("logger.gpu_monitoring", _anything, "GPUs are not monitored"),
     Rule("logger.num_val_samples_to_print", _anything, "one sample answer is printed at the end"),
@@ -211,6 +222,7 @@ RULES: tuple[Rule, ...] = (
         "workers are placed without regard to NVLink domains",
         "placement by NVLink domain is not supported; remove it",
     ),
+    # Ports of the rendezvous; raylane lets the operating system choose free ones.
     Rule("cluster.master_port_range_low", _anything, "the operating system chooses ports"),
     Rule("cluster.master_port_range_high", _anything, "the operating system chooses ports"),
 )
@@ -284,9 +296,10 @@ def is_nemo_key(path: str) -> bool:
 
 def refusal(path: str) -> str | None:
     """Return the reason why raylane's schema has no key `path`, None if NeMo-RL has no such key either."""
+    # A rule that never refuses still needs words: `build_config` takes only raylane's own keys.
     reasons = {rule.key: rule.why_refused or f"{rule.why_left_out}; remove it" for rule in RULES}
     reasons |= OTHERWISE | {old: f"use {new}" for old, new in RENAMES.items()}
-    while path:
+    while path:  # a key below a section has the section's reason
         if path in reasons:
             return reasons[path]
         path = path.rpartition(".")[0]

@@ -112,6 +112,7 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
     `with_their_defaults` fills in what NeMo-RL does where the document sets nothing and raylane does something else.
     """
     work = _Work(copy.deepcopy(dict(document)))
+    # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it.
     work.translate_graph()
     work.rename_keys()
     work.translate_optimizer()
@@ -119,6 +120,7 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
     work.translate_checkpointing()
     work.translate_data()
     work.drop_repeated_lengths()
+    # After the steps above, which read some of these keys (packing that is off, a disabled backend).
     work.drop_and_refuse_keys()
     work.spell_values()
     if with_their_defaults:
@@ -210,6 +212,7 @@ class _Work:
     def translate_optimizer(self) -> None:
         """Translate the name of the optimizer, and remove a null section."""
         name = _get(self.plain, "policy.optimizer.name")
+        # Any class path is possible in NeMo-RL, e.g. one of Transformer Engine.
         if name in _OPTIMIZERS:
             _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
         elif isinstance(name, str) and "." in name:
@@ -218,6 +221,7 @@ class _Work:
             self._refuse(
                 "policy.optimizer", "no optimizer is named (Megatron has its own)", "policy.optimizer.kwargs.lr"
             )
+        # The same choice with the opposite sense.
         deferred = _get(self.plain, "policy.dtensor_cfg.defer_fsdp_grad_sync")
         if isinstance(deferred, bool):
             new = "policy.dtensor_cfg.reduce_every_micro_batch"
@@ -316,6 +320,7 @@ class _Work:
 
     def fill_in_defaults(self) -> None:
         """Set keys that the document leaves open and for which NeMo-RL and raylane have other defaults."""
+        # In raylane null means the tokenizer's own template, which is "default" or an absent key in NeMo-RL.
         tokenizer = _get(self.plain, "policy.tokenizer")
         if isinstance(tokenizer, dict) and "chat_template" in tokenizer and tokenizer["chat_template"] is None:
             tokenizer["chat_template"] = _PASSTHROUGH

@@ -50,6 +50,7 @@ def translate_scheduler(value: Any, peak: float, steps: int | None) -> dict[str,
         )
     if len(phases) == 1:
         name, kwargs = phases[0]
+        # LinearLR alone rises and then stays at its end, as a constant schedule after a warm-up does.
         if name == "LinearLR" and kwargs["end_factor"] == 1:
             return {"name": "constant", **_warmup(kwargs, None)}
         return {**_decay(name, kwargs, peak, steps), "warmup_steps": 0}
@@ -108,11 +109,13 @@ def _decay(name: str, kwargs: dict[str, Any], peak: float, steps: int | None) ->
     length = kwargs["T_max"] if cosine else kwargs["total_iters"]
     if not cosine and kwargs["start_factor"] != 1:
         raise InexactScheduleError(f"a LinearLR decay from start_factor={kwargs['start_factor']}: it must be 1.0")
+    # torch names the lowest rate itself, raylane its fraction of the peak.
     ratio = kwargs["eta_min"] / peak if cosine else kwargs["end_factor"]
     if not 0 <= ratio <= 1:
         raise InexactScheduleError(f"{name} towards {ratio:g} of the peak: it must be between 0 and 1")
     if steps is None:
         raise InexactScheduleError(f"{name} over {length} steps needs sft.max_num_steps, so that its end is known")
+    # CosineAnnealingLR rises again after T_max, so a shorter one cannot be cut off either.
     if length not in (steps, steps - 1):
         raise InexactScheduleError(
             f"{name} over {length} steps, but {steps} steps follow the warm-up: raylane's {'cosine' if cosine else ''}"

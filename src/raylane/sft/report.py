@@ -61,6 +61,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         ) from error
     if not any("train:loss" in record or "val:loss" in record for record in records):
         raise DataError(f"cannot draw a report: {run_dir / METRICS_FILE} holds no train:loss and no val:loss")
+    # The folder may have been copied from elsewhere or damaged; the numbers are worth showing without the facts.
     facts = read_facts(run_dir)
     title = f"Run {run_dir.resolve()}"
     parts = [
@@ -127,6 +128,7 @@ def _table_of_steps(records: Records) -> str:
     """Return the metrics as a table of at most _MAX_ROWS rows, with means over groups of steps."""
     last = max(record["step"] for record in records)
     size = max(1, math.ceil(last / _MAX_ROWS))
+    # By step and not by record: validations have records of their own.
     groups: dict[int, list[dict[str, float]]] = {}
     for record in records:
         groups.setdefault(math.ceil(record["step"] / size), []).append(record)

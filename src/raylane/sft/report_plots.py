@@ -67,6 +67,7 @@ def _axes(title: str, label: str) -> tuple[Any, Any]:
 def _line(axes: Any, series: Series, colour: str, label: str | None) -> None:
     marker = "o" if len(series.steps) <= _FEW else None
     axes.plot(series.steps, series.mean, color=colour, label=label, marker=marker, markersize=3, linewidth=1.2)
+    # Means hide spikes; the band shows the range within each group of steps.
     if series.is_thinned:
         axes.fill_between(series.steps, series.low, series.high, color=colour, alpha=0.2, linewidth=0)
 

@@ -37,6 +37,7 @@ def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | 
     if not found:
         return None
     count = min(max_points, len(found))
+    # Integer division spreads the remainder, so groups differ by one step at most.
     edges = [number * len(found) // count for number in range(count + 1)]
     groups = [found[start:end] for start, end in pairwise(edges)]
     values = [[value for _, value in group] for group in groups]

@@ -60,6 +60,7 @@ class RunRecord:
     def open(self, run_dir: Path, *, resumes: bool) -> None:
         """Keep the facts in this folder from now on; a run that `resumes` keeps the warnings from before."""
         self._run_dir = run_dir
+        # Only a resumed run belongs to the same report as the run before it.
         if resumes:
             earlier = read_facts(run_dir)
             self._facts["more_warnings"] += earlier["more_warnings"]
@@ -85,7 +86,7 @@ class RunRecord:
             self._save()
             return write_report(self._run_dir)
         except DataError:
-            return None  # no step was logged
+            return None  # no step was logged, so there is nothing to draw
         except Exception as error:  # the run itself is complete, so this must not turn it into a failure
             _log.warning("the report of the run in %s could not be drawn: %r", self._run_dir, error)
             return None
