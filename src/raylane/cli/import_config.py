@@ -34,5 +34,6 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {args.out}: {error.strerror or error}. Choose another name") from error
         print(f"Wrote {args.out}", file=sys.stderr)
+    # Standard error, because the file itself may go to standard output and into a pipe.
     print(made.report(), file=sys.stderr)
     return 1 if made.to_do else 0

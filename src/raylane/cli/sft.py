@@ -19,7 +19,10 @@ __all__ = ["add_arguments", "add_config_arguments", "load", "run", "set_up_loggi
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the configuration of the run")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file with the configuration of the run")
+    parser.add_argument(
+        "--config", dest="config_option", metavar="CONFIG", help="the same, as in command lines of NeMo-RL"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -36,10 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(args: argparse.Namespace) -> RunConfig:
     """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+    from raylane.errors import ConfigError
     from raylane.sft.config import load_config
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
-    config = load_config(args.config, args.overrides)
+    words = [word for word in (args.config, *args.overrides) if word is not None]
+    # With --config, argparse takes the first override for CONFIG.
+    path = args.config_option if args.config_option is not None else words.pop(0) if words else None
+    if path is None:
+        raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
+    config = load_config(path, words)
     set_up_logging(config.logger.log_level)
     return config
 

@@ -103,7 +103,7 @@ def differences(document: Mapping[str, Any], model: type[BaseModel] = RunConfig)
             if below:
                 changed[key] = below
             continue
-        default: Any = PydanticUndefined
+        default: Any = PydanticUndefined  # equal to no value, so required keys are always listed
         if field is not None and not field.is_required():
             default = to_jsonable_python(field.get_default(call_default_factory=True, validated_data={}))
         if value != default and not (value is None and default == {}):

@@ -31,7 +31,7 @@ class ImportedConfig:
     document: dict[str, Any]
     """Keys that differ from raylane's defaults, and the required ones."""
     to_do: tuple[str, ...]
-    """What has to be added or decided, one sentence each."""
+    """Things to add or to decide, one sentence each."""
     refused: tuple[nemo_rl.Problem, ...]
     """Keys that request something raylane lacks; the run trains the same model without them."""
     notes: tuple[nemo_rl.Note, ...]
@@ -81,6 +81,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         _delete(plain, key)
         refused.append(nemo_rl.Problem(message, key))
     data = plain.get("data")
+    # A required key stays in the file even without a value, so that the user sees where to write it.
     plain["data"] = data = dict(data) if isinstance(data, Mapping) else {}
     asked = {problem.must_set for problem in made.problems}
     for name in ("train", "validation"):
@@ -121,6 +122,7 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
         ("policy.model_name", policy.get("model_name")),
         ("policy.tokenizer.name", tokenizer.get("name")),
     ):
+        # NeMo-RL takes names on the hub; raylane takes folders only and downloads nothing.
         if isinstance(name, str) and not Path(name).is_dir():
             found.append(
                 f"{key}={name} is no folder on this machine: download it (`hf download {name} --local-dir DIR`), and "

@@ -238,6 +238,7 @@ class _Work:
             return
         if not is_torch_scheduler(value):
             return
+        # The lowest rate and the end of a schedule depend on these two keys.
         peak, steps = _get(self.plain, "policy.optimizer.kwargs.lr"), _get(self.plain, "sft.max_num_steps")
         try:
             found = translate_scheduler(
@@ -254,6 +255,7 @@ class _Work:
 
     def translate_checkpointing(self) -> None:
         """Translate null, which NeMo-RL allows for the metric and for the number of checkpoints to keep."""
+        # keep_latest_k exists in raylane only; it counts checkpoints whatever their metric is.
         section = self.plain.get("checkpointing")
         if not isinstance(section, dict):
             return

@@ -37,7 +37,7 @@ def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
         drawn.append(("Loss", _svg(figure)))
     for name, (title, label) in _SINGLE.items():
         one = series.get(name)
-        if one is not None:
+        if one is not None:  # metrics of other versions may lack it
             figure, axes = _axes(title, label)
             _line(axes, one, _BLUE, None)
             drawn.append((title, _svg(figure)))

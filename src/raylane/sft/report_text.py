@@ -53,7 +53,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 def write_file(path: Path, text: str) -> None:
     """Replace a file as a whole: readers see the old or the new content, and a symbolic link is replaced itself."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    draft.unlink(missing_ok=True)
+    draft.unlink(missing_ok=True)  # of an earlier process with the same number
     # O_EXCL also refuses a symbolic link that someone else put there.
     with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
         file.write(text)

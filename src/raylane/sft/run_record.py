@@ -120,6 +120,7 @@ class _WarningHandler(logging.Handler):
         self._keep = keep
 
     def emit(self, record: logging.LogRecord) -> None:
+        # logging.Handler.handle holds the handler's lock here, so `keep` is never called by two threads at once.
         try:
             self._keep(record.getMessage())
         except Exception:  # e.g. a full disk; logging must not end the run
