@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.arrays import empty, empty_like
     from raylane.workers.batch import BatchDict
+    from raylane.workers.compiled import CompiledWorkerGroup
+    from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
     from raylane.workers.group import WorkerGroup, WorkerOptions
     from raylane.workers.sharding import NamedSharding
 
@@ -37,6 +39,9 @@ _HOME = {  # module of each public name
     "bind": "raylane.graph.nodes",
     "compile": "raylane.graph.api",
     "BatchDict": "raylane.workers.batch",
+    "CompiledGraphExecutor": "raylane.workers.executors",
+    "CompiledWorkerGroup": "raylane.workers.compiled",
+    "MultiDPCompiledGraphExecutor": "raylane.workers.executors",
     "NamedSharding": "raylane.workers.sharding",
     "WorkerGroup": "raylane.workers.group",
     "WorkerOptions": "raylane.workers.group",
@@ -44,7 +49,10 @@ _HOME = {  # module of each public name
 
 __all__ = [
     "BatchDict",
+    "CompiledGraphExecutor",
+    "CompiledWorkerGroup",
     "InputNode",
+    "MultiDPCompiledGraphExecutor",
     "MultiOutputNode",
     "NamedSharding",
     "WorkerGroup",

@@ -19,7 +19,10 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert raylane.__all__ == [
         "BatchDict",
+        "CompiledGraphExecutor",
+        "CompiledWorkerGroup",
         "InputNode",
+        "MultiDPCompiledGraphExecutor",
         "MultiOutputNode",
         "NamedSharding",
         "WorkerGroup",

@@ -94,7 +94,7 @@ def signal_after(folder, config, steps, number):
 @pytest.mark.slow
 def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder, monkeypatch):
     """One run, ended three ways, each time taken up by the next: starting workers is what costs time here."""
-    config = config_in(folder, "ended")
+    config = config_in(folder, "ended", {"sft.max_restarts": 0})
     read = trainer.Trainer._read_oldest
 
     def kill_after_step_13(self):

@@ -246,7 +246,7 @@ class Trainer:
         """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
         reason = str(lost.fields.get("reason", lost))
         source = (
-            f"from {self.saved.path}" if self.saved is not None else "from the first step, as there is no checkpoint"
+            f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
         )
         text = f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.sft.max_restarts})"
         _log.warning("%s", text)

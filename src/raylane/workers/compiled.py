@@ -31,6 +31,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import (
     GraphActorDiedError,
+    GraphClosedError,
     GraphError,
     GraphPlanError,
     GraphTimeoutError,
@@ -128,8 +129,10 @@ class GraphCalls:
                 return None
             if not isinstance(error, GraphError):
                 graph.drain(_CAUSE_GRACE_S)  # the worker may have raised because another one has died
-            if graph.ended_by is not None:
-                raise lost_worker(label, graph.ended_by, self._rank_of_actor) from error
+            ended = graph.ended_by
+            # A method that raised stays the reason after the group has closed its graph.
+            if ended is not None and (isinstance(error, GraphError) or not isinstance(ended, GraphClosedError)):
+                raise lost_worker(label, ended, self._rank_of_actor) from error
             if isinstance(error, GraphError):
                 raise WorkerCallError(f"{label} has no result: {error}", call=label) from error
             # Task n of the graph is the call of the n-th rank.
@@ -158,8 +161,13 @@ class FailedCalls:
 
 def lost_worker(label: str, error: Exception, rank_of_actor: Mapping[str, int]) -> WorkerLostError:
     """Return the error for a graph that has ended with one of its actors, or with the connection to it."""
-    rank = rank_of_actor.get(getattr(error, "fields", {}).get("actor", ""), -1)
-    return lost(rank, label, str(error).splitlines()[0])
+    if isinstance(error, GraphClosedError):
+        reason = f"{label} has no result: its worker was ended by shutdown() or recover(), or left the graph: {error}."
+        return WorkerLostError(reason, call=label, reason=reason)
+    rank = rank_of_actor.get(getattr(error, "fields", {}).get("actor", ""))
+    # What a user of graphs should do next is not what a user of groups should do.
+    why = "its process has ended" if isinstance(error, GraphActorDiedError) else str(error).splitlines()[0]
+    return lost(rank, label, why)
 
 
 class CompiledWorkerGroup(WorkerGroup):
@@ -292,7 +300,10 @@ class _PickledByValue:
     """Stand-in for a value, pickled as Ray pickles it; unpickling gives the value itself."""
 
     def __init__(self, value: Any) -> None:
-        self._pickled = _ray.dumps(value)
+        try:
+            self._pickled = _ray.dumps(value)
+        except Exception as error:  # of any __reduce__
+            raise GraphValueError(str(error)) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickle.loads, (self._pickled,)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,13 +34,20 @@ class WorkerCall:
     """True if the worker sends its result; False if it drops the result and only reports that the call is done."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DispatchPlan:
     """All calls of one dispatch by ascending rank, and the axes along which arguments are nested."""
 
     calls: tuple[WorkerCall, ...]
     nesting: tuple[tuple[str, int], ...]
     """Pairs (axis, size) from the outermost level of the arguments inwards; empty if arguments are not nested."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.calls, self.nesting))
+
+    def __hash__(self) -> int:
+        return self._hash  # computed once: a plan of a large group is looked up for every call
 
     @property
     def called_ranks(self) -> tuple[int, ...]:

@@ -184,9 +184,9 @@ def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
     )
 
 
-def lost(rank: int, label: str, why: str) -> WorkerLostError:
-    """Return the error for a worker that has died; `why` is one sentence."""
-    reason = f"rank {rank} died during {label}, or before it: {why.rstrip('.')}."
+def lost(rank: int | None, label: str, why: str) -> WorkerLostError:
+    """Return the error for a worker that has died (rank None: one of those called); `why` is one sentence."""
+    reason = f"{'a worker' if rank is None else f'rank {rank}'} died during {label}, or before it: {why.rstrip('.')}."
     return WorkerLostError(
         f"{reason} The other workers are still alive. Call recover(), or shut the group down and start a new one; then "
         "load the last checkpoint",

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -89,6 +89,10 @@ class WorkerGroup:
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
         self._closed = False
+        self._plans: dict[Any, DispatchPlan] = {}
+        """Plans by the arguments from which they were made."""
+        self._checked: set[tuple[Any, ...]] = set()
+        """(method, number of positional arguments, names of the others) of calls that fit the worker class."""
         self._failures: list[GroupFuture] = []
         """Futures whose failure was read. Their number is the generation of calls (`host.Head`)."""
         self._sent: weakref.WeakSet[GroupFuture] = weakref.WeakSet()
@@ -99,6 +103,11 @@ class WorkerGroup:
             # No reference to the group reaches the caller, so nobody else could shut down what was started.
             self.shutdown(timeout_s=10)
             raise
+
+    @property
+    def worker_class(self) -> type:
+        """Class of the workers: `inspect.signature(group.worker_class.method)` shows how to call a method."""
+        return self._class
 
     @property
     def sharding(self) -> NamedSharding:
@@ -114,14 +123,25 @@ class WorkerGroup:
 
     def run_single_worker_single_data(self, method: str, worker_idx: int, *args: Any, **kwargs: Any) -> GroupFuture:
         """Call one rank. The future's results are a list with one item."""
-        self._sharding.get_index(worker_idx)
-        return self._send(method, DispatchPlan((WorkerCall(worker_idx, (), returns=True),), ()), args, kwargs, {})
+        return self.run_ranks_single_data(method, [worker_idx], *args, **kwargs)
+
+    def run_ranks_single_data(self, method: str, ranks: Sequence[int], *args: Any, **kwargs: Any) -> GroupFuture:
+        """Call these ranks with the same arguments; only the lowest one returns its result.
+
+        ValueError for a rank that does not exist, and for no rank at all.
+        """
+        if not ranks:
+            raise ValueError(f"{method}: ranks must name at least one worker, got {ranks!r}")
+        for rank in ranks:
+            self._sharding.get_index(rank)
+        calls = tuple(WorkerCall(rank, (), returns=rank == min(ranks)) for rank in sorted(set(ranks)))
+        return self._send(method, DispatchPlan(calls, ()), args, kwargs, {})
 
     def run_all_workers_single_data(
         self, method: str, *args: Any, run_rank_0_only_axes: Sequence[str] | None = None, **kwargs: Any
     ) -> GroupFuture:
         """Call every rank (only coordinate 0 on `run_rank_0_only_axes`) with the same arguments."""
-        return self._send(method, plan_some(self._sharding, run_rank_0_only_axes or ()), args, kwargs, {})
+        return self._send(method, self._plan(plan_some, run_rank_0_only_axes or ()), args, kwargs, {})
 
     def run_all_workers_multiple_data(
         self,
@@ -132,7 +152,7 @@ class WorkerGroup:
         **kwargs: Sequence[Any],
     ) -> GroupFuture:
         """Do as `run_all_workers_single_data`, with lists of one entry per *called* worker (by rank) as arguments."""
-        plan = plan_some(self._sharding, run_rank_0_only_axes or (), one_each=True)
+        plan = self._plan(plan_some, run_rank_0_only_axes or (), one_each=True)
         return self._send(method, plan, args, kwargs, common_kwargs or {})
 
     def run_all_workers_sharded_data(
@@ -154,12 +174,12 @@ class WorkerGroup:
         nested. All arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the
         argument and the reason.
         """
-        plan = plan_sharded(
-            self._sharding,
+        plan = self._plan(
+            plan_sharded,
             in_sharded_axes or (),
             replicate_on_axes or (),
             output_is_replicated or (),
-            make_dummy_calls_to_free_axes,
+            make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
         )
         return self._send(method, plan, args, kwargs, common_kwargs or {})
 
@@ -170,6 +190,16 @@ class WorkerGroup:
                 f"get_all_worker_results takes the GroupFuture of a run_* method, got {type(future).__name__}"
             )
         return future.results(timeout_s)
+
+    def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: bool) -> DispatchPlan:
+        """Return a plan that `dispatch` makes of these axes, made once: a program repeats the same few calls."""
+        if any(isinstance(one, str) for one in axes):
+            return make(self._sharding, *axes, **how)  # raises TypeError: a string is no list of axes
+        key = (make, tuple(map(tuple, axes)), *how.items())
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make(self._sharding, *axes, **how)
+        return plan
 
     def _send(
         self,
@@ -187,7 +217,10 @@ class WorkerGroup:
             raise TypeError(
                 f"{method}: {both} are given both for each worker and in common_kwargs. Pass each argument once"
             )
-        check_call(self._class, method, len(args), (*kwargs, *common))
+        form = (method, len(args), *kwargs, *common)
+        if form not in self._checked:  # inspecting a signature takes longer than sending a call through a graph
+            check_call(self._class, method, len(args), (*kwargs, *common))
+            self._checked.add(form)
         for name, value in (*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()):
             check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
         self._check_not_stuck(method, plan)

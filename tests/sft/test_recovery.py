@@ -1,0 +1,104 @@
+"""Runs that lose a worker: the workers start again from the last checkpoint, and the losses are those of no failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from raylane.errors import WorkerCallError
+from raylane.sft import trainer
+from raylane.sft.metrics import read_metrics, read_notes
+from raylane.sft.policy import Policy
+from sft import tiny_run
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recovery")
+    tiny_run.write_data(folder)
+    return folder
+
+
+def config_in(folder, name, changes=None):
+    places = {"checkpointing.checkpoint_dir": str(folder / name / "saved"), "logger.log_dir": str(folder / name)}
+    sizes = {"cluster.num_workers": 2, "sft.max_num_steps": STEPS, "checkpointing.save_period": 5}
+    return tiny_run.config_of(folder, {**sizes, **places, **(changes or {})})
+
+
+def losses(config):
+    lines = read_metrics(f"{config.logger.log_dir}/metrics.jsonl")
+    return [(int(line["step"]), line["train:loss"]) for line in lines if "train:loss" in line]
+
+
+def kill_at(monkeypatch, steps, rank=1):
+    """Kill a worker each time when the result of one of these steps is about to be read."""
+    read, left = trainer.Trainer._read_oldest, list(steps)
+
+    def kill_then_read(self):
+        if left and self._in_flight[0][0] == left[0]:
+            left.pop(0)
+            pid = self._policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
+            # A step is under way when the worker dies: the signal stops it first.
+            os.kill(pid, signal.SIGSTOP)
+            self._in_flight.append((self.done, self._send()))
+            os.kill(pid, signal.SIGKILL)
+        read(self)
+
+    monkeypatch.setattr(trainer.Trainer, "_read_oldest", kill_then_read)
+
+
+@pytest.fixture(scope="module")
+def unbroken(ray_session, folder):
+    config = config_in(folder, "unbroken", {"policy.compiled_graph.mode": "off"})
+    trainer.run(config)
+    return losses(config)
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["required", "off"])
+def test_killed_worker_leaves_the_loss_curve_as_it_was(unbroken, folder, monkeypatch, mode):
+    config = config_in(folder, mode, {"policy.compiled_graph.mode": mode})
+    kill_at(monkeypatch, [2, 8], rank=1)
+    result = trainer.run(config)
+    assert result.steps == STEPS
+    assert losses(config) == unbroken, "bit for bit, and each step once"
+    first, second = [text for _, text in read_notes(f"{config.logger.log_dir}/metrics.jsonl")]
+    assert "rank 1 died" in first
+    assert first.endswith("Starting all workers again from the first step, as no checkpoint was saved (1 of 2)")
+    assert "step_5 (1 of 2)" in second, "the checkpoint at step 5 began a new count"
+
+
+@pytest.mark.slow
+def test_compiled_run_has_the_losses_of_plain_calls(unbroken, folder):
+    for feed in ("workers", "driver"):
+        config = config_in(folder, feed, {"policy.compiled_graph.mode": "required", "sft.feed": feed})
+        trainer.run(config)
+        assert losses(config) == unbroken, "bit for bit"
+
+
+def test_step_over_its_limit_names_the_setting(ray_session, folder):
+    changes = {"cluster.num_workers": 1, "sft.step_timeout_s": 60}
+    config = config_in(folder, "late", changes)
+    with Policy(config, tiny_run.prepared_in(folder), 4) as policy:
+        pid = policy.group.run_single_worker_single_data("process_id", 0).results(60)[0]
+        policy._config = config_in(folder, "late", {**changes, "sft.step_timeout_s": 0.5})
+        os.kill(pid, signal.SIGSTOP)
+        future = policy.train_step_nowait(0)
+        with pytest.raises(WorkerCallError, match=r"sft.step_timeout_s=0.5 seconds on ranks \[0\]. Raise sft.step"):
+            policy.result(future)
+        os.kill(pid, signal.SIGCONT)
+        policy._config = config
+        assert policy.result(future)["loss"] > 0, "nothing was lost"
+
+
+def test_graphs_that_cannot_be_used_are_noted_in_the_metrics(ray_session, folder):
+    changes = {"cluster.num_workers": 1, "sft.max_num_steps": 1, "policy.compiled_graph.inflight": 1 << 40}
+    config = config_in(folder, "fallback", changes)
+    trainer.run(config)
+    (note,) = read_notes(f"{config.logger.log_dir}/metrics.jsonl")
+    assert "plain Ray calls instead of compiled graphs: GraphPlanError: cannot create the channels" in note[1]
