@@ -47,7 +47,7 @@ def uninterrupted(ray_session, folder):
     return result, losses(config)
 
 
-def test_run_learns_and_writes_model_curve_and_sample(uninterrupted, folder):
+def test_run_learns_and_writes_model_report_and_sample(uninterrupted, folder):
     from transformers import AutoModelForCausalLM
 
     result, by_step = uninterrupted
@@ -56,7 +56,8 @@ def test_run_learns_and_writes_model_curve_and_sample(uninterrupted, folder):
     assert by_step[STEPS] < by_step[1] - 1
     assert result.val_loss < 4
     assert AutoModelForCausalLM.from_pretrained(result.hf_dir).config.model_type == "qwen3"
-    assert result.curve.stat().st_size > 0
+    assert result.report == folder / "whole/report.html"
+    assert "finished" in result.report.read_text()
     assert "say" in result.sample.prompt
     assert isinstance(result.sample.answer, str)
     validated = [line["step"] for line in read_metrics(folder / "whole/metrics.jsonl") if "val:loss" in line]
