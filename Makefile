@@ -47,6 +47,7 @@ gpu: setup
 bench: setup
 	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench graph --json benchmarks/results/graph-$$(date +%F).json $(ARGS)
+	$(BIN)/raylane bench sft --json benchmarks/results/sft-$$(date +%F).json $(ARGS)
 
 sft: setup
 	$(BIN)/raylane data docstrings --out runs/docstrings/data

@@ -17,6 +17,10 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
         ["cluster.num_workers=4", "dp_replicate_size=3", "use 3 or 6 workers"],
     ),
     (
+        {"policy": {"precision": "bfloat16", "dtensor_cfg": {"shard_parameters": "never"}}},
+        ["policy.precision=bfloat16 needs FSDP2", "set shard_parameters to auto or always, or change policy.precision"],
+    ),
+    (
         {"cluster": {"num_workers": 3, "num_nodes": 2}},
         ["cluster.num_workers=3", "cluster.num_nodes=2", "use 2 or 4 workers"],
     ),

@@ -10,6 +10,7 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config import RunConfig
 from raylane.sft.model_config import ModelShape, model_config, model_shape
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.sft.planning import RowCount, estimate_memory, make_plan, num_validations, plan_run, render
 from sft.conversations import config, question, write_jsonl
 
@@ -69,6 +70,49 @@ def test_memory_counts_whole_gradients_between_micro_batches(tmp_path: Path) -> 
     assert memory(tmp_path, cluster=cluster).unreduced == 4 * SHAPE.largest_unit, "one micro-batch is reduced at once"
     plan = make_plan(config(tmp_path, cluster=cluster, policy=several), SHAPE, ROWS, None)
     assert "gradients not reduced yet" in render(plan, config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("policy", "dp_shard", "parameters", "shards"),
+    [
+        ({}, 2, 2**26, False),
+        ({}, 2, 2**26 + 1, True),
+        ({}, 1, 10**10, False),
+        ({"precision": "bfloat16"}, 1, 1000, True),
+        ({"dtensor_cfg": {"reduce_every_micro_batch": True}}, 2, 1000, True),
+        ({"dtensor_cfg": {"shard_parameters": "always"}}, 1, 1000, True),
+        ({"dtensor_cfg": {"shard_parameters": "never"}}, 8, 10**10, False),
+    ],
+)
+def test_shards_parameters_by_size_and_settings(
+    tmp_path: Path, policy: dict[str, Any], dp_shard: int, parameters: int, shards: bool
+) -> None:
+    made = config(tmp_path, policy={"precision": "float32", **policy}).policy
+    assert shards_parameters(made, dp_shard, parameters) is shards
+
+
+def test_memory_of_whole_models_has_no_gathered_part(tmp_path: Path) -> None:
+    whole = memory(tmp_path, policy={"precision": "float32"}, cluster={"num_workers": 2})
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (4000, 4000, 8000)
+    assert (whole.gathered, whole.unreduced) == (0, 4000)
+    run = config(tmp_path, policy={"precision": "float32"})
+    assert "1 worker, the whole model on each, over gloo" in render(make_plan(run, SHAPE, ROWS, None), run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameters", "keeps"),
+    [
+        ({}, 2**28, True),
+        ({}, 2**28 + 1, False),
+        ({"reduce_every_micro_batch": True}, 1000, False),
+        ({"activation_checkpointing": True}, 1000, False),
+    ],
+)
+def test_keeps_gathered_by_size_and_settings(
+    tmp_path: Path, settings: dict[str, Any], parameters: int, keeps: bool
+) -> None:
+    made = config(tmp_path, policy={"precision": "float32", "dtensor_cfg": settings}).policy
+    assert keeps_gathered(made, parameters) is keeps
 
 
 def test_plan_tells_of_gpus_that_are_not_used(tmp_path: Path) -> None:

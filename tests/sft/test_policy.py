@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import contextmanager
 
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file
 
 from raylane.errors import CheckpointError, WorkerCallError
 from raylane.sft import checkpoint
@@ -69,14 +71,15 @@ class Run:
 
 @pytest.fixture(scope="module")
 def fsdp2(ray_session, folder):
-    run = Run(folder, 2, {})
+    run = Run(folder, 2, {"policy.dtensor_cfg.shard_parameters": "always"})
     yield run
     assert run.policy.shutdown()
 
 
 @pytest.fixture(scope="module")
 def hsdp4(ray_session, folder):
-    run = Run(folder, 4, {"policy.dtensor_cfg.dp_replicate_size": 2})
+    sharding = {"policy.dtensor_cfg.dp_replicate_size": 2, "policy.dtensor_cfg.shard_parameters": "always"}
+    run = Run(folder, 4, sharding)
     yield run
     assert run.policy.shutdown()
 
@@ -92,9 +95,50 @@ def test_gradients_of_several_workers_equal_one_model(layout, request):
 
 @pytest.mark.slow
 def test_four_shards_without_replicas_too(hsdp4, folder):
-    flat = tiny_run.config_of(folder, {"cluster.num_workers": 4})
+    flat = tiny_run.config_of(folder, {"cluster.num_workers": 4, "policy.dtensor_cfg.shard_parameters": "always"})
     hsdp4.policy._call_one("setup", flat, hsdp4.prepared, 8)
     tiny_run.assert_same(hsdp4.gradients(), hsdp4.own_losses())
+
+
+@contextmanager
+def without_shards(run):
+    """Set up the workers of `run` anew so that each holds the whole model, and in the old way after the block."""
+    sharded = run.config
+    run.config = tiny_run.config_of(run.folder, {**run.changes, "policy.dtensor_cfg.shard_parameters": "auto"})
+    try:
+        run.again()
+        yield
+    finally:
+        run.config = sharded
+
+
+def test_gradients_of_whole_models_equal_one_model(fsdp2):
+    with without_shards(fsdp2):
+        for rows in (1, 2):
+            tiny_run.assert_same(fsdp2.gradients(rows=rows), fsdp2.own_losses())
+
+
+def test_checkpoint_and_export_of_whole_models_load_sharded(fsdp2, tmp_path):
+    """The same numbers in both directions: a checkpoint does not depend on where the parameters were."""
+    with without_shards(fsdp2):
+        fsdp2.losses(range(3))
+        saved = fsdp2.policy.save({})
+        wanted = fsdp2.losses(range(3, 6))
+        fsdp2.again()
+        assert fsdp2.policy.load(saved.path) == 3
+        assert fsdp2.losses(range(3, 6)) == wanted, "on the same layout bit for bit"
+        fsdp2.policy.save_hf(tmp_path / "whole")
+    fsdp2.again()
+    assert fsdp2.policy.load(saved.path) == 3
+    again = fsdp2.policy.save({})
+    assert fsdp2.losses(range(3, 6)) == pytest.approx(wanted, abs=1e-5)
+    fsdp2.policy.save_hf(tmp_path / "sharded")
+    whole, sharded = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("whole", "sharded"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(sharded[name], tensor, atol=1e-4, rtol=0)
+    with without_shards(fsdp2):
+        assert fsdp2.policy.load(again.path) == 3
+        assert fsdp2.losses(range(3, 6)) == wanted, "the sharded workers changed no bit of the state that they saved"
 
 
 def test_both_ways_to_feed_give_the_same_losses(fsdp2):

@@ -12,6 +12,7 @@ from raylane.sft import trainer
 from raylane.sft.metrics import read_metrics, read_notes
 from raylane.sft.policy import Policy
 from sft import tiny_run
+from workers.processes import stop
 
 STEPS = 16
 
@@ -43,7 +44,7 @@ def kill_at(monkeypatch, steps, rank=1):
             left.pop(0)
             pid = self._policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
             # A step is under way when the worker dies: the signal stops it first.
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             self._in_flight.append((self.done, self._send()))
             os.kill(pid, signal.SIGKILL)
         read(self)
@@ -87,7 +88,7 @@ def test_step_over_its_limit_names_the_setting(ray_session, folder):
     with Policy(config, tiny_run.prepared_in(folder), 4) as policy:
         pid = policy.group.run_single_worker_single_data("process_id", 0).results(60)[0]
         policy._config = config_in(folder, "late", {**changes, "sft.step_timeout_s": 0.5})
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         future = policy.train_step_nowait(0)
         with pytest.raises(WorkerCallError, match=r"sft.step_timeout_s=0.5 seconds on ranks \[0\]. Raise sft.step"):
             policy.result(future)

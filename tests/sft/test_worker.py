@@ -14,6 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
 from raylane.sft import selfcheck
@@ -76,11 +78,13 @@ def test_memory_options_change_no_gradient(worker, folder):
     ("key", "value"),
     [
         ("policy.hf_config_overrides.attn_implementation", "eager"),
+        ("policy.dtensor_cfg.shard_parameters", "always"),
         ("policy.dtensor_cfg.reduce_every_micro_batch", True),
     ],
 )
 def test_gradients_are_the_same_whatever_computes_or_reduces(worker, folder, key, value):
     config, prepared = start(worker, folder, {key: value})
+    assert isinstance(worker._model, FSDPModule) is ("dtensor_cfg" in key), "one worker shards only if it must"
     batch = tiny_run.global_batch(config, prepared)
     wanted = tiny_run.reference_gradients(tiny_run.reference_model(config, prepared), batch)
     tiny_run.assert_same(worker.gradients(batch, 2), wanted)
@@ -167,11 +171,16 @@ def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
     assert worker.gradients(batch, 2)[0] == before
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, tied):
+def whole(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize(("tied", "shard"), [(True, "auto"), (False, "auto"), (True, "always"), (False, "always")])
+def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, tied, shard):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    changes = {"policy.hf_config_overrides.tie_word_embeddings": tied}
+    sharding = {"policy.dtensor_cfg.shard_parameters": shard}
+    changes = {"policy.hf_config_overrides.tie_word_embeddings": tied, **sharding}
     config, prepared = start(worker, folder, changes)
     worker.train_step(0)
     worker.save_hf(str(tmp_path / "hf"))
@@ -182,7 +191,7 @@ def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.chat_template is not None
     assert loaded.config.tie_word_embeddings is tied
-    own = {name: tensor.full_tensor() for name, tensor in worker._model.causal_lm.named_parameters()}
+    own = {name: whole(tensor) for name, tensor in worker._model.causal_lm.named_parameters()}
     assert all(torch.equal(parameter, own[name]) for name, parameter in loaded.named_parameters())
 
     start(
@@ -192,6 +201,7 @@ def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, t
             "policy.model_name": str(tmp_path / "hf"),
             "policy.hf_config_overrides": {},
             "policy.tokenizer": {"chat_template": None},
+            **sharding,
         },
     )
     again = worker.gradients(batch, 4)
@@ -233,7 +243,7 @@ def test_a_bfloat16_folder_is_read_into_float32_masters(worker, folder, tmp_path
     changes = {"policy.model_name": str(tmp_path), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
     start(worker, folder, changes)
     for name, parameter in worker._model.causal_lm.named_parameters():
-        assert torch.equal(parameter.full_tensor(), model.get_parameter(name).float()), name
+        assert torch.equal(whole(parameter), model.get_parameter(name).float()), name
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_name(worker, folder, tmp_path):
@@ -288,13 +298,15 @@ def test_weights_that_are_not_finite_are_called_so(worker, folder, tmp_path):
         damaged_weights(worker, folder, tmp_path, spoil)
 
 
-def test_state_goes_on_bit_for_bit(worker, folder, tmp_path):
-    start(worker, folder)
+@pytest.mark.parametrize("shard", ["auto", "always"])
+def test_state_goes_on_bit_for_bit(worker, folder, tmp_path, shard):
+    changes = {"policy.dtensor_cfg.shard_parameters": shard}
+    start(worker, folder, changes)
     for number in range(3):
         worker.train_step(number)
     worker.save_state(str(tmp_path / "state"), 3)
     wanted = [worker.train_step(number)["loss"] for number in range(3, 8)]
-    start(worker, folder)
+    start(worker, folder, changes)
     assert worker.load_state(str(tmp_path / "state")) == 3
     assert [worker.train_step(number)["loss"] for number in range(3, 8)] == wanted
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raylane.bench import environment, graph_cases
+from raylane.bench import environment, graph_cases, sft_cases
 from raylane.cli.help import describe
 
 CaseT = TypeVar("CaseT")
@@ -32,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "wheel of vLLM (or the folder that it was unpacked to)."
     )
     graph = commands.add_parser("graph", help=summary, **describe(summary, *examples, notes=notes))
-    for command in (transfer, graph):
+    summary = "steps of a worker group: what the driver adds to them, and training against plain torch"
+    examples = ("raylane bench sft --only noop-8-worker-fed,train-2", "raylane bench sft --quick --json sft.json")
+    notes = f"cases: {', '.join(sft_cases.CASES)}"
+    sft = commands.add_parser("sft", help=summary, **describe(summary, *examples, notes=notes))
+    for command in (transfer, graph, sft):
         command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
         command.add_argument(
             "--quick", action="store_true", help="make few calls: a test that it runs; the results mean nothing"
@@ -42,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark, print its table and write the report. Return the exit status."""
-    records, text = _transfer(args) if args.benchmark == "transfer" else _graph(args)
+    measure = {"transfer": _transfer, "graph": _graph, "sft": _sft}[args.benchmark]
+    records, text = measure(args)
     print(text)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +76,14 @@ def _graph(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
 
     records = graph.run(chosen, quick=args.quick)
     return records, graph.table(records)
+
+
+def _sft(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    chosen = _chosen(lambda: sft_cases.cases(args.only))
+    from raylane.bench import sft  # imports torch and Ray
+
+    records = sft.run(chosen, quick=args.quick)
+    return records, sft.table(records)
 
 
 def _chosen(cases: Callable[[], list[CaseT]]) -> list[CaseT]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.schema import RunConfig
+from raylane.sft.schema import PolicyConfig, RunConfig
 
 __all__ = ["check_layout", "micro_batches"]
 
@@ -70,6 +70,25 @@ def worker_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.policy.dtensor_cfg.cpu_offload and not cluster.gpus_per_node:
         yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
+    yield from _whole_model_problems(config.policy)
+
+
+def _whole_model_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield the settings that need FSDP2 although it is switched off."""
+    settings = policy.dtensor_cfg
+    if settings.shard_parameters != "never":
+        return
+    needs = {
+        f"policy.precision={policy.precision}": policy.precision != "float32",
+        "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
+        "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
+    }
+    for setting, needed in needs.items():
+        if needed:
+            yield (
+                f"{setting} needs FSDP2, but policy.dtensor_cfg.shard_parameters=never; set shard_parameters to auto "
+                f"or always, or change {setting.split('=')[0]}"
+            )
 
 
 def batch_problems(config: RunConfig) -> Iterator[str]:

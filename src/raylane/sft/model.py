@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from raylane.errors import CheckpointError, ConfigError
+from raylane.sft.gradients import GradientSum
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.workers.batch import BatchDict
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["SupervisedModel", "build_model"]
+__all__ = ["SupervisedModel", "build_model", "fsdp", "release_gathered"]
 
 
 class SupervisedModel(nn.Module):
@@ -38,6 +40,10 @@ class SupervisedModel(nn.Module):
     def __init__(self, causal_lm: Any) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.gradient_sum: GradientSum | None = None
+        """Sum of the gradients over all workers, if every worker holds the whole model; None with FSDP2."""
+        self.keeps_gathered = False
+        """True if FSDP2 keeps the weights gathered until the last backward pass of a step."""
 
     def forward(self, batch: BatchDict, loss_fn: LossFunction | None, *, hidden_only: bool = False) -> Tensor:
         """Return the summed loss of `input_ids`, `position_ids` and `labels`, int64 [B, T].
@@ -135,14 +141,28 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
 
 
 def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> None:
-    """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction."""
+    """Apply FSDP2: one group per decoder layer, and one for the rest; float32 masters and float32 reduction.
+
+    A model that `parallel.shards_parameters` leaves whole is not changed: its parameters stay plain tensors.
+    """
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not shards_parameters(policy, mesh.size(-1), num_parameters):
+        model.gradient_sum = GradientSum(num_parameters, torch.device(mesh.device_type))
+        return
+    model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32)
     pin = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
     # FSDP2 wants the layers first: each call takes only parameters that belong to no group yet.
     for layer in model.causal_lm.get_decoder().layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=not model.keeps_gathered,
+        )
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
@@ -206,6 +226,13 @@ def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
             )
 
 
-def sharded(model: SupervisedModel) -> FSDPModule:
-    """Return the same object with the type that `fully_shard` gave it, for the type checker."""
-    return cast("FSDPModule", model)
+def fsdp(model: SupervisedModel) -> FSDPModule | None:
+    """Return the same object with the type that `fully_shard` gave it; None if every worker holds the whole model."""
+    return cast("FSDPModule", model) if isinstance(model, FSDPModule) else None
+
+
+def release_gathered(model: SupervisedModel) -> None:
+    """Release the weights that FSDP2 gathered for a forward pass and that no backward pass released."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # `reshard` does not descend into the groups of the layers
+            module.reshard()

@@ -42,6 +42,10 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     kwargs = settings.kwargs.model_dump()
+    if not kwargs.keys() & {"foreach", "fused", "differentiable"}:
+        # One pass over the memory of all parameters instead of a dozen operations on each; torch exists on no device
+        # that raylane uses without this kernel.
+        kwargs["fused"] = True
     decay = settings.kwargs.weight_decay if settings.weight_decay_on == "all" else 0.0
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": decay}]
     return torch.optim.AdamW([group for group in groups if group["params"]], **kwargs)

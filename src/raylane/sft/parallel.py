@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 from raylane.workers.sharding import NamedSharding
 
 if TYPE_CHECKING:
-    from raylane.sft.config import RunConfig
+    from raylane.sft.config import PolicyConfig, RunConfig
 
-__all__ = ["ParallelDims"]
+__all__ = ["ParallelDims", "keeps_gathered", "shards_parameters"]
+
+_WHOLE_BYTES = 2**30
+"""Largest training state (weights, gradients, averages of AdamW) that every worker holds whole by default."""
+
+_GATHERED_BYTES = 2**30
+"""Largest weights, in the computing precision, that FSDP2 keeps gathered during a whole step."""
+
+_STATE_BYTES = 16
+"""Bytes of training state per parameter, all in float32."""
 
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
@@ -62,3 +71,29 @@ class ParallelDims:
         if self.dp_replicate == 1:
             return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=(SHARD,))
         return init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=self.axes)
+
+
+def shards_parameters(policy: PolicyConfig, dp_shard: int, num_parameters: int) -> bool:
+    """Return True if FSDP2 shards a model of this size over `dp_shard` workers, False if each worker holds all of it.
+
+    FSDP2 costs time per layer and per parameter tensor, whatever their size (docs/design/sft-compute.md). So `auto`
+    leaves a model whole if sharding saves no memory or little memory. What only FSDP2 can do (bfloat16 copies of
+    float32 weights, offloading, gradients reduced after every micro-batch) needs FSDP2 in any case.
+    """
+    settings = policy.dtensor_cfg
+    if settings.shard_parameters != "auto":
+        return settings.shard_parameters == "always"
+    if policy.precision != "float32" or settings.cpu_offload or settings.reduce_every_micro_batch:
+        return True
+    return dp_shard > 1 and num_parameters * _STATE_BYTES > _WHOLE_BYTES
+
+
+def keeps_gathered(policy: PolicyConfig, num_parameters: int) -> bool:
+    """Return True if FSDP2 gathers the weights once per step, False if once per forward and once per backward pass.
+
+    Communication takes time on every network, and 1 GiB is little. Settings that trade time for memory switch it off.
+    """
+    settings = policy.dtensor_cfg
+    if settings.reduce_every_micro_batch or settings.activation_checkpointing or settings.cpu_offload:
+        return False
+    return num_parameters * (2 if policy.precision == "bfloat16" else 4) <= _GATHERED_BYTES

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
+from raylane.sft.parallel import keeps_gathered, shards_parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -166,7 +167,10 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     - parameters, gradients, optimizer: float32 master weights, gradients and the two averages of AdamW, sharded.
     - unreduced: float32 gradients before reduction; of the whole model between micro-batches, or of one unit if each
       micro-batch is reduced.
-    - gathered: two gathered units in the computing precision: the current one and the prefetched one.
+    - gathered: two gathered units in the computing precision, the current one and the prefetched one; or all of a small
+      model (`parallel.keeps_gathered`).
+    - Without FSDP2 (`parallel.shards_parameters`), everything is whole, nothing is gathered, and `unreduced` is the
+      copy of all gradients that is summed over the workers.
     - activations: tensors of one micro-batch that the backward pass needs.
     - logits: logits of one loss chunk and their gradient, in float32.
     """
@@ -174,7 +178,12 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, config.cluster.num_workers)
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
     shard = config.cluster.num_workers // policy.dtensor_cfg.dp_replicate_size
-    own = -(-shape.num_parameters // shard)
+    shards = shards_parameters(policy, shard, shape.num_parameters)
+    own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
+    unreduced = shape.num_parameters if keeps_whole else shape.largest_unit
+    gathered = shape.num_parameters if keeps_gathered(policy, shape.num_parameters) else 2 * shape.largest_unit
+    if not shards:
+        unreduced = shape.num_parameters if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
     tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
@@ -189,9 +198,9 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     return Memory(
         parameters=0 if offloaded else 4 * own,
         gradients=0 if offloaded else 4 * own,
-        unreduced=4 * (shape.num_parameters if keeps_whole else shape.largest_unit),
+        unreduced=4 * unreduced,
         optimizer=0 if offloaded else 8 * own,
-        gathered=2 * size * shape.largest_unit,
+        gathered=size * gathered if shards else 0,
         activations=size * tokens * kept,
         logits=2 * 4 * chunk * shape.vocab_size,
     )
@@ -222,6 +231,8 @@ def render(plan: RunPlan, config: RunConfig) -> str:
 def _mesh(plan: RunPlan, config: RunConfig) -> str:
     world = plan.dp_replicate * plan.dp_shard
     kind = "HSDP" if plan.dp_replicate > 1 else "FSDP"
+    if not shards_parameters(config.policy, plan.dp_shard, plan.shape.num_parameters):
+        kind = "the whole model on each,"
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes

@@ -230,9 +230,12 @@ class Policy:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
         return dict(self._call_one("evaluate"))
 
-    def result(self, future: GroupFuture) -> dict[str, float]:
-        """Wait for a step that was sent and return its metrics, which are the same on all workers."""
-        metrics: dict[str, float] = self._wait_for(future)[0]
+    def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
+        """Wait for a step that was sent and return its metrics, which are the same on all workers.
+
+        Waits at most `timeout_s` seconds (None: `sft.step_timeout_s`); after WorkerCallError you may wait again.
+        """
+        metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
         return metrics
 
     def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
@@ -345,12 +348,12 @@ class Policy:
         """Call a method on all workers, wait, and return the result of one of them."""
         return self._wait_for(self._send(method, *args))[0]
 
-    def _wait_for(self, future: GroupFuture) -> list[Any]:
+    def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s = self._config.sft.step_timeout_s
         try:
-            return self._group.get_all_worker_results(future, limit_s)
+            return self._group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
         except WorkerCallError as error:
-            if "timeout_s" in error.fields:
+            if "timeout_s" in error.fields and timeout_s is None:
                 raise WorkerCallError(
                     f"{future.label} took more than sft.step_timeout_s={limit_s:g} seconds on ranks "
                     f"{error.fields['ranks']}. Raise sft.step_timeout_s, or set it to null for no limit",

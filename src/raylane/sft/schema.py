@@ -244,6 +244,13 @@ class DTensorConfig(Section):
         description="Number of copies of the sharded model; each copy is held by cluster.num_workers / "
         "dp_replicate_size workers.",
     )
+    shard_parameters: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Division of weights, gradients and optimizer state among the workers by FSDP2. always: divide; "
+        "never: each worker holds all of them, and gradients are summed once per step; auto: divide if the state takes "
+        "more than 1 GiB (67 million parameters) and there are workers to divide it among, or if precision=bfloat16, "
+        "cpu_offload or reduce_every_micro_batch need FSDP2. Not in NeMo-RL.",
+    )
     reduce_every_micro_batch: bool = Field(
         default=False,
         description="Time of the gradient reduction. false: once per step, which is fastest; each worker then "

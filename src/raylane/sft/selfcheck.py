@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raylane.errors import ConfigError
 from raylane.sft.loss import IGNORED, CrossEntropy
-from raylane.sft.model import SupervisedModel, sharded
+from raylane.sft.model import SupervisedModel, release_gathered
 from raylane.sft.rows import RowSource
 from raylane.sft.step import evaluating
 from raylane.workers.batch import BatchDict
@@ -49,7 +49,7 @@ def check_model(model: SupervisedModel, source: RowSource, device: torch.device,
             _log.info("no row holds two documents, so the check of packing is skipped")
         else:
             _check_rows(model, pair, device, precision)
-    sharded(model).reshard()
+    release_gathered(model)
 
 
 def _few_tokens(source: RowSource) -> BatchDict:

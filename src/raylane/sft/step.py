@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raylane.sft.loss import IGNORED, LossFunction
-from raylane.sft.model import SupervisedModel, sharded
+from raylane.sft.model import SupervisedModel, fsdp
 from raylane.workers.batch import BatchDict
 
 __all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "optimize"]
@@ -59,16 +59,23 @@ def backward(
     With `reduce_each` gradients are reduced after every micro-batch, so each worker keeps only its shard of them.
     Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
-    scale = dist.get_world_size() / max(1, counts.supervised)
+    shards = fsdp(model)
+    # FSDP averages the gradients of the workers, `GradientSum` adds them.
+    scale = (1 if shards is None else dist.get_world_size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
     for i, part in enumerate(parts):
-        # Without this, FSDP would reduce in every backward pass; only the last one needs to.
-        sharded(model).set_requires_gradient_sync(reduce_each or i == len(parts) - 1)
+        if shards is not None:
+            # Without this, FSDP would reduce in every backward pass; only the last one needs to.
+            last = i == len(parts) - 1
+            shards.set_requires_gradient_sync(reduce_each or last)
+            shards.set_reshard_after_backward(last or not model.keeps_gathered)
         loss = model(part.to(device), loss_fn)
         (loss * scale).backward()
         total += loss.detach()
+    if model.gradient_sum is not None:
+        model.gradient_sum(model.parameters())
     dist.all_reduce(total)
     return float(total) / max(1, counts.supervised)
 
@@ -100,7 +107,8 @@ def clip(model: SupervisedModel, max_norm: float | None) -> float:
     norm = torch.nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):  # a partial norm per worker; full_tensor() combines them
         norm = norm.full_tensor()
-    if max_norm is not None:
+    # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
+    if max_norm is not None and not float(norm) + 1e-6 < max_norm:
         torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
     return float(norm)
 

@@ -58,11 +58,11 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_INFLIGHT = 4
 """Number of calls that one graph holds at a time unless the caller chooses another."""
-_CAUSE_GRACE_S = 0.5
+_CAUSE_GRACE_S, _CAUSE_GRACE_OVER_HOSTS_S = 0.5, 2.0
 """Seconds to wait, after a method raised, for the news of a dead worker, which is then reported as the cause.
 
 A worker that dies closes its connections to peers a moment before its process has ended, so a peer's "connection
-closed" may arrive first.
+closed" may arrive first. The end of a process on another host is known when connecting to it again has failed.
 """
 
 Mode = Literal["off", "preferred", "required"]
@@ -128,7 +128,8 @@ class GraphCalls:
             if isinstance(error, GraphTimeoutError) and graph.ended_by is None:
                 return None
             if not isinstance(error, GraphError):
-                graph.drain(_CAUSE_GRACE_S)  # the worker may have raised because another one has died
+                # The worker may have raised because another one has died.
+                graph.drain(_CAUSE_GRACE_OVER_HOSTS_S if graph.spans_hosts else _CAUSE_GRACE_S)
             ended = graph.ended_by
             # A method that raised stays the reason after the group has closed its graph.
             if ended is not None and (isinstance(error, GraphError) or not isinstance(ended, GraphClosedError)):
@@ -258,7 +259,8 @@ class CompiledWorkerGroup(WorkerGroup):
             # No limit while all is well: a call may take hours.
             if other.graph.drain(self._send_within.left_s(), left=left, stop_at_failure=True):
                 continue
-            if not other.graph.drain(min(STUCK_S, self._send_within.left_s() or STUCK_S), left=left):
+            limit = self._send_within.left_s()
+            if not other.graph.drain(STUCK_S if limit is None else min(STUCK_S, limit), left=left):
                 raise WorkerGroupError(
                     f"{self!r}: {label} was not sent: an earlier call has failed, or was not done in time, and other "
                     "workers are still in it. They probably wait in a collective. Call recover(), which starts all "

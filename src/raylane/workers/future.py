@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from raylane.workers.dispatch import DispatchPlan
 
-__all__ = ["GroupFuture", "Pending", "RefCalls", "lost", "translated"]
+__all__ = ["Failures", "GroupFuture", "Pending", "RefCalls", "lost", "translated"]
 
 _CAUSE_GRACE_S = 2.0
 """Seconds to wait, after a method raised, for the news of a dead worker, which is then reported as the cause.
@@ -50,6 +50,15 @@ class Pending(Protocol):
         ...
 
 
+@dataclass
+class Failures:
+    """Failures of a group's calls that the driver has read."""
+
+    count: int = 0
+    last: str = ""
+    """Label of the call that failed last."""
+
+
 @dataclass(frozen=True, eq=False)
 class GroupFuture:
     """A call that was sent to some workers. `group.get_all_worker_results(future)` waits for its results.
@@ -61,8 +70,8 @@ class GroupFuture:
     """Name of the call in messages, as ClassName.method."""
     plan: DispatchPlan
     calls: Pending
-    failures: list[GroupFuture]
-    """Futures of the same group whose failure was read; this future is added when its own failure is."""
+    failures: Failures
+    """Failures of the group, to which this future adds its own when it is read."""
 
     @property
     def called_ranks(self) -> tuple[int, ...]:
@@ -91,8 +100,8 @@ class GroupFuture:
         try:
             values = self.calls.values(self.label, self.plan, Deadline(timeout_s))
         except WorkerGroupError:
-            if self not in self.failures:
-                self.failures.append(self)
+            self.failures.count += 1
+            self.failures.last = self.label
             raise
         if values is None:
             late = self.late_ranks()

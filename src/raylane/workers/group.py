@@ -31,7 +31,7 @@ from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_sharded, plan_some, take
-from raylane.workers.future import GroupFuture, Pending, RefCalls
+from raylane.workers.future import Failures, GroupFuture, Pending, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Head, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
@@ -93,8 +93,8 @@ class WorkerGroup:
         """Plans by the arguments from which they were made."""
         self._checked: set[tuple[Any, ...]] = set()
         """(method, number of positional arguments, names of the others) of calls that fit the worker class."""
-        self._failures: list[GroupFuture] = []
-        """Futures whose failure was read. Their number is the generation of calls (`host.Head`)."""
+        self._failures = Failures()
+        """Failures that were read. Their number is the generation of calls (`host.Head`)."""
         self._sent: weakref.WeakSet[GroupFuture] = weakref.WeakSet()
         """Futures that someone holds, until `_check_not_stuck` has seen that they are done."""
         try:
@@ -233,7 +233,7 @@ class WorkerGroup:
     ) -> GroupFuture:
         """Send a call that was checked, and return its future."""
         label = f"{self._class.__name__}.{method}"
-        calls = self._deliver(label, (len(self._failures), method), plan, slices, common)
+        calls = self._deliver(label, (self._failures.count, method), plan, slices, common)
         future = GroupFuture(label, plan, calls, self._failures)
         self._sent.add(future)
         return future
@@ -269,7 +269,7 @@ class WorkerGroup:
 
         It probably waits for the worker that failed in a collective, so a new call would wait behind it forever.
         """
-        if not self._failures:  # the usual case: nothing is asked of the workers
+        if not self._failures.count:  # the usual case: nothing is asked of the workers
             return
         deadline = Deadline(STUCK_S)
         for future in list(self._sent):
@@ -277,7 +277,7 @@ class WorkerGroup:
                 if deadline.left_s() == 0:
                     raise WorkerGroupError(
                         f"{self!r}: {method} was not sent: ranks {late} are still in {future.label}, {STUCK_S:g} s "
-                        f"after {self._failures[-1].label} failed. They probably wait for another rank in a "
+                        f"after {self._failures.last} failed. They probably wait for another rank in a "
                         "collective. Call recover(), which starts all workers again, or shutdown()",
                         ranks=late,
                     )
@@ -354,7 +354,7 @@ class WorkerGroup:
         if self._closed:
             raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
         self._end_processes(time.monotonic() + _KILL_RESERVE_S)
-        self._failures, self._sent = [], weakref.WeakSet()
+        self._failures, self._sent = Failures(), weakref.WeakSet()
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
@@ -373,6 +373,7 @@ class WorkerGroup:
         clean = True
         if cleanup_method is not None and self._actors and ray.is_initialized():
             limit_s = timeout_s - min(_KILL_RESERVE_S, timeout_s / 2)
+            self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
                 self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method), limit_s)
             except (WorkerGroupError, AttributeError, TypeError) as error:

@@ -138,6 +138,11 @@ class CompiledGraph:
                 await ExecutionEnd(self._collector, oldest)
 
     @property
+    def spans_hosts(self) -> bool:
+        """True if messages of the graph travel between hosts."""
+        return self._connections.network is not None
+
+    @property
     def ended_by(self) -> GraphError | None:
         """Error that has ended the graph; None while it runs."""
         return self._connections.lifecycle.error

@@ -1,0 +1,141 @@
+"""Benchmark of the driver of a training run: the time that sending steps and reading metrics adds to a step.
+
+Called by `raylane bench sft`; `measure` describes how contenders take turns.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from raylane.bench import measure
+from raylane.bench.sft_cases import CASES, LOOP, PLAIN, RAY, RPC, Case, blocks_of, cases, group_by_workers
+from raylane.bench.sft_contenders import KINDS, Contender
+from raylane.bench.sft_training import THREADS, PlainTrainer, TrainWorker, training_config, write_conversations
+from raylane.sft.data import prepare
+
+__all__ = ["cases", "run", "table"]
+
+STEP_S = 20e-3
+"""Duration of the work of a `step20ms` step on one thread, in seconds."""
+SETTLE_S = 1.0
+"""Time in seconds before calibration, in which Ray finishes the start of the workers."""
+CONVERSATIONS = 2000
+
+
+def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
+    """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    try:
+        records = [record for group in group_by_workers(selected) for record in _run_group(group, quick=quick)]
+    finally:
+        ray.shutdown()
+    names = [case.name for case in selected]
+    return sorted(records, key=lambda record: names.index(record["case"]))
+
+
+def _run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
+    """Run the cases that share their workers."""
+    began = time.perf_counter()
+    contenders: list[Contender] = []
+    records = []
+    try:
+        _start(group, contenders)
+        print(f"{group[0].name}: {time.perf_counter() - began:.1f} s to get ready", flush=True)
+        for case in group:
+            records += _run_case(case, contenders, quick=quick)
+    finally:
+        measure.send(signal.SIGCONT, contenders)
+        for contender in contenders:
+            contender.close()
+    return records
+
+
+def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
+    """Start the workers of all contenders of a group, and add each contender to the list at once."""
+    case = group[0]
+    if case.work != "train":
+        for name in case.contenders:
+            contenders.append(KINDS[name](name, case.workers))
+        if any(each.work == "step20ms" for each in group):
+            _equalise(contenders)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_conversations(Path(folder) / "train.jsonl", CONVERSATIONS)
+        config = training_config(Path(folder), case.workers)
+        prepared = prepare(config)
+        for name in case.contenders:
+            alone = name == PLAIN
+            workers, threads = (1, THREADS) if alone else (case.workers, THREADS // case.workers)
+            contenders.append(KINDS[name](name, workers, PlainTrainer if alone else TrainWorker, threads))
+            contenders[-1].ask("setup", config, prepared, config.sft.max_num_steps)
+
+
+def _equalise(contenders: Sequence[Contender]) -> None:
+    """Give all workers the same work per step: about STEP_S seconds while as many of them work as have a core."""
+    measure.stop(contenders[1:])
+    try:
+        time.sleep(SETTLE_S)
+        counts = contenders[0].ask("calibrate", STEP_S)
+    finally:
+        measure.send(signal.SIGCONT, contenders[1:])
+    for contender in contenders:
+        contender.products = round(sum(counts) / len(counts))
+
+
+def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> list[dict[str, Any]]:
+    """Run one case; return the record of each contender."""
+    began = time.perf_counter()
+    blocks = blocks_of(case, quick=quick)
+    first_us = {}
+    for contender in contenders:
+        if case.work != "train":
+            contender.ask("repeat", contender.products if case.work == "step20ms" else 0)
+        opening = time.perf_counter()
+        contender.open(case)
+        contender.run(case, 1)
+        first_us[contender.name] = (time.perf_counter() - opening) * 1e6
+        contender.ask("take_times")
+        measure.stop([contender])  # the actors of Ray's compiled graph use the CPU from now on, even while idle
+    tallies = measure.take_turns(
+        contenders,
+        blocks.rounds,
+        lambda contender: contender.block(case, blocks),
+        seed=case.name,
+        warm=lambda contender: contender.warm(case, blocks),
+    )
+    for contender in contenders:
+        contender.end()
+        tallies[contender.name].extra = contender.extra(case)
+    print(f"{case.name}: {time.perf_counter() - began:.1f} s", flush=True)
+    return [measure.record(case.name, name, tally, first_us[name]) for name, tally in tallies.items()]
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the records as text: overheads with ratios to Ray's calls and Ray's compiled graph, then step times."""
+    columns = {"x rpc": (RPC, "p50"), "x its CPU": (RPC, "cpu"), "x ray:compiled": (RAY, "p50")}
+    return "\n".join([measure.table(records, columns), "", *_comparisons(records)])
+
+
+def _comparisons(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each record whose steps compute: its time against the loop, or its tokens against plain."""
+    by_key = {(record["case"], record["contender"]): record for record in records}
+    lines = []
+    for record in records:
+        name = f"{record['case']} {record['contender']}:"
+        if (plain := by_key.get((record["case"], PLAIN))) is not None:
+            rate = record["tokens_per_s"]
+            lines.append(f"{name} {rate:,.0f} tokens/s, {rate / plain['tokens_per_s']:.3f} of plain")
+        elif CASES[record["case"]].work != "noop":
+            loop = by_key[record["case"], LOOP]
+            lines.append(
+                f"{name} {record['step_us'] / 1000:.2f} ms a step, {record['work_us'] / 1000:.2f} ms of it work; "
+                f"{record['step_us'] / loop['step_us'] - 1:+.1%} against the loop"
+            )
+    return lines

@@ -1,0 +1,94 @@
+"""Cases of `raylane bench sft` as values: workers, feed, work of a step, contenders, and number of steps.
+
+Pure: nothing is started here; `sft` runs the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from raylane.bench import measure
+
+__all__ = [
+    "CASES",
+    "COMPILED",
+    "LOOP",
+    "PLAIN",
+    "RAY",
+    "RPC",
+    "Blocks",
+    "Case",
+    "blocks_of",
+    "cases",
+    "group_by_workers",
+]
+
+RPC, COMPILED, RAY, LOOP, PLAIN = "rpc", "compiled", "ray:compiled", "loop", "plain"
+_ALL_WAYS = (RPC, COMPILED, RAY, LOOP)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: `workers` workers make one step after the other."""
+
+    name: str
+    workers: int
+    feed: Literal["worker", "driver"] = "worker"
+    """worker: the driver sends a step number; driver: it sends a batch of 64 KB to each worker."""
+    work: Literal["noop", "step20ms", "train"] = "noop"
+    """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model."""
+    in_flight: int = 1
+    """Number of steps that the driver has sent and not yet read.
+
+    With 1, a sample is the overhead of a step: the time from sending it to reading its metrics, less the longest work
+    of a worker in it. Otherwise steps overlap with their orders, as in a training run, and a sample is the time from
+    one result to the next.
+    """
+    contenders: tuple[str, ...] = _ALL_WAYS
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Measurement blocks of a case: each contender runs `rounds` blocks of `steps` steps, each after a warm-up."""
+
+    rounds: int
+    steps: int
+    warm_steps: int
+
+
+_TRAIN = (*_ALL_WAYS, PLAIN)
+_ALL = [
+    Case("noop-8-worker-fed", 8),
+    Case("noop-8-driver-fed", 8, "driver"),
+    Case("noop-2-worker-fed", 2),
+    Case("step20ms-2-worker-fed", 2, work="step20ms", in_flight=2),
+    Case("step20ms-2-driver-fed", 2, "driver", work="step20ms", in_flight=2),
+    Case("noop-4-worker-fed", 4),
+    Case("train-1", 1, work="train", in_flight=2, contenders=_TRAIN),
+    Case("train-2", 2, work="train", in_flight=2, contenders=_TRAIN),
+]
+CASES = {case.name: case for case in _ALL}
+
+
+def cases(only: str | None) -> list[Case]:
+    """Return the cases to run. ValueError names unknown cases and the known ones."""
+    return measure.choose(CASES, only)
+
+
+def group_by_workers(wanted: Iterable[Case]) -> list[list[Case]]:
+    """Return the cases grouped by the workers that they need: one set of processes serves all cases of a group."""
+    found: dict[tuple[int, bool], list[Case]] = {}
+    for case in wanted:
+        found.setdefault((case.workers, case.work == "train"), []).append(case)
+    return list(found.values())
+
+
+def blocks_of(case: Case, *, quick: bool) -> Blocks:
+    """Return the blocks of a case. `quick` is a test that the case runs; its results are not meaningful."""
+    if quick:
+        return Blocks(2, 4, 1)
+    if case.work == "train":  # about 160 ms a step
+        return Blocks(8, 6, 1)
+    return Blocks(8, 25, 3) if case.work == "step20ms" else Blocks(8, 100, 20)
