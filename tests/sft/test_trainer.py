@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -16,6 +17,8 @@ from raylane.errors import WorkerLostError
 from raylane.sft import checkpoint, trainer
 from raylane.sft.config import dump
 from raylane.sft.metrics import read_metrics
+from raylane.sft.report import read_facts
+from raylane.sft.report_text import escape
 from sft import tiny_run
 
 STEPS = 60
@@ -90,6 +93,13 @@ def signal_after(folder, config, steps, number):
     return process.wait(60)
 
 
+def reported_status(config):
+    """Return the status of the run, after checking that its report shows it."""
+    status = read_facts(config.logger.log_dir)["status"]
+    assert escape(status) in (Path(config.logger.log_dir) / "report.html").read_text()
+    return status
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder, monkeypatch):
@@ -108,11 +118,13 @@ def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder
     with pytest.raises(WorkerLostError, match=told):
         trainer.run(config)
     monkeypatch.undo()
+    assert reported_status(config).startswith("ended by WorkerLostError: ")
     assert checkpoint.find(config.checkpointing).step == 10
 
     lost_at = max(losses(config))
     assert signal_after(folder, config, lost_at + 2, signal.SIGTERM) == 0
     stopped_at = checkpoint.find(config.checkpointing).step
+    assert reported_status(config) == "ended on SIGTERM"
     assert lost_at + 2 <= stopped_at < STEPS, "saved where it was, not only at the next period"
 
     assert signal_after(folder, config, stopped_at + 7, signal.SIGKILL) == -signal.SIGKILL
@@ -134,3 +146,4 @@ def test_interrupted_run_says_what_the_same_command_will_do(ray_session, folder)
         in said
     )
     assert "Traceback" not in said
+    assert reported_status(config).startswith("ended by KeyboardInterrupt")

@@ -39,7 +39,9 @@ class RunRecord:
         shown = dump(config)
         # Environment variables may hold keys and passwords, and reports are passed on.
         shown["cluster"]["env_vars"] = dict.fromkeys(shown["cluster"]["env_vars"], "(hidden)")
-        self._facts: dict[str, Any] = {"status": "running", "config": shown, "warnings": [], "more_warnings": 0}
+        # After SIGKILL nobody can correct the status.
+        status = "running, unless it was killed"
+        self._facts: dict[str, Any] = {"status": status, "config": shown, "warnings": [], "more_warnings": 0}
         self._run_dir: Path | None = None
         self._old_size = 0
         """Size of metrics.jsonl when a new run began; an earlier run in the same folder may have left it."""
