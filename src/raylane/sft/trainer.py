@@ -158,7 +158,8 @@ def _run_locked(
             stack.enter_context(_connect_to_ray(config))
             stop = stack.enter_context(StopRequest())
         with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
-            _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
+            way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
+            _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.resume_from(resumed)
             if (reason := policy.group.fallback_reason) is not None:
