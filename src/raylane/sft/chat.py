@@ -174,6 +174,7 @@ class ChatTokenizer:
         """Train a new tokenizer on `texts`, of the size `policy.tokenizer.train_vocab_size`."""
         assert settings.train_vocab_size is not None
         template = template_text(settings.chat_template) or chatml_template()
+        # The template is not part of the training: its special tokens are fixed, and its other text is rare.
         hf = train_tokenizer(texts, settings.train_vocab_size)
         return cls(hf, template, template_kwargs=settings.chat_template_kwargs)
 

@@ -65,11 +65,13 @@ def load_config(path: str | Path, override_words: Sequence[str] = ()) -> RunConf
     # Overrides come before interpolation, so that `${a.b}` sees the overridden value.
     document = overrides.apply_overrides(file, override_words, RunConfig, is_nemo_key)
     made = nemo_rl.read_document(document, str(path), with_their_defaults=nemo_rl.is_from_nemo_rl(file))
+    # Two lines at most: users paste files with dozens of such keys.
     if ignored := [note.key for note in made.notes if not note.is_set]:
         _log.info("%s: NeMo-RL keys ignored or replaced: %s", path, ", ".join(ignored))
     if kept := [f"{note.key} ({note.reason})" for note in made.notes if note.is_set]:
         _log.info("%s: set as in NeMo-RL: %s", path, ", ".join(kept))
     problems = [*(problem.text for problem in made.problems), *overrides.unknown(made.document, RunConfig).values()]
+    # All problems at once, as in `layout.check_layout`.
     problems += [f"{key} is ???, a value that must be given" for key in overrides.missing(made.document)]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems), keys=problems)

@@ -92,6 +92,7 @@ def parse_conversation(
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
         raise DataError(f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}")
+    # A line with messages is complete, even if it has the other two keys as well; NeMo-RL decides in the same way.
     if pair_keys is not None and messages_key not in record:
         record[messages_key] = _pair(record, pair_keys, where)
     if messages_key not in record:

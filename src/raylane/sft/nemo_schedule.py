@@ -39,6 +39,7 @@ def translate_scheduler(value: Any, peak: float, steps: int | None) -> dict[str,
     parts = value if isinstance(value, list) else [value]
     if not all(isinstance(part, Mapping) for part in parts):
         raise InexactScheduleError("each entry must be {name: ..., kwargs: {...}} or {milestones: [...]}")
+    # NeMo-RL takes the last entry with milestones; a second one would be ambiguous and fails the count below.
     milestones = [number for part in parts if "name" not in part for number in part.get("milestones", ())]
     phases = [_phase(part) for part in parts if "name" in part]
     if not all(isinstance(number, int) for number in milestones):

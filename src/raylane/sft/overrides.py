@@ -256,6 +256,7 @@ def _split_entries(value: Any, word: str) -> Any:
         return value
     split = {}
     for key, one in value.items():
+        # YAML reads `a:1` in a flow mapping as a key without a value.
         name, colon, text = key.partition(":") if isinstance(key, str) and one is None else (key, "", "")
         if colon and not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
@@ -276,6 +277,7 @@ def apply_overrides(
     result = copy.deepcopy(dict(document))
     for word in words:
         override = parse_override(word)
+        # A foreign key may lie below a single value of the schema (data.train.data_path), which `_check_path` refuses.
         declared = not is_foreign(".".join(override.path)) and _check_path(override, root, result)
         _apply_override(result, override, declared)
     return result

@@ -81,6 +81,7 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the first table."""
     train = [record for record in records if "train:loss" in record]
     val = [record for record in records if math.isfinite(record.get("val:loss", math.nan))]
+    # Facts come from a file that users may edit, so every value is turned into text.
     rows = [("status", str(facts["status"]))]
     if train:
         rows.append(("steps", f"{figure(train[-1]['step'])} (last one logged)"))
@@ -89,6 +90,7 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
         if wrong:
             rows.append(("steps without a finite loss", figure(wrong)))
     if val:
+        # The last one may be worse: held-out loss rises when a model begins to overfit.
         best = min(val, key=lambda record: record["val:loss"])
         last = val[-1]
         rows.append(("held-out loss", f"{figure(last['val:loss'])} after step {figure(last['step'])}"))

@@ -28,6 +28,7 @@ def escape(text: object) -> str:
 
 def table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
     """Return a table; all cells are escaped."""
+    # Escaping happens here, in one place, and not in the callers.
     lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"] if head else []
     lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"
