@@ -119,14 +119,14 @@ def test_run_summary_lists_only_existing_files(tmp_path: Path) -> None:
     nothing = RunResult(3, True, None, None, None, None, None, None)
     assert summary(nothing) == "ended         on SIGTERM after 3 steps"
     sample = Sample("user\nWhat is `abc`?\nassistant\n", "A module.")
-    whole = RunResult(1200, False, 4.5, 4.75, tmp_path / "c", tmp_path / "hf", tmp_path / "loss.html", sample)
+    whole = RunResult(1200, False, 4.5, 4.75, tmp_path / "c", tmp_path / "hf", sample, tmp_path / "report.html")
     assert summary(whole).splitlines() == [
         "ended         after 1,200 steps",
         "train loss    4.5000",
         "held-out loss 4.7500",
         f"checkpoint    {tmp_path}/c",
         f"model         {tmp_path}/hf",
-        f"loss curve    {tmp_path}/loss.html",
+        f"report        {tmp_path}/report.html",
         "asked         user What is `abc`? assistant",
         "answered      A module.",
     ]

@@ -271,3 +271,25 @@ def test_vocabulary_size_has_room_for_the_highest_number() -> None:
     vocabulary = {"a": 0, "<|im_start|>": 7, "<|im_end|>": 9}
     hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [])))
     assert ChatTokenizer(hf, chatml_template()).vocab_size == 10
+
+
+STYLED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ style | default('plain') }}: {{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def test_template_variables_reach_the_template() -> None:
+    hf = train_tokenizer(["plain kind: hello you"], 300)
+    texts = []
+    for values in ({}, {"style": "kind"}):
+        made = ChatTokenizer(hf, STYLED, template_kwargs=values)
+        texts.append(made.decode(made.encode(talk(turn("user", "hello"), turn("assistant", "you"))).tokens))
+    assert texts == ["plain: hello you<|im_end|>", "kind: hello you<|im_end|>"]
+
+
+def test_template_variable_named_as_a_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs sets padding, tokenize, which raylane passes itself"):
+        ChatTokenizer(
+            train_tokenizer(["a"], 300), STYLED, template_kwargs={"tokenize": False, "padding": True, "style": 1}
+        )

@@ -114,6 +114,8 @@ def test_it_survives_json(tmp_path: Path) -> None:
         {"data": {"overlong": "split"}},
         {"data": {"validation_fraction": 0.3}},
         {"data": {"allow_unsupervised": True}},
+        {"data": {"input_key": "q", "output_key": "a"}},
+        {"policy": {"tokenizer": {"chat_template_kwargs": {"style": 1}}}},
     ],
 )
 def test_the_cache_changes_with_all_that_documents_depend_on(tmp_path: Path, sections: dict[str, Any]) -> None:

@@ -159,3 +159,29 @@ def test_hostile_arguments_are_named_with_file_and_line(arguments: str) -> None:
     line = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}]})
     with pytest.raises(DataError, match=r"f\.jsonl:3, message 0, tool call 0: "):
         parse_conversation(line, "f.jsonl:3")
+
+
+PAIR = ("question", "answer")
+
+
+def test_pair_of_texts_becomes_two_messages() -> None:
+    parsed = parse_conversation('{"question": "a?", "answer": "b", "id": 1}', "f:1", "messages", PAIR)
+    assert parsed.messages == ({"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"})
+    assert parsed.weights == (True,)
+    line = json.dumps({**question(1), "question": "a?", "answer": "b"})
+    assert parse_conversation(line, "f:1", "messages", PAIR).messages == talk(*question(1)["messages"]).messages
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            '{"question": "a?"}',
+            r"data\.output_key=answer must name a text, found nothing among the keys \['question'\]",
+        ),
+        ('{"question": ["a"], "answer": "b"}', r"data\.input_key=question must name a text, found \['a'\]"),
+    ],
+)
+def test_pair_without_texts_names_the_line_and_the_key(line: str, told: str) -> None:
+    with pytest.raises(DataError, match=rf"f:1: {told}"):
+        parse_conversation(line, "f:1", "messages", PAIR)

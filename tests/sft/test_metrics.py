@@ -1,16 +1,14 @@
-"""Figures of a run: metrics.jsonl, lines for people, optional sinks, and the curve at the end."""
+"""Figures of a run: metrics.jsonl, lines for people, and optional sinks."""
 
 from __future__ import annotations
 
 import builtins
 import io
-import json
 import math
 import os
 import pty
 import sys
 import types
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import pytest
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config import LoggerConfig
-from raylane.sft.curve import loss_curve, svg, ticks
 from raylane.sft.metrics import MetricsLog, figure, progress_bar, progress_line, read_metrics
 
 
@@ -193,63 +190,6 @@ def test_enabled_sinks_get_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------- curve
-
-
-def record(tmp_path: Path, *records: dict[str, float]) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-
-
-def test_the_curve_is_a_page_that_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylane.sft.curve.importlib.util.find_spec", lambda name: None)
-    record(tmp_path, {"step": 1, "train:loss": 8.0}, {"step": 2, "train:loss": 7.0}, {"step": 2, "val:loss": 7.5})
-    page = loss_curve(tmp_path)
-    assert page == tmp_path / "loss.html"
-    text = page.read_text()
-    assert "train:loss (last 7.0000)" in text
-    assert "val:loss (last 7.5000)" in text
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "<script" not in text
-
-
-def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    record(tmp_path, {"step": 1, "train:loss": 8.0}, {"step": 2, "train:loss": 7.0})
-    assert loss_curve(tmp_path).read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "loss.html").is_file()
-
-
-def test_no_loss_is_no_curve(tmp_path: Path) -> None:
-    record(tmp_path, {"step": 1, "train:tokens": 8.0}, {"step": 1, "train:loss": math.nan})
-    with pytest.raises(DataError, match="no train:loss and no val:loss"):
-        loss_curve(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "points",
-    [
-        [(1, 8.0)],
-        [(1, 8.0), (2, 8.0)],
-        [(step, 8.0 / step) for step in range(1, 200)],
-    ],
-)
-def test_the_drawing_is_well_formed_and_inside_its_frame(points: list[tuple[float, float]]) -> None:
-    drawing = ET.fromstring(svg({"train:loss": points}))
-    line = next(node.attrib["d"] for node in drawing if node.attrib.get("fill") == "none")
-    places = [tuple(map(float, pair.split())) for pair in line.lstrip("M").split("L")]
-    assert len(places) == len(points)
-    assert all(0 <= x <= 860 and 0 <= y <= 440 for x, y in places)
-    assert {"step", "loss (nats per token)"} <= {node.text for node in drawing}
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (4.4, 8.6, [5, 6, 7, 8]), (0, 0.5, [0, 0.1, 0.2, 0.3, 0.4, 0.5]), (3, 3, [3])],
-)
-def test_ticks_are_round_numbers(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("line", ["{}", '{"step": "soon"}', '{"step": null}', "[1]", "[" * 100_000])
 def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
@@ -257,7 +197,7 @@ def test_a_line_without_a_step_is_named(tmp_path: Path, line: str) -> None:
         read_metrics(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.draft", "loss.html"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.draft"])
 def test_log_that_is_a_link_leaves_its_target_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "precious").write_text("no line feed")
     (tmp_path / "logs").mkdir()

@@ -1,132 +1,251 @@
-"""Files of NeMo-RL: what asks for nothing is left out, other spellings are understood, and all else is refused."""
+"""Files and command lines of NeMo-RL: what requests nothing is left out, other spellings are understood."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from raylane.errors import ConfigError
 from raylane.sft.config import RunConfig, load_config
-from raylane.sft.nemo_rl import interpolate, translate
-from raylane.sft.overrides import FROM_NEMO_RL, refuse_unknown
+from raylane.sft.nemo_keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
+from raylane.sft.nemo_rl import Problem, translate
+from raylane.sft.overrides import _paths, read_yaml
+from sft.conversations import document
+from sft.nemo_file import NEMO_FILE
 
-PASTED = """
-sft: {max_num_epochs: 1, max_num_steps: 60, val_period: 10, val_batches: 8, val_global_batch_size: 32,
-      val_micro_batch_size: 1, val_at_start: true, val_at_end: false, seed: 42}
-checkpointing: {enabled: true, checkpoint_dir: results/sft, metric_name: "val:val_loss", higher_is_better: false,
-                keep_top_k: 3, save_period: 10, checkpoint_must_save_by: null}
-policy:
-  model_name: null
-  hf_config_overrides: {model_type: llama}
-  tokenizer: {train_vocab_size: 400, chat_template_kwargs: null,
-              chat_template: "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"}
-  train_global_batch_size: 32
-  train_micro_batch_size: 2
-  max_total_sequence_length: 1024
-  precision: bfloat16
-  offload_optimizer_for_logprob: false
-  dtensor_cfg: {enabled: true, _v2: true, env_vars: {}, cpu_offload: false, sequence_parallel: false,
-                activation_checkpointing: false, tensor_parallel_size: 1, context_parallel_size: 1,
-                custom_parallel_plan: null, lora_cfg: {enabled: false, dim: 8}}
-  dynamic_batching: {enabled: false}
-  sequence_packing:
-    enabled: true
-    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
-    algorithm: modified_first_fit_decreasing
-    sequence_length_round: 64
-  make_sequence_length_divisible_by: ${policy.dtensor_cfg.tensor_parallel_size}
-  max_grad_norm: 1.0
-  optimizer:
-    name: torch.optim.AdamW
-    kwargs: {lr: 5.0e-6, weight_decay: 0.1, betas: [0.9, 0.98], eps: 1e-5, foreach: false, fused: false}
-  megatron_cfg: {enabled: false, tensor_model_parallel_size: 2}
-data:
-  max_input_seq_length: ${policy.max_total_sequence_length}
-  add_generation_prompt: false
-  shuffle: true
-  num_workers: 1
-  train: {dataset_name: openai_format, data_path: train.jsonl, chat_key: conversation, tool_key: null}
-  validation: {dataset_name: openai_format, data_path: held_out.jsonl}
-logger: {log_dir: logs, wandb_enabled: false, tensorboard_enabled: false, mlflow_enabled: false,
-         swanlab_enabled: false, monitor_gpus: false, num_val_samples_to_print: 0,
-         wandb: {project: sft-dev, name: "sft-${policy.train_global_batch_size}"},
-         gpu_monitoring: {collection_interval: 10, flush_interval: 10}}
-cluster: {gpus_per_node: 1, num_nodes: 1}
-"""
+OWN_DATA = ["data.train=train.jsonl", "data.validation=held_out.jsonl"]
 
 
-def test_load_of_a_pasted_file_understands_it(tmp_path: Path, caplog) -> None:
+@pytest.fixture
+def their_file(tmp_path: Path) -> Path:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(NEMO_FILE)
+    return path
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump(document(tmp_path)))
+    return path
+
+
+def only_problem(section: dict[str, Any]) -> Problem:
+    (problem,) = translate(section).problems
+    return problem
+
+
+def test_load_of_a_pasted_file_understands_it(their_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "raylane")
-    (tmp_path / "run.yaml").write_text(PASTED)
-    config = load_config(tmp_path / "run.yaml", ["policy.train_micro_batch_size=4"])
+    config = load_config(their_file, [*OWN_DATA, "policy.train_micro_batch_size=4"])
     assert config.policy.optimizer.name == "adamw"
     assert config.policy.sequence_packing.algorithm == "first_fit_decreasing"
     assert config.checkpointing.metric_name == "val:loss"
     assert (config.data.train, config.data.validation) == (("train.jsonl",), "held_out.jsonl")
-    assert config.data.messages_key == "conversation"
-    assert config.logger.wandb.name == "sft-32"
-    assert "are ignored: policy.dtensor_cfg.enabled, policy.dtensor_cfg._v2" in caplog.text
+    assert config.policy.max_grad_norm == 0.5
+    assert config.cluster.num_workers == 2
+    assert config.logger.wandb.name is None
+    assert "NeMo-RL keys ignored or replaced: logger.wandb.name, policy.dtensor_cfg.env_vars, " in caplog.text
+    assert "set as in NeMo-RL: policy.scheduler.name=constant (the learning rate" in caplog.text
+
+
+def test_their_file_keeps_the_behaviour_of_nemo_rl(their_file: Path) -> None:
+    config = load_config(their_file, OWN_DATA)
+    assert config.policy.scheduler.name == "constant"
+    assert config.policy.optimizer.weight_decay_on == "all"
+    assert config.data.overlong == "drop"
+    words = [*OWN_DATA, "policy.scheduler={name: linear}", "data.overlong=split"]
+    config = load_config(their_file, words)
+    assert (config.policy.scheduler.name, config.data.overlong) == ("linear", "split")
+
+
+def test_own_file_with_a_pasted_command_line_keeps_defaults(own_file: Path) -> None:
+    words = ["policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.tensor_parallel_size=1", "logger.monitor_gpus=True"]
+    words += ["policy.megatron_cfg.enabled=false", "policy.optimizer.name=torch.optim.AdamW", "data.num_workers=8"]
+    assert load_config(own_file, words) == load_config(own_file)
+
+
+def test_null_template_joins_the_messages_in_their_file(their_file: Path) -> None:
+    template = load_config(
+        their_file, [*OWN_DATA, "policy.tokenizer.chat_template=null"]
+    ).policy.tokenizer.chat_template
+    assert template is not None
+    assert "{% generation %}{{ message.content }}{% endgeneration %}" in template
+
+
+def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.validation is \?\?\?, a value that must be given"):
+        load_config(own_file, ["data.validation='???'"])
 
 
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}}, "tensor parallelism is not supported yet"),
+        ({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}}, "tensor_parallel_size=2: tensor parallelism is not"),
         ({"policy": {"dtensor_cfg": {"enabled": False}}}, "it is always on"),
+        ({"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True}}}}, "LoRA is not supported yet"),
+        ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
         ({"policy": {"megatron_cfg": {"enabled": True}}}, "no Megatron backend"),
+        ({"policy": {"dynamic_batching": {"enabled": True}}}, r"use policy\.sequence_packing"),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 5000}}}, "policy.train_micro_batch_size tokens"),
-        ({"policy": {"tokenizer": {"chat_template_kwargs": {"a": 1}}}}, "write them into the template"),
+        ({"policy": {"sequence_packing": {"sequence_length_round": 1000}}}, "must be a multiple of it"),
+        ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"only torch\.optim\.AdamW is supported"),
+        ({"policy": {"optimizer": None}}, "no optimizer is named"),
+        ({"policy": {"ray_compiled_graph": {"enabled": "yes"}}}, r"use policy\.compiled_graph\.mode"),
+        ({"data": {"max_input_seq_length": 5}}, r"use policy\.max_total_sequence_length"),
+        ({"sft": {"only_unmask_final": True}}, "set weight: 0 on all assistant messages but the last one"),
         ({"logger": {"mlflow_enabled": True}}, "MLflow is not supported"),
-        ({"policy": {"dtensor_cfg": {"env_vars": {"A": "b"}}}}, "use cluster.env_vars"),
+        ({"checkpointing": {"checkpoint_must_save_by": "0:1:0:0"}}, "send SIGTERM when time is up"),
+        ({"cluster": {"segment_size": 4}}, "placement by NVLink domain is not supported"),
+        ({"grpo": {"num_steps": 1}}, "supervised fine-tuning only"),
+        ({"sft": {"num_steps": 1, "max_num_steps": 2}}, r"sft\.max_num_steps=2 is set too"),
     ],
 )
-def test_keys_that_ask_for_something_are_still_refused(section: dict[str, Any], told: str) -> None:
-    document, left_out = translate(section)
-    assert not left_out
-    with pytest.raises(ConfigError, match=told):
-        refuse_unknown(document, RunConfig, "run.yaml")
-
-
-def test_data_section_with_other_keys_is_not_half_understood() -> None:
-    for extra in ({"dataset_name": "squad"}, {"system_prompt": "Be kind."}):
-        document = {"data": {"train": {"data_path": "a.jsonl", **extra}}}
-        assert translate(document)[0] == document
-
-
-def test_interpolation_keeps_types_and_nests() -> None:
-    document = {"a": {"b": 3, "c": [1, "${a.b}"]}, "d": "${a.b}", "e": "x${a.b}-${d}", "f": "${mul:${a.b},2}"}
-    more = {"g": "${l}", "l": [1, {"m": 2}], "h": "${div:7,2}", "i": "${div:6,2}", "j": r"\${a}", "k": "${mul:0.5,4}"}
-    made = interpolate({**document, **more}, "run.yaml")
-    assert made == {
-        "a": {"b": 3, "c": [1, 3]}, "d": 3, "e": "x3-3", "f": 6, "g": [1, {"m": 2}], "l": [1, {"m": 2}],
-        "h": 3.5, "i": 3, "j": "${a}", "k": 2.0,
-    }  # fmt: skip
+def test_key_that_requests_a_missing_feature_is_refused(
+    section: dict[str, Any], told: str, own_file: Path, tmp_path: Path
+) -> None:
+    assert not any(not note.is_set for note in translate(section).notes)
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({"defaults": own_file.name, **section}))
+    with pytest.raises(ConfigError, match=told) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("word", "told"),
     [
-        ("${no.such}", r"no\.such is not set"),
-        ("${a}", "refers to itself in a circle"),
-        ("x${a}", "refers to itself in a circle"),
-        ("${section}", "contains further expressions"),
-        ("${oc.env:HOME}", "there is no resolver 'oc.env'"),
-        ("${mul:a,2}", "cannot compute"),
-        ("${div:1,0}", "cannot compute"),
-        ("${div:1,2,3}", "cannot compute"),
-        ("x${section}", "cannot be part of a text"),
+        ("policy.dtensor_cfg.context_parallel_size=2", "context parallelism is not supported yet"),
+        ("+policy.dtensor_cfg.lora_cfg.enabled=true", "LoRA"),
+        ("data.train.dataset_name=squad", "'data' is a single value|holds .* which has no keys"),
     ],
 )
-def test_interpolation_that_fails_is_named(value: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"run\.yaml: .*({told})"):
-        interpolate({"a": value, "section": {"b": "${section}"}}, "run.yaml")
+def test_override_that_requests_a_missing_feature_is_refused(own_file: Path, word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(own_file, [word])
 
 
-def test_every_key_without_effect_is_unknown_to_the_schema() -> None:
-    from raylane.sft.nemo_rl import _WITHOUT_EFFECT
-    from raylane.sft.overrides import _paths
+def test_spellings_of_the_same_thing_are_understood(own_file: Path) -> None:
+    words = ["policy.dtensor_cfg.env_vars={A:1}", "++policy.dtensor_cfg.defer_fsdp_grad_sync=false"]
+    words += ["checkpointing.save_consolidated=false", "policy.activation_checkpointing_enabled=true"]
+    words += ["checkpointing.keep_top_k=null", "sft.num_steps=9", "policy.scheduler=null"]
+    words += ["policy.tokenizer.chat_template_kwargs={enable_thinking:false}"]
+    config = load_config(own_file, words)
+    assert config.cluster.env_vars == {"A": "1"}
+    assert config.policy.dtensor_cfg.reduce_every_micro_batch
+    assert config.policy.dtensor_cfg.activation_checkpointing
+    assert not config.checkpointing.save_hf
+    assert config.checkpointing.keep_latest_k == 1_000_000
+    assert config.sft.max_num_steps == 9
+    assert config.policy.tokenizer.chat_template_kwargs == {"enable_thinking": False}
 
-    assert not set(_WITHOUT_EFFECT) & set(_paths(RunConfig))
-    assert not set(FROM_NEMO_RL) & set(_paths(RunConfig))
+
+def test_metric_name_null_keeps_the_latest() -> None:
+    made = translate({"checkpointing": {"metric_name": None, "keep_top_k": 3}})
+    assert made.document == {"checkpointing": {"keep_latest_k": 3}}
+
+
+@pytest.mark.parametrize(("enabled", "mode"), [("true", "preferred"), ("false", "off")])
+def test_ray_compiled_graph_becomes_compiled_graph(own_file: Path, enabled: str, mode: str) -> None:
+    section = "policy.ray_compiled_graph"
+    words = [f"++{section}.enabled={enabled}", f"++{section}.warmup_seq_len=64", f"++{section}.warmup_gbs=4"]
+    graph = load_config(own_file, [*words, f"++{section}.overlap_communication=false"]).policy.compiled_graph
+    assert (graph.mode, graph.warmup_seq_len, graph.warmup_gbs, graph.overlap_communication) == (mode, 64, 4, False)
+    with pytest.raises(
+        ConfigError, match=r"the sections policy\.ray_compiled_graph and policy\.compiled_graph are both"
+    ):
+        load_config(own_file, [words[0], "policy.compiled_graph.inflight=3"])
+    with pytest.raises(ConfigError, match=r"unknown key 'policy\.compiled_graph\.enable'"):
+        load_config(own_file, [f"++{section}.enable=true"])
+
+
+def test_override_mark_replaces_a_section(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("data: {train: {dataset_name: squad}, shuffle: false}")
+    (tmp_path / "top.yaml").write_text("defaults: base.yaml\ndata: {_override_: true, train: a.jsonl}")
+    assert read_yaml(tmp_path / "top.yaml") == {"data": {"train": "a.jsonl"}}
+
+
+# ------------------------------------------------------------------------------------------------------ data sets
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        (
+            {"train": {"data_path": "a.jsonl", "dataset_name": "openai_format", "chat_key": "talk", "tool_key": None}},
+            {"train": "a.jsonl", "messages_key": "talk"},
+        ),
+        (
+            {"train": {"data_path": "a.jsonl", "input_key": "q"}, "default": {"dataset_name": "ResponseDataset"}},
+            {"train": "a.jsonl", "input_key": "q", "output_key": "output"},
+        ),
+        (
+            {"train": [{"data_path": "a.jsonl"}, {"data_path": "b.jsonl", "split": "train"}], "validation": None},
+            {"train": ["a.jsonl", "b.jsonl"], "validation": None},
+        ),
+        (
+            {"train": {"data_path": "a.jsonl", "split_validation_size": 0.1, "seed": 1}},
+            {"train": "a.jsonl", "validation_fraction": 0.1},
+        ),
+        (  # as in 2025
+            {"dataset_name": "openai_format", "train_data_path": "a", "val_data_path": "b", "chat_key": "talk"},
+            {"train": "a", "validation": "b", "messages_key": "talk"},
+        ),
+        ({"train": ["a", "b"], "messages_key": "m"}, {"train": ["a", "b"], "messages_key": "m"}),
+    ],
+)
+def test_data_sections_become_file_names_and_keys(section: dict[str, Any], keys: dict[str, Any]) -> None:
+    made = translate({"data": section})
+    assert not made.problems
+    assert made.document["data"] == keys
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"train": {"dataset_name": "squad"}}, r"'squad' is a data set that NeMo-RL downloads.*set data\.train to its"),
+        ({"train": {"dataset_name": "squad", "data_path": "a"}}, "'squad' is a data set that NeMo-RL downloads"),
+        ({"train": {"dataset_name": "ResponseDataset"}}, r"data\.train\.data_path is not set"),
+        ({"train": {"data_path": "a", "system_prompt": "Be kind."}}, "put its effect into the data"),
+        ({"train": {"data_path": "a", "prompt_file": "p.txt"}}, "put its effect into the data"),
+        ({"train": {"data_path": "a", "tool_key": "functions"}}, "tool_key='functions' is not supported"),
+        ({"train": {"data_path": "a", "split_validation_size": 256}}, "must be less than 1"),
+        ({"validation": [{"data_path": "a"}, {"data_path": "b"}]}, "join them into one"),
+        (
+            {"train": {"data_path": "a", "chat_key": "x"}, "validation": {"data_path": "b", "chat_key": "y"}},
+            "messages_key='x' and 'y': all files must have the same",
+        ),
+    ],
+)
+def test_data_section_that_cannot_be_read_is_refused(section: dict[str, Any], told: str) -> None:
+    problem = only_problem({"data": section})
+    assert problem.must_set is not None
+    assert re.search(told, problem.text)
+
+
+def test_old_data_set_by_name_is_one_problem_each() -> None:
+    made = translate({"data": {"dataset_name": "squad", "shuffle": True}})
+    assert [problem.must_set for problem in made.problems] == ["data.train", "data.validation"]
+    assert made.document["data"] == {"shuffle": True}
+
+
+# -------------------------------------------------------------------------------------------------------- the tables
+
+
+def test_tables_name_only_keys_that_the_schema_lacks() -> None:
+    known = set(_paths(RunConfig))
+    foreign = {*(rule.key for rule in RULES), *RENAMES, *OTHERWISE}
+    assert not foreign & known
+    assert set(RENAMES.values()) <= known
+    assert all(is_nemo_key(key) and refusal(key) for key in foreign)
+
+
+def test_rules_have_one_reason_for_each_answer() -> None:
+    assert len({rule.key for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        refuses_something = not rule.harmless({"enabled": True}) or not rule.harmless(-1)
+        assert bool(rule.why_refused) == refuses_something, rule.key

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ray
@@ -16,6 +17,8 @@ from raylane.errors import WorkerLostError
 from raylane.sft import checkpoint, trainer
 from raylane.sft.config import dump
 from raylane.sft.metrics import read_metrics
+from raylane.sft.report import read_facts
+from raylane.sft.report_text import escape
 from sft import tiny_run
 
 STEPS = 60
@@ -47,7 +50,7 @@ def uninterrupted(ray_session, folder):
     return result, losses(config)
 
 
-def test_run_learns_and_writes_model_curve_and_sample(uninterrupted, folder):
+def test_run_learns_and_writes_model_report_and_sample(uninterrupted, folder):
     from transformers import AutoModelForCausalLM
 
     result, by_step = uninterrupted
@@ -56,7 +59,8 @@ def test_run_learns_and_writes_model_curve_and_sample(uninterrupted, folder):
     assert by_step[STEPS] < by_step[1] - 1
     assert result.val_loss < 4
     assert AutoModelForCausalLM.from_pretrained(result.hf_dir).config.model_type == "qwen3"
-    assert result.curve.stat().st_size > 0
+    assert result.report == folder / "whole/report.html"
+    assert "finished" in result.report.read_text()
     assert "say" in result.sample.prompt
     assert isinstance(result.sample.answer, str)
     validated = [line["step"] for line in read_metrics(folder / "whole/metrics.jsonl") if "val:loss" in line]
@@ -89,6 +93,13 @@ def signal_after(folder, config, steps, number):
     return process.wait(60)
 
 
+def reported_status(config):
+    """Return the status of the run, after checking that its report shows it."""
+    status = read_facts(config.logger.log_dir)["status"]
+    assert escape(status) in (Path(config.logger.log_dir) / "report.html").read_text()
+    return status
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder, monkeypatch):
@@ -107,11 +118,13 @@ def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder
     with pytest.raises(WorkerLostError, match=told):
         trainer.run(config)
     monkeypatch.undo()
+    assert reported_status(config).startswith("ended by WorkerLostError: ")
     assert checkpoint.find(config.checkpointing).step == 10
 
     lost_at = max(losses(config))
     assert signal_after(folder, config, lost_at + 2, signal.SIGTERM) == 0
     stopped_at = checkpoint.find(config.checkpointing).step
+    assert reported_status(config) == "ended on SIGTERM"
     assert lost_at + 2 <= stopped_at < STEPS, "saved where it was, not only at the next period"
 
     assert signal_after(folder, config, stopped_at + 7, signal.SIGKILL) == -signal.SIGKILL
@@ -133,3 +146,4 @@ def test_interrupted_run_says_what_the_same_command_will_do(ray_session, folder)
         in said
     )
     assert "Traceback" not in said
+    assert reported_status(config).startswith("ended by KeyboardInterrupt")

@@ -118,7 +118,7 @@ def test_large_tensors_arrive_by_lease_and_results_stay_valid(group):
     assert first + second == list(range(1 << 18))
 
 
-def test_call_may_take_longer_than_the_limit_of_graphs(ray_session, tmp_path, monkeypatch):
+def test_call_may_take_longer_than_the_limit_of_graphs(cluster, tmp_path, monkeypatch):
     """F6: a step of more than ten seconds lost its result."""
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "3")
     with new_group(inflight=1) as group:
@@ -135,7 +135,7 @@ def test_call_may_take_longer_than_the_limit_of_graphs(ray_session, tmp_path, mo
         assert queued[0].results(60) == [0, 1]
 
 
-def test_stopped_worker_is_waited_for(ray_session, monkeypatch):
+def test_stopped_worker_is_waited_for(cluster, monkeypatch):
     """A debugger holds a worker for longer than any limit of graphs."""
     monkeypatch.setenv("RAYLANE_TIMEOUT_S", "2")
     with new_group() as group:
@@ -149,7 +149,7 @@ def test_stopped_worker_is_waited_for(ray_session, monkeypatch):
 
 
 @pytest.mark.faults
-def test_rank_that_raises_fails_the_call_beside_a_collective(ray_session):
+def test_rank_that_raises_fails_the_call_beside_a_collective(cluster):
     """Its peer waits in an all-reduce; later calls do not join it, and recover() starts all workers again."""
     with new_group() as group:
         assert group.run_all_workers_single_data("reduce_or_raise", None).results(60) == [1.0, 1.0]
@@ -183,7 +183,7 @@ def test_rank_that_raises_alone_leaves_the_group_usable(group):
 
 
 @pytest.mark.faults
-def test_killed_worker_is_noticed_and_the_group_recovers(ray_session):
+def test_killed_worker_is_noticed_and_the_group_recovers(cluster):
     with new_group() as group:
         future = group.run_all_workers_single_data("die_on", 1)
         with pytest.raises(WorkerLostError, match=r"rank 1 died during SeedWorker.die_on") as lost:
@@ -195,7 +195,7 @@ def test_killed_worker_is_noticed_and_the_group_recovers(ray_session):
         assert group.run_all_workers_single_data("work", "again").results(60) == [0, 1]
 
 
-def test_preferred_graphs_fall_back_loudly_once(ray_session, caplog):
+def test_preferred_graphs_fall_back_loudly_once(cluster, caplog):
     """F1, R11: every call tried to build its graph again, and printed an exception each time."""
     with (
         caplog.at_level(logging.WARNING, logger="raylane"),
@@ -208,14 +208,14 @@ def test_preferred_graphs_fall_back_loudly_once(ray_session, caplog):
     assert len([record for record in caplog.records if "calls are plain Ray calls" in record.getMessage()]) == 1
 
 
-def test_required_graphs_that_cannot_be_used_end_the_start(ray_session):
+def test_required_graphs_that_cannot_be_used_end_the_start(cluster):
     with pytest.raises(
         WorkerGroupError, match=r"no graph could be compiled for SeedWorker.__init__.*Lower max_inflight"
     ):
         new_group(1, mode="required", inflight=1 << 40)
 
 
-def test_mode_off_uses_plain_calls(ray_session):
+def test_mode_off_uses_plain_calls(cluster):
     with new_group(1, mode="off") as group:
         assert not group.compiled
         assert group.run_all_workers_single_data("work", "a").results(60) == [0]

@@ -34,6 +34,14 @@ COMMANDS: dict[str, Command] = {
             "raylane sft examples/sft_docstrings.yaml checkpointing.checkpoint_dir=runs/new  # do not resume",
         ),
     ),
+    "import-config": Command(
+        "raylane.cli.import_config",
+        "turn a NeMo-RL configuration into one of raylane",
+        (
+            "raylane import-config nemo_sft.yaml -o sft.yaml",
+            "raylane import-config nemo_sft.yaml data.train=train.jsonl policy.model_name=models/llama -o sft.yaml",
+        ),
+    ),
     "plan": Command(
         "raylane.cli.plan",
         "show mesh, steps, tokens and memory of a fine-tuning run without starting it",
@@ -49,6 +57,11 @@ COMMANDS: dict[str, Command] = {
             "raylane inspect-data examples/sft_docstrings.yaml",
             "raylane inspect-data --show 10 examples/sft_docstrings.yaml data.overlong=split",
         ),
+    ),
+    "report": Command(
+        "raylane.cli.report",
+        "draw the report of a fine-tuning run",
+        ("raylane report runs/logs", "raylane report runs/logs -o report.html"),
     ),
     "data": Command(
         "raylane.cli.data",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from raylane.cli.sft import add_config_arguments, set_up_logging
+from raylane.cli.sft import add_config_arguments, load
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,11 +22,9 @@ def run(args: argparse.Namespace) -> int:
     """Print a sample of the training data with supervised spans marked, then the statistics of every set."""
     from raylane.sft import audit
     from raylane.sft.chat import ChatTokenizer
-    from raylane.sft.config import load_config
     from raylane.sft.data import open_rows, prepare
 
-    config = load_config(args.config, args.overrides)
-    set_up_logging(config.logger.log_level)
+    config = load(args)
     prepared = prepare(config)
     folders = {"train": prepared.train, "validation": prepared.validation}
     sets = {

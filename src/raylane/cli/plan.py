@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from raylane.cli.sft import add_config_arguments, set_up_logging
+from raylane.cli.sft import add_config_arguments, load
 
 __all__ = ["add_arguments", "run"]
 
@@ -19,10 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast of the run; errors are raised if the run is impossible."""
-    from raylane.sft.config import load_config
     from raylane.sft.planning import plan_run, render
 
-    config = load_config(args.config, args.overrides)
-    set_up_logging(config.logger.log_level)
+    config = load(args)
     print(render(plan_run(config), config))
     return 0

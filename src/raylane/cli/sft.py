@@ -11,14 +11,18 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raylane.sft.config import RunConfig
     from raylane.sft.trainer import RunResult
 
-__all__ = ["add_arguments", "add_config_arguments", "run", "set_up_logging", "summary"]
+__all__ = ["add_arguments", "add_config_arguments", "load", "run", "set_up_logging", "summary"]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""
-    parser.add_argument("config", metavar="CONFIG", help="YAML file with the configuration of the run")
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file with the configuration of the run")
+    parser.add_argument(
+        "--config", dest="config_option", metavar="CONFIG", help="the same, as in command lines of NeMo-RL"
+    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -31,6 +35,22 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides; all other settings are keys of the configuration."""
     add_config_arguments(parser)
+
+
+def load(args: argparse.Namespace) -> RunConfig:
+    """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
+    from raylane.errors import ConfigError
+    from raylane.sft.config import load_config
+
+    set_up_logging("info")  # the file names its own level, and reading the file may log already
+    words = [word for word in (args.config, *args.overrides) if word is not None]
+    # With --config, argparse takes the first override for CONFIG.
+    path = args.config_option if args.config_option is not None else words.pop(0) if words else None
+    if path is None:
+        raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
+    config = load_config(path, words)
+    set_up_logging(config.logger.log_level)
+    return config
 
 
 def set_up_logging(level: str) -> None:
@@ -51,12 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a finished run, also after SIGTERM once everything is saved; 130 after Ctrl-C.
     """
-    from raylane.sft.config import load_config
-
-    config = load_config(
-        args.config, args.overrides
-    )  # before the slow imports, so that a wrong key is reported at once
-    set_up_logging(config.logger.log_level)
+    config = load(args)  # before the slow imports, so that a wrong key is reported at once
     from raylane.sft import trainer
     from raylane.sft.planning import plan_run, render
 
@@ -80,7 +95,7 @@ def summary(result: RunResult) -> str:
             for name, path in (
                 ("checkpoint", result.checkpoint),
                 ("model", result.hf_dir),
-                ("loss curve", result.curve),
+                ("report", result.report),
             )
             if path is not None
         ),

@@ -8,9 +8,10 @@ and that they cover exactly what the assistant wrote. transformers is imported w
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,13 @@ class ChatTokenizer:
     Attributes: `hf` the tokenizer; `pad_id`, `vocab_size`; `end_ids` the tokens that end a turn.
     """
 
-    def __init__(self, hf: Any, template: str | None = None, extra_end_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        hf: Any,
+        template: str | None = None,
+        extra_end_ids: Sequence[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         if template is not None:
             hf.chat_template = template
         if not hf.is_fast:
@@ -130,6 +137,13 @@ class ChatTokenizer:
         if hf.eos_token_id is None and not extra_end_ids:
             raise DataError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")
         self.hf = hf
+        self._template_kwargs = dict(template_kwargs or {})
+        # A value for a parameter of transformers would change the call itself (tokenize=false) or fail in it.
+        if taken := sorted(set(self._template_kwargs) & set(inspect.signature(hf.apply_chat_template).parameters)):
+            raise ConfigError(
+                f"policy.tokenizer.chat_template_kwargs sets {', '.join(taken)}, which raylane passes itself; only "
+                "variables of the chat template can be set"
+            )
         self.end_ids = frozenset([*extra_end_ids, *([] if hf.eos_token_id is None else [hf.eos_token_id])])
         self.pad_id = int(min(self.end_ids) if hf.pad_token_id is None else hf.pad_token_id)
         # Token ids may have gaps, so the number of tokens can be less than the largest id.
@@ -137,8 +151,10 @@ class ChatTokenizer:
         self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
 
     @classmethod
-    def load(cls, folder: str | Path, choice: str | None = None) -> ChatTokenizer:
-        """Load from a Hugging Face folder; `choice` is `policy.tokenizer.chat_template`."""
+    def load(
+        cls, folder: str | Path, choice: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> ChatTokenizer:
+        """Load from a Hugging Face folder; the other arguments are keys of `policy.tokenizer`."""
         from transformers import AutoTokenizer
 
         path = Path(folder)
@@ -151,14 +167,16 @@ class ChatTokenizer:
             hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # damaged files make transformers and tokenizers raise almost any exception
             raise ConfigError(f"transformers cannot load a tokenizer from {folder}: {error}") from error
-        return cls(hf, template_text(choice), _generation_end_ids(path))
+        return cls(hf, template_text(choice), _generation_end_ids(path), template_kwargs)
 
     @classmethod
     def train(cls, texts: Iterable[str], settings: TokenizerConfig) -> ChatTokenizer:
         """Train a new tokenizer on `texts`, of the size `policy.tokenizer.train_vocab_size`."""
         assert settings.train_vocab_size is not None
         template = template_text(settings.chat_template) or chatml_template()
-        return cls(train_tokenizer(texts, settings.train_vocab_size), template)
+        # The template is not part of the training: its special tokens are fixed, and its other text is rare.
+        hf = train_tokenizer(texts, settings.train_vocab_size)
+        return cls(hf, template, template_kwargs=settings.chat_template_kwargs)
 
     def encode(self, conversation: Conversation) -> Encoded:
         """Return tokens and mask of one conversation; DataError with file and line if the template refuses it.
@@ -173,6 +191,7 @@ class ChatTokenizer:
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
+                **self._template_kwargs,
             )
         except Exception as error:
             reason = str(error) or type(error).__name__

@@ -227,11 +227,14 @@ def _cache_key(config: RunConfig, sources: str) -> str:
         "train_vocab_size": tokenizer.train_vocab_size,
         "template": template_text(tokenizer.chat_template),
         "template_choice": tokenizer.chat_template in ("chatml", "llama3"),
+        "template_kwargs": repr(tokenizer.chat_template_kwargs),  # YAML values, some of which JSON does not have
         "row_tokens": config.policy.max_total_sequence_length,
         "data": [
             data.overlong,
             data.allow_unsupervised,
             data.messages_key,
+            data.input_key,
+            data.output_key,
             data.validation_fraction,
             data.check_masks,
         ],
@@ -295,7 +298,7 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     settings = config.policy.tokenizer
     tokenizer_folder = _tokenizer_folder(config)
     if tokenizer_folder is not None:
-        tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template)
+        tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template, settings.chat_template_kwargs)
     else:
         texts = (message["content"] for one in _conversations(config, "train") for message in one.messages)
         tokenizer = ChatTokenizer.train(texts, settings)
@@ -318,10 +321,11 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
 def _conversations(config: RunConfig, name: str) -> Iterator[Conversation]:
     """Yield the conversations of the set "train" or "validation"."""
     data = config.data
+    pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
     if name == "validation" and data.validation is not None:
-        yield from read_conversations([data.validation], data.messages_key)
+        yield from read_conversations([data.validation], data.messages_key, pair_keys)
         return
-    for one in read_conversations(data.train, data.messages_key):
+    for one in read_conversations(data.train, data.messages_key, pair_keys):
         held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
         if held_out == (name == "validation"):
             yield one

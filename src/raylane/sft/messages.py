@@ -2,7 +2,8 @@
 
 One line is one JSON object with a list of OpenAI-style messages and optional `tools`: roles system, user, assistant and
 tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON string;
-`weight: 0` on an assistant message that is context only. Anything unusable raises DataError with file and line; nothing
+`weight: 0` on an assistant message that is context only. A line may also hold one question and one answer as two texts
+(`data.input_key`, `data.output_key`). Anything unusable raises DataError with file and line; nothing
 is skipped silently. Knows nothing of tokens. Called by `data.py`.
 """
 
@@ -47,14 +48,16 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
 
 
-def read_conversations(paths: Iterable[str | Path], messages_key: str = "messages") -> Iterator[Conversation]:
+def read_conversations(
+    paths: Iterable[str | Path], messages_key: str = "messages", pair_keys: tuple[str, str] | None = None
+) -> Iterator[Conversation]:
     """Yield the conversations of JSONL files, one file after the other; blank lines are skipped."""
     for path in paths:
         empty = True
         for number, line in _lines(Path(path)):
             if line.strip():
                 empty = False
-                yield parse_conversation(line, f"{path}:{number}", messages_key)
+                yield parse_conversation(line, f"{path}:{number}", messages_key, pair_keys)
         if empty:
             raise DataError(
                 f"data file {path} holds no conversation. Give a JSONL file with one per line", path=str(path)
@@ -73,8 +76,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
 
 
-def parse_conversation(line: str, where: str, messages_key: str = "messages") -> Conversation:
-    """Return one line of JSON as a Conversation; DataError with `where` if it is not one."""
+def parse_conversation(
+    line: str, where: str, messages_key: str = "messages", pair_keys: tuple[str, str] | None = None
+) -> Conversation:
+    """Return one line of JSON as a Conversation; DataError with `where` if it is not one.
+
+    `pair_keys` are the keys of a question and its answer in lines without `messages_key`.
+    """
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
@@ -84,6 +92,9 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
         raise DataError(f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}")
+    # A line with messages is complete, even if it has the other two keys as well; NeMo-RL decides in the same way.
+    if pair_keys is not None and messages_key not in record:
+        record[messages_key] = _pair(record, pair_keys, where)
     if messages_key not in record:
         close = difflib.get_close_matches(messages_key, record, n=1)
         hint = f"set data.messages_key={close[0]}" if close else 'write {"messages": [{"role": ..., "content": ...}]}'
@@ -103,6 +114,18 @@ def parse_conversation(line: str, where: str, messages_key: str = "messages") ->
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
     return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
+
+
+def _pair(record: dict[str, Any], keys: tuple[str, str], where: str) -> list[dict[str, Any]]:
+    """Return the question and the answer of a line as two messages."""
+    for option, key in zip(("data.input_key", "data.output_key"), keys, strict=True):
+        if not isinstance(record.get(key), str):
+            given = repr(record[key]) if key in record else "nothing"
+            raise DataError(
+                f"{where}: {option}={key} must name a text, found {given} among the keys {sorted(record)}. Correct "
+                f"the line or {option}"
+            )
+    return [{"role": "user", "content": record[keys[0]]}, {"role": "assistant", "content": record[keys[1]]}]
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

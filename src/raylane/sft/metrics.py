@@ -94,7 +94,7 @@ class MetricsLog:
         self._live = self._stream.isatty()
         self._bar_width = 0
         self._began = time.perf_counter()
-        for name in (METRICS_FILE, "metrics.draft", "loss.html", "loss.png"):
+        for name in (METRICS_FILE, "metrics.draft"):
             if (self.run_dir / name).is_symlink():  # writing would truncate and overwrite the target of the link
                 raise ConfigError(
                     f"{self.run_dir / name} is a symbolic link; remove it, or choose another logger.log_dir"

@@ -23,6 +23,8 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
     """
     w = schedule.warmup_steps
     if step < w:
+        if isinstance(schedule.first_step, float):  # torch.optim.lr_scheduler.LinearLR
+            return peak * (schedule.first_step + (1 - schedule.first_step) * step / w)
         begin, rises = {"1/(w+1)": (1, w + 1), "1/w": (1, w), "0": (0, w)}[schedule.first_step]
         return peak * (step + begin) / rises
     if schedule.name == "constant":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,35 +19,19 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from raylane.errors import ConfigError
+from raylane.sft.nemo_keys import refusal
 
-__all__ = ["apply_overrides", "explain", "parse_override", "read_yaml", "refuse_unknown", "suggest"]
-
-# NeMo-RL keys that users copy into their files: the raylane key to use instead, or the reason why there is none.
-FROM_NEMO_RL = {
-    "sft.only_unmask_final": "what is supervised is marked by {% generation %} in the chat template",
-    "policy.megatron_cfg": "there is no Megatron backend; remove it, or set its enabled to false",
-    "policy.dynamic_batching": "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
-    "policy.sequence_packing.train_mb_tokens": "a micro-batch has policy.max_total_sequence_length x "
-    "policy.train_micro_batch_size tokens; set those, and remove it",
-    "policy.sequence_packing.sequence_length_round": "rows have policy.max_total_sequence_length tokens, which must be "
-    "a multiple of it",
-    "policy.dtensor_cfg.enabled": "it is always on; remove it",
-    "policy.dtensor_cfg.env_vars": "use cluster.env_vars",
-    "policy.tokenizer.chat_template_kwargs": "templates get no further values; write them into the template",
-    "logger.swanlab_enabled": "SwanLab is not supported; metrics.jsonl is always written",
-    "logger.monitor_gpus": "GPUs are not monitored; remove it",
-    "checkpointing.checkpoint_must_save_by": "send SIGTERM when time is up: the run saves and ends",
-    "policy.dtensor_cfg.tensor_parallel_size": "tensor parallelism is not supported yet; remove it",
-    "policy.dtensor_cfg.context_parallel_size": "context parallelism is not supported yet; remove it",
-    "policy.dtensor_cfg.sequence_parallel": "sequence parallelism is not supported yet; remove it",
-    "policy.dtensor_cfg.lora_cfg": "LoRA is not supported yet; remove it",
-    "data.max_input_seq_length": "use policy.max_total_sequence_length",
-    "data.add_bos": "the chat template decides; remove it",
-    "data.add_eos": "the chat template decides; remove it",
-    "data.num_workers": "data is tokenised once into a cache; remove it",
-    "checkpointing.save_consolidated": "use checkpointing.save_hf",
-    "logger.mlflow_enabled": "MLflow is not supported; metrics.jsonl is always written",
-}
+__all__ = [
+    "apply_overrides",
+    "explain",
+    "merge",
+    "missing",
+    "parse_override",
+    "read_yaml",
+    "refuse_unknown",
+    "suggest",
+    "unknown",
+]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -82,8 +66,8 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def _unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[BaseModel], name: str) -> str:
     """Return the message for the unknown key `parent.name`, with a suggestion where there is one."""
     path = ".".join([*parent, name])
-    if path in FROM_NEMO_RL:
-        return f"unknown key {path!r}: {FROM_NEMO_RL[path]}"
+    if reason := refusal(path):
+        return f"unknown key {path!r}: {reason}"
     siblings = {".".join([*parent, known]): known for known in model.model_fields}
     close = difflib.get_close_matches(name, siblings.values(), n=1, cutoff=0.55)
     if close:
@@ -97,23 +81,37 @@ def _unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[B
 
 def refuse_unknown(document: Mapping[str, Any], root: type[BaseModel], source: str) -> None:
     """Raise ConfigError that names every key of `document` that is not in the schema, each with a suggestion."""
-    problems = list(_unknown_keys(document, root, root, []))
+    problems = unknown(document, root)
     if problems:
-        raise ConfigError(f"{source}: " + "; ".join(problems), keys=problems)
+        raise ConfigError(f"{source}: " + "; ".join(problems.values()), keys=list(problems.values()))
+
+
+def unknown(document: Mapping[str, Any], root: type[BaseModel]) -> dict[str, str]:
+    """Return the keys of `document` that are not in the schema, dotted, each with a message and a suggestion."""
+    return dict(_unknown_keys(document, root, root, []))
 
 
 def _unknown_keys(
     document: Mapping[str, Any], root: type[BaseModel], model: type[BaseModel], parent: list[str]
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
     for key, value in document.items():
         field = model.model_fields.get(key)
         if field is None:
             if not _is_open(model):
-                yield _unknown_message(root, parent, model, str(key))
+                yield ".".join([*parent, str(key)]), _unknown_message(root, parent, model, str(key))
             continue
         inner = _model_of(field.annotation)
         if inner is not None and isinstance(value, Mapping):
             yield from _unknown_keys(value, root, inner, [*parent, key])
+
+
+def missing(document: Mapping[str, Any], parent: str = "") -> list[str]:
+    """Return the dotted keys whose value is `???`, OmegaConf's mark of a value that must be given."""
+    found = []
+    for key, value in document.items():
+        path = f"{parent}{key}"
+        found += missing(value, f"{path}.") if isinstance(value, Mapping) else [path] if value == "???" else []
+    return found
 
 
 def explain(error: ValidationError, source: str) -> str:
@@ -200,10 +198,16 @@ def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a new document: values of `above` win, mappings are merged key by key, lists are replaced."""
+    """Return a new document: values of `above` win, mappings are merged key by key, lists are replaced.
+
+    A mapping with `_override_: true` replaces the one below it instead, as in NeMo-RL.
+    """
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
+        if isinstance(value, Mapping) and value.get("_override_") is True:
+            merged[key] = copy.deepcopy({name: one for name, one in value.items() if name != "_override_"})
+            continue
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = merge(old, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
     return merged
@@ -240,23 +244,47 @@ def parse_override(word: str) -> Override:
         raise ConfigError(f"override {word!r} has no value; {how}")
     if text is not None and not text.strip():
         raise ConfigError(f"override {word!r} has an empty value; write {dotted}=null, or {dotted}=\"''\" for no text")
-    value = None if text is None else _parse_yaml(text, f"the value of override {word!r}")
-    if isinstance(value, dict) and any(v is None and isinstance(k, str) and ":" in k for k, v in value.items()):
-        raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
+    value = None if text is None else _split_entries(_parse_yaml(text, f"the value of override {word!r}"), word)
     return Override(word, sign, path, value, text is not None)
 
 
-def apply_overrides(document: Mapping[str, Any], words: Sequence[str], root: type[BaseModel]) -> dict[str, Any]:
-    """Return a new document with the overrides applied from left to right; ConfigError if one does not fit."""
+def _split_entries(value: Any, word: str) -> Any:
+    """Return a value with entries like `a:1` split into key and value; Hydra needs no blank after the colon."""
+    if isinstance(value, list):
+        return [_split_entries(one, word) for one in value]
+    if not isinstance(value, dict):
+        return value
+    split = {}
+    for key, one in value.items():
+        # YAML reads `a:1` in a flow mapping as a key without a value.
+        name, colon, text = key.partition(":") if isinstance(key, str) and one is None else (key, "", "")
+        if colon and not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
+        split[name] = _parse_yaml(text, f"the value of override {word!r}") if colon else _split_entries(one, word)
+    return split
+
+
+def apply_overrides(
+    document: Mapping[str, Any],
+    words: Sequence[str],
+    root: type[BaseModel],
+    is_foreign: Callable[[str], bool] = lambda path: False,
+) -> dict[str, Any]:
+    """Return a new document with the overrides applied from left to right; ConfigError if one does not fit.
+
+    `is_foreign` returns True for dotted keys that may be set although the schema does not have them.
+    """
     result = copy.deepcopy(dict(document))
     for word in words:
-        _apply_override(result, parse_override(word), root)
+        override = parse_override(word)
+        # A foreign key may lie below a single value of the schema (data.train.data_path), which `_check_path` refuses.
+        declared = not is_foreign(".".join(override.path)) and _check_path(override, root, result)
+        _apply_override(result, override, declared)
     return result
 
 
-def _apply_override(document: dict[str, Any], override: Override, root: type[BaseModel]) -> None:
-    """Apply one override to `document` in place; ConfigError if it does not fit the schema."""
-    declared = _check_path(override, root, document)
+def _apply_override(document: dict[str, Any], override: Override, declared: bool) -> None:
+    """Apply one override to `document` in place. `declared` is True if the schema has its key."""
     *parents, last = override.path
     here = document
     for name in parents:

@@ -35,13 +35,12 @@ Every key can also be set on the command line:
 | `~logger.log_dir` | removes a key that the file has set, so that its default applies |
 
 Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for the value of another key,
-`${mul:a,b}` and `${div:a,b}` for a product and a quotient (write `\\${` for a literal `${`). A key that is not on this
-page is an error that suggests the nearest known key. Relative paths start at the working directory.
+and `${mul:a,b}` (also `add`, `div`, `max`) for a computed one (write `\\${` for a literal `${`). The value `???` must
+be overridden. A key that is not on this page is an error that suggests the nearest known key. Relative paths start at
+the working directory.
 
-Key names are those of NeMo-RL where the meaning is the same; differences are noted below. In a file, NeMo-RL values
-such as `optimizer.name: torch.optim.AdamW` are accepted. NeMo-RL keys that request nothing
-(`tensor_parallel_size: 1`, `megatron_cfg: {enabled: false}`) are ignored with a log message; keys that request a
-feature which raylane does not have are refused. A list under `policy.scheduler` is refused: use the keys below instead.
+Key names are those of NeMo-RL where the meaning is the same; differences are noted below. Files and command lines of
+NeMo-RL are understood: see [Move from NeMo-RL](../howto/from-nemo-rl.md).
 """
 
 

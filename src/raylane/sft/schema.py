@@ -57,6 +57,10 @@ def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value
 
 
+def _null_as_empty(value: Any) -> Any:
+    return {} if value is None else value
+
+
 def _number_as_text(value: Any) -> Any:
     """Return a number as text: YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text."""
     return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
@@ -157,6 +161,11 @@ class TokenizerConfig(Section):
         "other text: path of a Jinja file. The template must mark the assistant's text with {% "
         "generation %} ... {% endgeneration %}.",
     )
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_null_as_empty)] = Field(
+        default_factory=dict,
+        description="Values for variables of the chat template, e.g. enable_thinking; an open mapping. Pass the same "
+        "values when you use the model.",
+    )
 
 
 class AdamWKwargs(Section):
@@ -205,16 +214,16 @@ class SchedulerConfig(Section):
     name: Literal["cosine", "linear", "constant"] = Field(
         default="cosine",
         description="Shape of the learning rate after the warm-up. NeMo-RL has a list of torch schedulers under "
-        "policy.scheduler instead.",
+        "policy.scheduler instead, which is accepted too if these keys can express it exactly.",
     )
     warmup_steps: NaturalInt = Field(
         default=0, description="Number of warm-up steps (w), over which the learning rate rises linearly."
     )
-    first_step: Literal["1/(w+1)", "1/w", "0"] = Field(
+    first_step: Literal["1/(w+1)", "1/w", "0"] | Annotated[float, Field(ge=0, le=1)] = Field(
         default="1/(w+1)",
         description="Learning rate of the first warm-up step as a fraction of the peak: 1/(w+1) as in torchtitan, "
-        "1/w as in torch's LinearLR(start_factor=1/w), or 0 as in transformers (with 0 the first step "
-        "changes nothing).",
+        "1/w as in torch's LinearLR(start_factor=1/w), 0 as in transformers (with 0 the first step "
+        "changes nothing), or a number as in torch's LinearLR(start_factor=number, total_iters=w).",
     )
     min_lr_at: Literal["last_step", "after_last_step"] = Field(
         default="last_step",
@@ -425,13 +434,25 @@ class DataConfig(Section):
     messages_key: str = Field(
         default="messages", description="Key of the list of messages in each line. NeMo-RL: chat_key."
     )
+    input_key: str | None = Field(
+        default=None,
+        description="Key of the user's text in lines without messages_key, which hold one question and one answer; "
+        "null means that every line has messages. Needs output_key.",
+    )
+    output_key: str | None = Field(
+        default=None, description="Key of the assistant's text in lines without messages_key. Needs input_key."
+    )
 
     @model_validator(mode="after")
-    def _one_validation_set(self) -> DataConfig:
+    def _keys_that_fit(self) -> DataConfig:
         if self.validation is not None and self.validation_fraction:
             raise ValueError(
                 f"validation={self.validation!r} and validation_fraction={self.validation_fraction} are both set; "
                 "remove one"
+            )
+        if (self.input_key is None) != (self.output_key is None):
+            raise ValueError(
+                f"input_key={self.input_key!r} and output_key={self.output_key!r} must both be set, or both be null"
             )
         return self
 
@@ -501,7 +522,7 @@ class LoggerConfig(Section):
 
     log_dir: str = Field(
         default="runs/logs",
-        description="Folder of metrics.jsonl, the loss curve and the TensorBoard files.",
+        description="Folder of metrics.jsonl, report.html and the TensorBoard files.",
     )
     tensorboard_enabled: bool = Field(
         default=False, description="Write TensorBoard files too; needs the package tensorboard."

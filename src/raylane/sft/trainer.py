@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from raylane.sft import checkpoint, order, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig, RunConfig
-from raylane.sft.curve import loss_curve
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import lock_folders
 from raylane.sft.metrics import MetricsLog
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource, open_rows
+from raylane.sft.run_record import RunRecord
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
@@ -76,10 +76,10 @@ class RunResult:
     """Folder of the last checkpoint; None if none was saved."""
     hf_dir: Path | None
     """Folder of the model in Hugging Face format; None if it was not written."""
-    curve: Path | None
-    """File with the loss curve; None if no curve was drawn."""
     sample: sample.Sample | None
     """A prompt from the data and the model's answer to it; None if no sample was made."""
+    report: Path | None = None
+    """Page with plots of the run; None if it was not drawn."""
 
 
 def run(config: RunConfig) -> RunResult:
@@ -91,6 +91,11 @@ def run(config: RunConfig) -> RunResult:
     Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
     WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
     """
+    with RunRecord(config) as record:
+        return _run_recorded(config, record)
+
+
+def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
     prepared = prepare(config)
     rows = open_rows(prepared.train, config.policy, prepared.pad_id)
     total = order.total_steps(
@@ -102,7 +107,10 @@ def run(config: RunConfig) -> RunResult:
     # The folders are locked before the search for a checkpoint: another run must not replace it in between.
     with lock_folders(folders), MetricsLog(config.logger, config.logger.log_dir) as log:
         resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
-        return _run_locked(config, prepared, rows, total, resumed, log)
+        record.open(log.run_dir, resumes=resumed is not None)
+        result = _run_locked(config, prepared, rows, total, resumed, log)
+        report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
+        return replace(result, report=report)
 
 
 def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
@@ -150,7 +158,8 @@ def _run_locked(
             stack.enter_context(_connect_to_ray(config))
             stop = stack.enter_context(StopRequest())
         with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
-            _log.info("%s workers ready: %s; a run of %d steps", config.cluster.num_workers, policy.facts, total)
+            way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
+            _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
             trainer = Trainer(config, policy, rows, log, total, stop)
             trainer.resume_from(resumed)
             if (reason := policy.group.fallback_reason) is not None:
@@ -158,7 +167,7 @@ def _run_locked(
             trainer.warm_up()
             trainer.fit()
             parameters = int(policy.facts["parameters"])
-        return _result(config, prepared, trainer, log, parameters)
+        return _result(prepared, trainer, parameters)
 
 
 class Trainer:
@@ -434,8 +443,8 @@ def _refuse_unreachable(address: str) -> None:
         ) from error
 
 
-def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: MetricsLog, parameters: int) -> RunResult:
-    """Return the result of a finished run; draw the loss curve and ask the model for a sample answer."""
+def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
+    """Return the result of a finished run; ask the model for a sample answer."""
     folder = hf_dir(trainer.saved)
     shown = None
     if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
@@ -444,12 +453,6 @@ def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: Me
             shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
         except Exception as error:  # the run is complete and saved, so this must not turn it into a failure
             _log.warning("the model in %s was saved, but no sample answer could be made: %r", folder, error)
-    curve = None
-    if trainer.losses:
-        try:
-            curve = loss_curve(log.run_dir)
-        except Exception as error:  # as above
-            _log.warning("the loss curve could not be drawn: %r", error)
     return RunResult(
         steps=trainer.done,
         stopped=trainer.done < trainer.total_steps,
@@ -457,6 +460,5 @@ def _result(config: RunConfig, prepared: PreparedData, trainer: Trainer, log: Me
         val_loss=trainer.losses.get("val:loss"),
         checkpoint=trainer.saved.path if trainer.saved else None,
         hf_dir=folder,
-        curve=curve,
         sample=shown,
     )
