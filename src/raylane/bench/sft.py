@@ -51,6 +51,7 @@ def _run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
         for case in group:
             records += _run_case(case, contenders, quick=quick)
     finally:
+        # Stopped processes cannot run their cleanup, and `shutdown` would wait for its whole timeout.
         measure.send(signal.SIGCONT, contenders)
         for contender in contenders:
             contender.close()
@@ -61,16 +62,19 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
     """Start the workers of all contenders of a group, and add each contender to the list at once."""
     case = group[0]
     if case.work != "train":
+        # One after the other: 32 processes that import torch at once would exceed the start timeout on few cores.
         for name in case.contenders:
             contenders.append(KINDS[name](name, case.workers))
         if any(each.work == "step20ms" for each in group):
             _equalise(contenders)
         return
+    # The workers map the token cache in `setup`, and mapped files outlive their folder.
     with tempfile.TemporaryDirectory() as folder:
         write_conversations(Path(folder) / "train.jsonl", CONVERSATIONS)
         config = training_config(Path(folder), case.workers)
         prepared = prepare(config)
         for name in case.contenders:
+            # The plain loop gets all threads in one process, because torch alone needs no second process on one host.
             alone = name == PLAIN
             workers, threads = (1, THREADS) if alone else (case.workers, THREADS // case.workers)
             contenders.append(KINDS[name](name, workers, PlainTrainer if alone else TrainWorker, threads))
@@ -79,6 +83,7 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
 
 def _equalise(contenders: Sequence[Contender]) -> None:
     """Give all workers the same work per step: about STEP_S seconds while as many of them work as have a core."""
+    # The workers of the first contender work at the same time, as they will in a step.
     measure.stop(contenders[1:])
     try:
         time.sleep(SETTLE_S)
@@ -97,6 +102,7 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
     for contender in contenders:
         if case.work != "train":
             contender.ask("repeat", contender.products if case.work == "step20ms" else 0)
+        # The first call includes compilation, which happens in `open` for Ray's graph and in the call for raylane's.
         opening = time.perf_counter()
         contender.open(case)
         contender.run(case, 1)

@@ -59,6 +59,7 @@ class Blocks:
 
 
 _TRAIN = (*_ALL_WAYS, PLAIN)
+# In this order the cases with the same workers follow each other, and the most important ones come first.
 _ALL = [
     Case("noop-8-worker-fed", 8),
     Case("noop-8-driver-fed", 8, "driver"),
@@ -81,6 +82,7 @@ def group_by_workers(wanted: Iterable[Case]) -> list[list[Case]]:
     """Return the cases grouped by the workers that they need: one set of processes serves all cases of a group."""
     found: dict[tuple[int, bool], list[Case]] = {}
     for case in wanted:
+        # `repeat` turns the worker of a no-op into that of a 20 ms step, so both share their processes.
         found.setdefault((case.workers, case.work == "train"), []).append(case)
     return list(found.values())
 
@@ -89,6 +91,7 @@ def blocks_of(case: Case, *, quick: bool) -> Blocks:
     """Return the blocks of a case. `quick` is a test that the case runs; its results are not meaningful."""
     if quick:
         return Blocks(2, 4, 1)
+    # Short blocks: the speed of a shared machine changes within seconds, and each round compares all contenders.
     if case.work == "train":  # about 160 ms a step
         return Blocks(8, 6, 1)
     return Blocks(8, 25, 3) if case.work == "step20ms" else Blocks(8, 100, 20)

@@ -50,6 +50,7 @@ class Contender:
         self.name = name
         # Almost no logical CPU, so that Ray places the workers of all contenders at once; only one set runs at a time.
         options = WorkerOptions(num_cpus=0.01, env_vars={"OMP_NUM_THREADS": str(threads)})
+        # StepWorker sets the number of its threads itself, in the thread that computes.
         arguments = () if worker_class is StepWorker else (threads,)
         self.group = self.group_class(worker_class, workers, init_args=arguments, options=options)
         self.pids: list[int] = self.ask("pid")
@@ -81,6 +82,7 @@ class Contender:
     def send(self, number: int) -> Any:
         """Send step `number`."""
         if not self.parts:
+            # Replicated on the axis of the output, so that one worker returns its metrics, as `sft.policy` does it.
             return self.group.run_all_workers_sharded_data(
                 "step", number, replicate_on_axes=AXES, output_is_replicated=AXES
             )
@@ -99,6 +101,7 @@ class Contender:
 
     def finish(self, token: Any) -> dict[str, float]:
         """Wait for a step and return its metrics; RuntimeError if they belong to another step."""
+        # A contender that mixed up its steps would still be fast.
         number, sent = token
         metrics = self.receive(sent)
         if metrics["step"] != number:
@@ -119,6 +122,7 @@ class Contender:
         works_us = [max(times) for times in zip(*self.ask("take_times"), strict=True)]
         self.walls_us += walls_us
         self.works_us += works_us
+        # A rate of each block, not of each step: rows have different numbers of tokens.
         self.rates.append(tokens / sum(walls_us) * 1e6)
         overheads_us = [wall - work for wall, work in zip(walls_us, works_us, strict=True)]
         return measure.Tally(overheads_us if case.in_flight == 1 else walls_us, len(walls_us))
@@ -157,6 +161,7 @@ class RayCompiled(Contender):
 
     def open(self, case: Case) -> None:
         super().open(case)
+        # The methods of the host that raylane's graphs call, so that the workers do the same in all contenders.
         actors = self.group._actors
         with dag.InputNode() as x:
             if self.parts:
@@ -166,9 +171,11 @@ class RayCompiled(Contender):
             else:
                 nodes = [actors[0].run.bind(x), *(actor.run_quietly.bind(x) for actor in actors[1:])]
             graph = dag.MultiOutputNode(nodes)
+        # Only in `open`: an actor runs one graph of Ray at a time, and runs it by spinning.
         self.graph = graph.experimental_compile()
 
     def send(self, number: int) -> Any:
+        # Generation 0: no call has failed (`workers.host.Head`).
         if not self.parts:
             return self.graph.execute(((0, "step"), ((number,), {})))
         return self.graph.execute(((0, "feed"), {"number": number}), *(((), {"data": part}) for part in self.parts))

@@ -31,6 +31,7 @@ THREADS = 2
 
 def write_conversations(path: Path, count: int) -> None:
     """Write `count` conversations of random words."""
+    # Enough different words that a tokenizer of 4,096 tokens can be trained on them.
     chooser = random.Random(1)
     words = ["".join(chooser.choices("abcdefghijklmnopqrstuvwxyz", k=chooser.randint(3, 9))) for _ in range(4000)]
     with path.open("w", encoding="utf-8") as file:
@@ -101,6 +102,7 @@ class PlainTrainer(TimedWorker):
         self.model: Any = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation="sdpa"
         ).train()
+        # The same groups as `sft.optim`: no weight decay for norms and biases.
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -117,6 +119,7 @@ class PlainTrainer(TimedWorker):
         # Without a mask and a cache, transformers keeps the packed documents apart by their positions.
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         hidden = self.model.model(**inputs).last_hidden_state
+        # Only supervised positions go through the head; to compute all logits would make this loop slower.
         learned = batch["labels"] != IGNORED
         loss = torch.nn.functional.cross_entropy(self.model.lm_head(hidden[learned]), batch["labels"][learned])
         loss.backward()  # type: ignore[no-untyped-call]

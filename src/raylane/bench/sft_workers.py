@@ -44,6 +44,7 @@ class TimedWorker:
 
     def feed(self, data: Any, number: int) -> dict[str, float]:
         """Run step `number` on a batch that the driver sent."""
+        # Read something: a way to send batches could be fast by leaving them unread.
         assert data["input_ids"].ndim == 2
         return self.step(number)
 
@@ -68,6 +69,7 @@ class StepWorker(TimedWorker):
     def __init__(self) -> None:
         super().__init__()
         self.repeats = 0
+        # The rows sum to 1, so that repeated products neither vanish nor overflow, which would change their speed.
         self.matrix = torch.full((self.WIDTH, self.WIDTH), 1 / self.WIDTH)
 
     def calibrate(self, seconds: float) -> int:

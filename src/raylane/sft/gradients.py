@@ -45,7 +45,7 @@ class GradientSum:
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Replace each gradient by its sum over all workers."""
-        if self._world == 1:
+        if self._world == 1:  # the gradients are the sums
             return
         trained = [parameter for parameter in parameters if parameter.grad is not None]
         flat = self._sum([parameter.grad.reshape(-1) for parameter in trained if parameter.grad is not None])
@@ -61,11 +61,13 @@ class GradientSum:
             return flat
         rank, length = dist.get_rank(), sum(gradient.numel() for gradient in gradients)
         slots, result = self._shared[:-1, :length], self._shared[-1, :length]
+        # The join of the gradients is needed anyway, so writing it into the slot costs nothing more.
         torch.cat(gradients, out=slots[rank])
         dist.barrier()
         part = slice(length * rank // self._world, length * (rank + 1) // self._world)
         torch.sum(slots[:, part], 0, out=result[part])
         dist.barrier()
+        # A copy, because clipping changes gradients in place, and every worker would scale the shared result.
         return result.clone()
 
 

@@ -83,6 +83,7 @@ def shards_parameters(policy: PolicyConfig, dp_shard: int, num_parameters: int) 
     settings = policy.dtensor_cfg
     if settings.shard_parameters != "auto":
         return settings.shard_parameters == "always"
+    # A plain module would compute in float32, and have no place for float32 masters beside bfloat16 weights.
     if policy.precision != "float32" or settings.cpu_offload or settings.reduce_every_micro_batch:
         return True
     return dp_shard > 1 and num_parameters * _STATE_BYTES > _WHOLE_BYTES
