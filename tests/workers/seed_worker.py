@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from raylane.errors import GraphTimeoutError
+
 
 class SeedWorker:
     """A worker of a small data-parallel training: records its calls, computes, waits, fails and dies on request."""
@@ -80,3 +82,15 @@ class SeedWorker:
 
     def native_thread(self) -> int:
         return threading.get_native_id()
+
+    def time_out(self) -> None:
+        raise GraphTimeoutError("a graph of this worker", execution=3)
+
+
+class Reluctant(SeedWorker):
+    """A worker whose constructor raises as long as a file exists."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        if Path(path).exists():
+            raise ArithmeticError("the file exists")

@@ -47,8 +47,10 @@ class GradientSum:
         """Replace each gradient by its sum over all workers."""
         if self._world == 1:  # the gradients are the sums
             return
-        trained = [parameter for parameter in parameters if parameter.grad is not None]
-        flat = self._sum([parameter.grad.reshape(-1) for parameter in trained if parameter.grad is not None])
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        # A parameter that the data of this worker did not use counts as zeros: all workers must join the same parts.
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
+        flat = self._sum([gradient.reshape(-1) for gradient in gradients])
         # Views of the sum replace the gradients, so nothing is copied back.
         for parameter, part in zip(trained, torch.split(flat, [p.numel() for p in trained]), strict=True):
             parameter.grad = part.view_as(parameter)

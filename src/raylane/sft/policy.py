@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError
+from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import micro_batches
@@ -302,6 +302,8 @@ class Policy:
             return checkpoint.commit_export(saved, partial)
         except (OSError, RaylaneError) as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, WorkerLostError):  # a trainer starts the workers again
+                raise
             raise CheckpointError(
                 f"the Hugging Face folder of step {saved.step} could not be written: {error}. The checkpoint "
                 f"{saved.path} is complete: correct the cause and run the same command again, or set "

@@ -182,8 +182,8 @@ class Trainer:
         """Last checkpoint of this run, or the checkpoint that the run resumed from."""
         self.losses: dict[str, float] = {}
         """Latest values of "train:loss" and "val:loss"."""
-        self._last_validation: tuple[int, float] | None = None
-        """Number of steps done at the last validation, and its loss; None before the first one."""
+        self._validations: dict[int, float] = {}
+        """Loss of each validation of this run, by the number of steps done."""
         self._in_flight: deque[tuple[int, GroupFuture]] = deque()
         """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
         self._restarts = 0
@@ -206,6 +206,10 @@ class Trainer:
             self._log.rewind(self.done)
         elif (aside := self._log.begin_anew()) is not None:
             _log.info("the metrics of an earlier run were moved to %s", aside)
+        self._discard_partial()
+
+    def _discard_partial(self) -> None:
+        """Remove checkpoints that were being written when a run or its workers ended."""
         if self._config.checkpointing.enabled:
             for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
@@ -253,13 +257,14 @@ class Trainer:
         _log.warning("%s", text)
         self._log.note(self.done, text)
         self._in_flight.clear()
+        self.losses.clear()
         self._policy.recover()
         if self.saved is not None:
             self.resume_from(self.saved)
         else:
             self._log.rewind(0)
-        if self._last_validation is not None and self._last_validation[0] > self.done:
-            self._last_validation = None
+            self._discard_partial()
+        self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
         self.warm_up()
 
     def _run_steps(self) -> None:
@@ -328,10 +333,10 @@ class Trainer:
 
     def _validate(self) -> None:
         """Validate and record the loss, unless that was already done after the same step."""
-        if self._last_validation is not None and self._last_validation[0] == self.done:
+        if self.done in self._validations:
             return
         metrics = self._policy.validate()
-        self._last_validation = (self.done, metrics["loss"])
+        self._validations[self.done] = metrics["loss"]
         self.losses["val:loss"] = metrics["loss"]
         self._log.log(self.done, metrics, "val")
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
@@ -341,8 +346,8 @@ class Trainer:
         if self.saved is not None and self.saved.step == self.done and (not with_hf or hf_dir(self.saved) is not None):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
-        if self._last_validation is not None and self._last_validation[0] == self.done:
-            metrics["val:loss"] = self._last_validation[1]
+        if self.done in self._validations:
+            metrics["val:loss"] = self._validations[self.done]
         if self.saved is not None and self.saved.step == self.done:
             # The state of this step is saved already. If no metric is new, only the Hugging Face folder is missing.
             if not set(metrics) - set(self.saved.metrics):

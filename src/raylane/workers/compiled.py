@@ -71,8 +71,10 @@ Mode = Literal["off", "preferred", "required"]
 class CallGraph:
     """Compiled graph of one dispatch plan."""
 
-    def __init__(self, plan: DispatchPlan, actors: Sequence[Any], inflight: int) -> None:
-        """Compile the graph; waits for the actors. Raises the errors of `raylane.compile`."""
+    def __init__(
+        self, plan: DispatchPlan, actors: Sequence[Any], inflight: int, timeout_s: float | None = None
+    ) -> None:
+        """Compile the graph; waits for the actors, as `raylane.compile`, whose errors it raises."""
         self.paths = tuple(dict.fromkeys(call.path for call in plan.calls))
         self.ranks = plan.called_ranks
         """Rank of each member of the graph, from member 1 on."""
@@ -89,7 +91,7 @@ class CallGraph:
         silent = [node for call, node in nodes.items() if not call.returns]
         # `first` makes the calls of silent ranks count: their errors fail the output, their values stay where they are.
         outputs = [first([returning[0], *silent]), *returning[1:]]
-        self.graph: CompiledGraph = compile_graph(MultiOutputNode(outputs), max_inflight=inflight)
+        self.graph: CompiledGraph = compile_graph(MultiOutputNode(outputs), max_inflight=inflight, timeout_s=timeout_s)
 
     def execute(self, head: Head, slices: Mapping[Path, Arguments], common: Mapping[str, Any]) -> GraphResult:
         """Start one call. Raises GraphValueError if an argument cannot be pickled; then nothing was sent."""
@@ -106,6 +108,8 @@ class GraphCalls:
         self._graph = graph
         self._result = result
         self._rank_of_actor = rank_of_actor
+        self._error: WorkerGroupError | None = None
+        """Error that was raised when the result was read, so that it is raised again later."""
 
     def done(self) -> bool:
         """Return True if every called worker has answered or failed. Does not wait."""
@@ -120,25 +124,34 @@ class GraphCalls:
 
         WorkerLostError if a worker died, WorkerCallError if a method raised.
         """
-        left, graph = deadline.left_s(), self._graph.graph
+        if self._error is not None:
+            raise self._error
+        left = deadline.left_s()
         try:
             values: list[Any] = self._result.get(math.inf if left is None else left)
             return values
         except RayError as error:
-            if isinstance(error, GraphTimeoutError) and graph.ended_by is None:
+            # An error of this wait, not one of a method that waits for a graph of its own.
+            raised = self._result.failed_call
+            if raised is None and isinstance(error, GraphTimeoutError) and self._graph.graph.ended_by is None:
                 return None
-            if not isinstance(error, GraphError):
-                # The worker may have raised because another one has died.
-                graph.drain(_CAUSE_GRACE_OVER_HOSTS_S if graph.spans_hosts else _CAUSE_GRACE_S)
-            ended = graph.ended_by
-            # A method that raised stays the reason after the group has closed its graph.
-            if ended is not None and (isinstance(error, GraphError) or not isinstance(ended, GraphClosedError)):
-                raise lost_worker(label, ended, self._rank_of_actor) from error
-            if isinstance(error, GraphError):
-                raise WorkerCallError(f"{label} has no result: {error}", call=label) from error
-            # Task n of the graph is the call of the n-th rank.
-            task = graph.plan.labels.index(self._result.failed_call)
-            raise translated(error, self._graph.ranks[task], label) from error
+            self._error = self._translated(label, error, raised)
+            raise self._error from error
+
+    def _translated(self, label: str, error: RayError, raised: str | None) -> WorkerGroupError:
+        """Return the error to raise; `raised` is the label of the task whose method raised, if one did."""
+        graph = self._graph.graph
+        if raised is not None:
+            # The worker may have raised because another one has died.
+            graph.drain(_CAUSE_GRACE_OVER_HOSTS_S if graph.spans_hosts else _CAUSE_GRACE_S)
+        ended = graph.ended_by
+        # A method that raised stays the reason after the group has closed its graph.
+        if ended is not None and (raised is None or not isinstance(ended, GraphClosedError)):
+            return lost_worker(label, ended, self._rank_of_actor)
+        if raised is None:
+            return WorkerCallError(f"{label} has no result: {error}", call=label)
+        # Task n of the graph is the call of the n-th rank.
+        return translated(error, self._graph.ranks[graph.plan.labels.index(raised)], label)
 
 
 class FailedCalls:
@@ -208,7 +221,13 @@ class CompiledWorkerGroup(WorkerGroup):
         self._graphs: dict[DispatchPlan, CallGraph] = {}
         self._rank_of_actor: dict[str, int] = {}
         """Rank by Ray's actor id."""
-        self._lock = threading.RLock()  # guards _graphs: calls of several threads are sent one after the other
+        self._ended: list[CallGraph] = []
+        """Graphs that have ended, until the next one is compiled."""
+        self._unsettled: set[int] = set()
+        """Ranks that may still be in a method of a graph that has ended."""
+        self._compiled_before = False
+        """True after the first graph was compiled: later failures do not change the way of calling."""
+        self._lock = threading.RLock()  # guards the graphs: calls of several threads are sent one after the other
         self._send_within = Deadline(None)
         """Limit of the wait for earlier calls when a call is sent."""
         super().__init__(worker_class, sharding, init_args=init_args, init_kwargs=init_kwargs, options=options)
@@ -221,36 +240,94 @@ class CompiledWorkerGroup(WorkerGroup):
     def _deliver(
         self,
         label: str,
-        head: Head,
+        method: str,
         plan: DispatchPlan,
         slices: Mapping[Path, Arguments],
         common: Mapping[str, Any],
     ) -> Pending:
         if not self.compiled:
-            return super()._deliver(label, head, plan, slices, common)
-        with self._lock:
-            try:
-                graph = self._graphs.get(plan) or self._compile(plan)
-                self._wait_for_turn(label, graph)
-                arguments = {path: _with_values(one) for path, one in slices.items()}
-                result = graph.execute(head, arguments, {name: _value(value) for name, value in common.items()})
-            except GraphValueError as error:
-                raise unpicklable(label, error) from error
-            except GraphError as error:
-                if not self._graphs and self.mode == "preferred" and not isinstance(error, GraphActorDiedError):
-                    self._fall_back(error)
-                    return super()._deliver(label, head, plan, slices, common)
-                if isinstance(error, GraphPlanError):
-                    raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
-                return FailedCalls(lost_worker(label, error, self._rank_of_actor))
+            return super()._deliver(label, method, plan, slices, common)
+        limit = self._send_within.left_s()
+        if not self._lock.acquire(timeout=-1 if limit is None else limit):
+            raise WorkerGroupError(f"{self!r}: {label} was not sent: another thread is sending a call")
+        try:
+            if not self._actors:
+                raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")
+            self._put_ended_graphs_aside()
+            if dead := self._settle(label, plan):
+                return FailedCalls(dead)
+            graph = self._graphs.get(plan) or self._compile(plan)
+            self._wait_for_turn(label, graph)
+            arguments = {path: _with_values(one) for path, one in slices.items()}
+            head = (self._failures.count, method)
+            result = graph.execute(head, arguments, {name: _value(value) for name, value in common.items()})
             return GraphCalls(graph, result, self._rank_of_actor)
+        except GraphValueError as error:
+            raise unpicklable(label, error) from error
+        except GraphError as error:
+            if not self._compiled_before and self.mode == "preferred" and not isinstance(error, GraphActorDiedError):
+                self._fall_back(error)
+                return super()._deliver(label, method, plan, slices, common)
+            if isinstance(error, GraphPlanError | GraphTimeoutError):
+                raise WorkerGroupError(f"{self!r}: {label} was not sent through a graph: {error}") from error
+            return FailedCalls(lost_worker(label, error, self._rank_of_actor))
+        finally:
+            self._lock.release()
 
     def _compile(self, plan: DispatchPlan) -> CallGraph:
         # Graphs are few: one for each way in which the program calls its workers.
         self._rank_of_actor = {_ray.actor_id_of(actor): rank for rank, actor in enumerate(self._actors)}
-        graph = CallGraph(plan, self._actors, self.inflight)
+        graph = CallGraph(plan, self._actors, self.inflight, self._send_within.left_s())
+        self._compiled_before = True
         self._graphs[plan] = graph
+        # After the new graph: the thread of a worker ends with the last graph of its process.
+        ended, self._ended = self._ended, []
+        for old in ended:
+            old.graph.teardown(0.0)
         return graph
+
+    def _put_ended_graphs_aside(self) -> None:
+        """Take graphs that have ended out of use, and let their workers refuse what waits in their rings.
+
+        A graph ends with one of its workers, or by Ctrl-C during a call.
+        """
+        ended = [plan for plan, graph in self._graphs.items() if graph.graph.ended_by is not None]
+        if not ended:
+            return
+        self._failures.count += 1  # calls from now on are of a generation that the workers accept
+        self._failures.last = "a graph"
+        for plan in ended:
+            self._unsettled.update(plan.called_ranks)
+            self._ended.append(self._graphs.pop(plan))
+        # Ray's thread of each worker is free. Errors of dead workers are raised by the calls that need them.
+        for rank in self._unsettled:
+            self._actors[rank].fence.remote(self._failures.count, 0.0)
+
+    def _settle(self, label: str, plan: DispatchPlan) -> WorkerLostError | None:
+        """Wait until workers of the plan have ended the calls of graphs that were put aside, but not forever.
+
+        Return the error if one of them has died; WorkerGroupError if one is still in its method after STUCK_S.
+        """
+        ranks = sorted(self._unsettled.intersection(plan.called_ranks))
+        fences = {rank: self._actors[rank].fence.remote(self._failures.count, STUCK_S) for rank in ranks}
+        busy = []
+        for rank, fence in fences.items():
+            try:
+                if not ray.get(fence, timeout=STUCK_S + _CAUSE_GRACE_OVER_HOSTS_S):
+                    busy.append(rank)
+            except ray.exceptions.GetTimeoutError:
+                busy.append(rank)
+            except ray.exceptions.RayActorError as error:
+                return lost(rank, label, str(error).strip().splitlines()[0])
+        if busy:
+            raise WorkerGroupError(
+                f"{self!r}: {label} was not sent: ranks {busy} are still in an earlier call, {STUCK_S:g} s after its "
+                "graph has ended. They probably wait for another rank in a collective. Call recover(), which starts "
+                "all workers again, or shutdown()",
+                ranks=busy,
+            )
+        self._unsettled.difference_update(ranks)
+        return None
 
     def _wait_for_turn(self, label: str, graph: CallGraph) -> None:
         """Wait until the calls under way in other graphs have ended, and until this graph has room for a call."""
@@ -276,26 +353,18 @@ class CompiledWorkerGroup(WorkerGroup):
             self.fallback_reason,
         )
 
-    def rebuild_worker(self, rank: int, timeout_s: float | None = None) -> None:
-        """Construct the worker of a rank again after Ray restarted its process, as `WorkerGroup.rebuild_worker`."""
-        old, self._graphs = self._graphs, {}
-        try:
-            super().rebuild_worker(rank, timeout_s)
-        finally:
-            # After the new graph: the thread of a worker ends with the last graph of its process.
-            for graph in old.values():
-                graph.graph.teardown(0.0)
-
     def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
         """End all workers, as `WorkerGroup.shutdown`."""
         self._send_within = Deadline(timeout_s / 2)
         return super().shutdown(timeout_s, cleanup_method)
 
     def _end_processes(self, deadline: float) -> bool:
-        graphs, self._graphs = self._graphs, {}
-        for graph in graphs.values():
+        # Before the lock: a thread that waits for its turn holds it, and wakes when its graph ends.
+        for graph in [*self._graphs.values(), *self._ended]:
             graph.graph.teardown(0.0)
-        return super()._end_processes(deadline)
+        with self._lock:
+            self._graphs, self._ended, self._unsettled = {}, [], set()
+            return super()._end_processes(deadline)
 
 
 class _PickledByValue:

@@ -59,7 +59,7 @@ class Failures:
     """Label of the call that failed last."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupFuture:
     """A call that was sent to some workers. `group.get_all_worker_results(future)` waits for its results.
 
@@ -71,7 +71,10 @@ class GroupFuture:
     plan: DispatchPlan
     calls: Pending
     failures: Failures
-    """Failures of the group, to which this future adds its own when it is read."""
+    """Failures of the group, to which this future adds its own when it is read for the first time."""
+    generation: int = 0
+    """Number of failures that had been read when the call was sent."""
+    _counted: bool = False
 
     @property
     def called_ranks(self) -> tuple[int, ...]:
@@ -100,8 +103,10 @@ class GroupFuture:
         try:
             values = self.calls.values(self.label, self.plan, Deadline(timeout_s))
         except WorkerGroupError:
-            self.failures.count += 1
-            self.failures.last = self.label
+            if not self._counted:
+                self._counted = True
+                self.failures.count += 1
+                self.failures.last = self.label
             raise
         if values is None:
             late = self.late_ranks()
@@ -179,8 +184,8 @@ def translated(error: RayError, rank: int, label: str) -> WorkerGroupError:
         return error
     if isinstance(error, RayTaskError):
         cause = getattr(error, "cause", None)
-        # Raised by WorkerHost itself: in a restarted process, which has lost its worker, or after an earlier failure.
-        if isinstance(cause, WorkerLostError) or (isinstance(cause, WorkerCallError) and "refused" in cause.fields):
+        # Raised by WorkerHost itself, not by a group that the worker uses: the process was restarted, or refuses calls.
+        if isinstance(cause, WorkerGroupError) and "from_host" in cause.fields:
             return cause
         kind = f"{type(cause).__name__}: {cause}" if cause is not None else "an exception"
         text = str(getattr(error, "traceback_str", error)).strip()

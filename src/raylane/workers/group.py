@@ -32,7 +32,7 @@ from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_sharded, plan_some, take
 from raylane.workers.future import Failures, GroupFuture, Pending, RefCalls
-from raylane.workers.host import CONSTRUCT, Arguments, Head, Seat, WorkerHost
+from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
@@ -95,8 +95,10 @@ class WorkerGroup:
         """(method, number of positional arguments, names of the others) of calls that fit the worker class."""
         self._failures = Failures()
         """Failures that were read. Their number is the generation of calls (`host.Head`)."""
-        self._sent: weakref.WeakSet[GroupFuture] = weakref.WeakSet()
-        """Futures that someone holds, until `_check_not_stuck` has seen that they are done."""
+        self._under_way: list[GroupFuture] = []
+        """Calls that had not ended when the last call was sent, also those whose futures the caller has dropped."""
+        self._broken: str | None = None
+        """Reason why no call may be sent before `recover`; None if there is none."""
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
@@ -223,6 +225,9 @@ class WorkerGroup:
             self._checked.add(form)
         for name, value in (*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()):
             check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
+        if self._broken is not None or not self._actors:
+            reason = self._broken or "its workers could not be started again"
+            raise WorkerGroupError(f"{self!r}: {method!r} was not sent: {reason}. Call recover() or shutdown()")
         self._check_not_stuck(method, plan)
         # Workers with the same path share one slice, so that its tensors travel only once.
         slices = {path: _slice_of(args, kwargs, path) for path in dict.fromkeys(call.path for call in plan.calls)}
@@ -233,20 +238,21 @@ class WorkerGroup:
     ) -> GroupFuture:
         """Send a call that was checked, and return its future."""
         label = f"{self._class.__name__}.{method}"
-        calls = self._deliver(label, (self._failures.count, method), plan, slices, common)
-        future = GroupFuture(label, plan, calls, self._failures)
-        self._sent.add(future)
+        calls = self._deliver(label, method, plan, slices, common)
+        future = GroupFuture(label, plan, calls, self._failures, self._failures.count)
+        self._under_way.append(future)
         return future
 
     def _deliver(
         self,
         label: str,
-        head: Head,
+        method: str,
         plan: DispatchPlan,
         slices: Mapping[Path, Arguments],
         common: Mapping[str, Any],
     ) -> Pending:
         """Send a call to the workers of the plan by plain Ray calls, with one slice of the arguments for each path."""
+        head = (self._failures.count, method)
         put_slices = {path: _put_arrays(one) for path, one in slices.items()}
         shared = _put_arrays(dict(common))
         if len(slices) > 1:
@@ -257,22 +263,26 @@ class WorkerGroup:
                     _TrialPickler(_NullFile(), protocol=5).dump(one)
                 except Exception as error:
                     raise unpicklable(label, error) from error
-        return RefCalls(
-            [
-                self._actors[call.rank].call.remote(head, call.returns, put_slices[call.path], shared)
-                for call in plan.calls
-            ]
-        )
+        refs: list[Any] = []
+        try:
+            for call in plan.calls:
+                sent = self._actors[call.rank].call.remote(head, call.returns, put_slices[call.path], shared)
+                refs.append(sent)
+        except BaseException as error:
+            # Ctrl-C may come between a send and its ref, so it counts as sent.
+            if refs or not isinstance(error, Exception):
+                self._broken = f"{label} was interrupted while it was sent, so some workers have it and others do not"
+            raise
+        return RefCalls(refs)
 
     def _check_not_stuck(self, method: str, plan: DispatchPlan) -> None:
-        """Raise WorkerGroupError if a worker of the plan is still in an earlier call, after a call has failed.
+        """Raise WorkerGroupError if a worker of the plan is still in a call that was sent before a failure was read.
 
         It probably waits for the worker that failed in a collective, so a new call would wait behind it forever.
         """
-        if not self._failures.count:  # the usual case: nothing is asked of the workers
-            return
+        self._under_way = [future for future in self._under_way if not future.done()]
         deadline = Deadline(STUCK_S)
-        for future in list(self._sent):
+        for future in [one for one in self._under_way if one.generation < self._failures.count]:
             while late := sorted(set(future.late_ranks()).intersection(plan.called_ranks)):
                 if deadline.left_s() == 0:
                     raise WorkerGroupError(
@@ -282,8 +292,6 @@ class WorkerGroup:
                         ranks=late,
                     )
                 time.sleep(0.01)  # there is no event for several kinds of futures
-            if future.done():
-                self._sent.discard(future)
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -343,22 +351,24 @@ class WorkerGroup:
         self._sharding.get_index(rank)
         if self._closed:
             raise WorkerGroupError(f"{self!r}: a worker cannot be rebuilt after shutdown. Start a new group")
+        self._failures.count += 1  # what was sent before must not run in the workers that stayed alive
         self._construct([rank]).results(timeout_s)
 
     def recover(self) -> None:
         """End all worker processes and start the group again, after a worker died or is stuck; wait until it is ready.
 
         The placement group, the processes and the workers are new; their state is lost. Futures of earlier calls raise
-        WorkerLostError. Raises the errors of the constructor, after which the group is shut down.
+        WorkerLostError. Raises the errors of the constructor; then no worker is left, and you may call `recover` again.
         """
         if self._closed:
             raise WorkerGroupError(f"{self!r}: recover cannot be called after shutdown. Start a new group")
         self._end_processes(time.monotonic() + _KILL_RESERVE_S)
-        self._failures, self._sent = Failures(), weakref.WeakSet()
+        self._failures, self._under_way, self._broken = Failures(), [], None
         try:
             self._start(time.monotonic() + self._options.start_timeout_s)
         except BaseException:
-            self.shutdown(timeout_s=10)
+            # No worker is left, and `recover` may be called again: the group itself stays open.
+            self._end_processes(time.monotonic() + _KILL_RESERVE_S)
             raise
 
     def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
@@ -372,10 +382,13 @@ class WorkerGroup:
         deadline = time.monotonic() + timeout_s
         clean = True
         if cleanup_method is not None and self._actors and ray.is_initialized():
-            limit_s = timeout_s - min(_KILL_RESERVE_S, timeout_s / 2)
+            reserve_s = min(_KILL_RESERVE_S, timeout_s / 2)
             self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
-                self.get_all_worker_results(self.run_all_workers_single_data(cleanup_method), limit_s)
+                check_call(self._class, cleanup_method, 0, ())
+                plan = plan_some(self._sharding)
+                future = self._future(cleanup_method, plan, {(): ((), {})}, {})
+                future.results(max(0.0, deadline - time.monotonic() - reserve_s))
             except (WorkerGroupError, AttributeError, TypeError) as error:
                 _log.warning("%r: cleanup before shutdown failed: %s", self, error)
                 clean = False

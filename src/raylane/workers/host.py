@@ -11,6 +11,7 @@ import inspect
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,11 @@ class WorkerHost:
         """Rendezvous store of the group (rank 0 only), open as long as this process runs."""
         self._failed: tuple[int, str] | None = None
         """(generation, method) of the last call that raised here."""
+        self._oldest_accepted = 0
+        """Generation of the oldest calls that may still run (`fence`)."""
+        self._idle = threading.Event()
+        """Set while no method of the worker runs."""
+        self._idle.set()
 
     def take_seat(self, opens_store: bool) -> Seat:
         """Return the location of this process; on rank 0 also open the store that MASTER_PORT names."""
@@ -81,6 +87,14 @@ class WorkerHost:
         named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
         result = self._run(head, tuple(map(_value, args)), named)
         return result if returns else None
+
+    def fence(self, generation: int, within_s: float) -> bool:
+        """Refuse calls of older generations from now on; return False if a method still runs after `within_s` seconds.
+
+        Runs on Ray's thread, beside the graph thread: calls of a graph that has ended may still wait in its rings.
+        """
+        self._oldest_accepted = max(self._oldest_accepted, generation)
+        return self._idle.wait(within_s)
 
     def run(self, message: tuple[Head, Arguments]) -> Any:
         """Run a method with arguments that all workers of the call share."""
@@ -103,32 +117,43 @@ class WorkerHost:
 
     def _run(self, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         generation, method = head
-        if method == CONSTRUCT:
-            self._construct(*args, **kwargs)
-            return None
-        if self._worker is None:
-            raise WorkerLostError(
-                f"rank {self._rank} has no worker: Ray restarted its process. Call rebuild_worker({self._rank})",
-                rank=self._rank,
-            )
-        # The driver sends calls before it has read the results of earlier ones. After a failure such calls must not
-        # run here: this rank would take part in the collectives of one step while its peers wait in another.
-        if self._failed is not None and generation <= self._failed[0]:
-            raise WorkerCallError(
-                f"rank {self._rank} refused {method}: an earlier call, {self._failed[1]}, raised here. Read its result "
-                "first, then call again",
-                rank=self._rank,
-                refused=method,
-            )
+        self._idle.clear()
         try:
-            with _raised_as_sendable():
-                result = getattr(self._worker, method)(*args, **kwargs)
-                if inspect.isgenerator(result):  # Ray 2.60 would use its first item as the result
-                    raise TypeError(f"{method} returned a generator; return a list instead")
-        except BaseException:
-            self._failed = generation, method
-            raise
-        return result
+            self._refuse_old(generation, method)
+            if method == CONSTRUCT:
+                self._construct(*args, **kwargs)
+                return None
+            if self._worker is None:
+                raise WorkerLostError(
+                    f"rank {self._rank} has no worker: Ray restarted its process. Call rebuild_worker({self._rank})",
+                    rank=self._rank,
+                    from_host=True,
+                )
+            try:
+                with _raised_as_sendable():
+                    result = getattr(self._worker, method)(*args, **kwargs)
+                    if inspect.isgenerator(result):  # Ray 2.60 would use its first item as the result
+                        raise TypeError(f"{method} returned a generator; return a list instead")
+            except BaseException:
+                self._failed = generation, method
+                raise
+            return result
+        finally:
+            self._idle.set()
+
+    def _refuse_old(self, generation: int, method: str) -> None:
+        """Raise WorkerCallError for a call that was sent before the driver knew of a failure.
+
+        The driver sends calls before it has read the results of earlier ones. After a failure such calls must not run
+        here: this rank would take part in the collectives of one step while its peers wait in another.
+        """
+        if generation < self._oldest_accepted:
+            reason = "it was sent before the group lost a graph"
+        elif self._failed is not None and generation <= self._failed[0] and method != CONSTRUCT:
+            reason = f"an earlier call, {self._failed[1]}, raised here. Read its result first, then call again"
+        else:
+            return
+        raise WorkerCallError(f"rank {self._rank} refused {method}: {reason}", rank=self._rank, from_host=True)
 
     def _construct(self, env: Mapping[str, str], packed: bytes) -> None:
         """Set the rank variables in this process and construct the worker; `packed` holds class and arguments."""
