@@ -268,7 +268,8 @@ class CompiledWorkerGroup(WorkerGroup):
             if not self._compiled_before and self.mode == "preferred" and not isinstance(error, GraphActorDiedError):
                 self._fall_back(error)
                 return super()._deliver(label, method, plan, slices, common)
-            if isinstance(error, GraphPlanError | GraphTimeoutError):
+            alive = all(one.graph.ended_by is None for one in self._graphs.values())
+            if isinstance(error, GraphPlanError) or (isinstance(error, GraphTimeoutError) and alive):
                 raise WorkerGroupError(f"{self!r}: {label} was not sent through a graph: {error}") from error
             return FailedCalls(lost_worker(label, error, self._rank_of_actor))
         finally:
@@ -316,7 +317,7 @@ class CompiledWorkerGroup(WorkerGroup):
                 if not ray.get(fence, timeout=STUCK_S + _CAUSE_GRACE_OVER_HOSTS_S):
                     busy.append(rank)
             except ray.exceptions.GetTimeoutError:
-                busy.append(rank)
+                return lost(rank, label, "it does not answer")
             except ray.exceptions.RayActorError as error:
                 return lost(rank, label, str(error).strip().splitlines()[0])
         if busy:
