@@ -114,7 +114,7 @@ def test_shutdown_does_not_wait_for_a_thread_that_is_sending(cluster, tmp_path):
 
 
 @pytest.mark.faults
-def test_survivor_of_a_dead_worker_takes_no_call_while_it_is_busy(cluster, impatient, tmp_path):
+def test_busy_survivor_of_a_dead_worker_takes_no_call(cluster, impatient, tmp_path):
     with CompiledWorkerGroup(SeedWorker, 2, options=SMALL) as workers:
         running = workers.run_all_workers_single_data("wait_for", str(tmp_path / "go"))
         pid = workers._actors[1].__ray_call__.remote(lambda instance: os.getpid())
