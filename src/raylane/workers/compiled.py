@@ -268,9 +268,11 @@ class CompiledWorkerGroup(WorkerGroup):
             if not self._compiled_before and self.mode == "preferred" and not isinstance(error, GraphActorDiedError):
                 self._fall_back(error)
                 return super()._deliver(label, method, plan, slices, common)
+            if isinstance(error, GraphPlanError):
+                raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
             alive = all(one.graph.ended_by is None for one in self._graphs.values())
-            if isinstance(error, GraphPlanError) or (isinstance(error, GraphTimeoutError) and alive):
-                raise WorkerGroupError(f"{self!r}: {label} was not sent through a graph: {error}") from error
+            if isinstance(error, GraphTimeoutError) and alive:
+                raise WorkerGroupError(f"{self!r}: {label} was not sent: {error}") from error
             return FailedCalls(lost_worker(label, error, self._rank_of_actor))
         finally:
             self._lock.release()
