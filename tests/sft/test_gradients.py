@@ -24,17 +24,22 @@ def in_one_process(rank: int, port: int, shared_bytes: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo")
     before = len(os.listdir("/proc/self/fd"))
-    total = GradientSum(60, torch.device("cpu"), shared_bytes=shared_bytes)
+    unused, partly = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(5))
+    parameters = [*(torch.nn.Parameter(torch.zeros(size)) for size in SIZES), partly, unused]
+    numel = sum(parameter.numel() for parameter in parameters)
+    total = GradientSum(numel, len(parameters), torch.device("cpu"), shared_bytes=shared_bytes)
     assert (total._shared is not None) == (shared_bytes > 0)
     assert len(os.listdir("/proc/self/fd")) == before, "the mapping needs no descriptor"
-    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES] + [torch.nn.Parameter(torch.zeros(4))]
     kept = []
     for turn in range(20):
         for index in range(len(SIZES)):
             parameters[index].grad = gradient(rank, turn, index)
+        partly.grad = torch.full((5,), 3.0) if rank == turn % WORLD else None
         total(parameters)
-        assert parameters[-1].grad is None, "a parameter that was not used has no gradient"
-        kept.append([parameter.grad for parameter in parameters[:-1]])
+        assert unused.grad is None, "a parameter that no worker has used has no gradient"
+        assert partly.grad is not None
+        assert partly.grad.tolist() == [3.0] * 5, "one worker has used it"
+        kept.append([parameter.grad for parameter in parameters[: len(SIZES)]])
     for turn, found in enumerate(kept):  # only now: later sums must not change earlier ones
         for index, one in enumerate(found):
             wanted = torch.stack([gradient(other, turn, index) for other in range(WORLD)]).sum(0)

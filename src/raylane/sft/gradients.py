@@ -35,8 +35,14 @@ _DATA_AT = 4096
 class GradientSum:
     """Sum of the gradients over all workers of the default process group; all calls are collective."""
 
-    def __init__(self, numel: int, device: torch.device, *, shared_bytes: int = _SHARED_BYTES) -> None:
-        """Prepare sums of up to `numel` float32 numbers; share memory if all workers can and need at most that much."""
+    def __init__(
+        self, numel: int, num_parameters: int, device: torch.device, *, shared_bytes: int = _SHARED_BYTES
+    ) -> None:
+        """Prepare sums for `num_parameters` parameters of `numel` float32 numbers in all.
+
+        Shares memory if all workers can, and if that takes at most `shared_bytes`.
+        """
+        numel += num_parameters  # one mark each: see `__call__`
         self._world = dist.get_world_size()
         self._shared: Tensor | None = None
         """float32 [workers + 1, numel]: one slot for each worker, then the result; None for an all-reduce."""
@@ -44,16 +50,19 @@ class GradientSum:
             self._shared = _share(self._world + 1, numel)
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its sum over all workers."""
-        if self._world == 1:  # the gradients are the sums
+        """Replace each gradient by its sum over all workers; one that no worker has stays None."""
+        if self._world == 1:
             return
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # A parameter that the data of this worker did not use counts as zeros: all workers must join the same parts.
+        # A gradient that this worker lacks counts as zeros, because all workers must join the same parts. The marks
+        # tell whether any worker has it: an optimizer skips a parameter without a gradient, but decays one with zeros.
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
-        flat = self._sum([gradient.reshape(-1) for gradient in gradients])
+        marks = torch.tensor([float(one.grad is not None) for one in trained], device=gradients[0].device)
+        flat = self._sum([*(gradient.reshape(-1) for gradient in gradients), marks])
+        *parts, present = torch.split(flat, [*(one.numel() for one in trained), len(trained)])
         # Views of the sum replace the gradients, so nothing is copied back.
-        for parameter, part in zip(trained, torch.split(flat, [p.numel() for p in trained]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, part, count in zip(trained, parts, present.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter) if count else None
 
     def _sum(self, gradients: list[Tensor]) -> Tensor:
         """Return the sum of the joined gradients, float32 [n], in memory of this process."""

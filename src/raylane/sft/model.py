@@ -147,7 +147,8 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> No
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not shards_parameters(policy, mesh.size(-1), num_parameters):
-        model.gradient_sum = GradientSum(num_parameters, torch.device(mesh.device_type))
+        tensors = sum(1 for _ in model.parameters())
+        model.gradient_sum = GradientSum(num_parameters, tensors, torch.device(mesh.device_type))
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"

@@ -401,6 +401,7 @@ class WorkerGroup:
             self._dropped.detach()
         actors, self._actors = self._actors, []
         placement, self._placement = self._placement, None
+        self._under_way = []  # the calls hold graphs, and with them memory
         if not ray.is_initialized():  # the actors ended with the Ray session
             return True
         # Kill all actors before waiting for any of them: dying takes time.
