@@ -1,4 +1,4 @@
-"""What reviewers found in NeMo-RL's pull request 1612 (R1-R14, F1-F10): one test for each, on compiled groups."""
+"""Defects that reviewers found in NeMo-RL's pull request 1612 (R1-R14, F1-F10), a test for each."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, build_config, dump
@@ -212,8 +210,7 @@ class Policy:
         length = settings.warmup_seq_len or policy.max_total_sequence_length
         if self._config.sft.feed == "workers":
             return dict(self._call_one("warm_up", count // self._dims.world, length))
-        arrays = rows.full_rows(count, length)
-        batch = BatchDict({name: torch.from_numpy(array) for name, array in arrays.items()})
+        batch = BatchDict.from_arrays(rows.full_rows(count, length))
         return self.result(self._send_batch(batch, None, None, warm_up=True))
 
     def recover(self) -> None:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerLostError
 from raylane.sft import checkpoint, order, sample
@@ -306,8 +305,7 @@ class Trainer:
             self.done,
             self._config.data.shuffle,
         )
-        arrays = self._rows.rows(rows)
-        return self._policy.train_nowait(BatchDict({name: torch.from_numpy(array) for name, array in arrays.items()}))
+        return self._policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
 
     def _is_due(self, period: int) -> bool:
         return period > 0 and self.done % period == 0

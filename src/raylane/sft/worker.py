@@ -104,7 +104,7 @@ class SftWorker:
 
     def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
-        batch = _batch(self._train.full_rows(rows, row_tokens))
+        batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
         return self._undone_step(batch, self._loss, self._config.policy.train_micro_batch_size)
 
     def train_batch(
@@ -291,8 +291,4 @@ def step_seed(seed: int, number: int, rank: int) -> int:
 
 
 def _read_batch(source: RowSource, rows: Any) -> BatchDict:
-    return _batch(source.rows(rows))
-
-
-def _batch(arrays: dict[str, Any]) -> BatchDict:
-    return BatchDict({name: torch.from_numpy(array) for name, array in arrays.items()})
+    return BatchDict.from_arrays(source.rows(rows))

@@ -38,6 +38,11 @@ class BatchDict(dict[str, Any]):
         return next(iter(sizes.values()), 0)
 
     @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> BatchDict:
+        """Return a batch of tensors that share the memory of NumPy arrays [B, ...]."""
+        return cls({key: torch.from_numpy(array) for key, array in arrays.items()})
+
+    @classmethod
     def from_batches(cls, batches: Sequence[Mapping[str, Any]], pad_values: Mapping[str, float] = {}) -> BatchDict:
         """Concatenate batches along B.
 

@@ -127,14 +127,17 @@ class RefCalls:
 
     def done(self) -> bool:
         """Return True if every called worker has answered or failed. Does not wait."""
-        # fetch_local=False: the question must not transfer results to this node.
-        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
-        return len(ready) == len(self._refs)
+        return not self._late()
 
     def late_ranks(self, plan: DispatchPlan) -> list[int]:
         """Return the ranks that have not answered. Does not wait."""
-        ready, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
-        return [rank for rank, ref in zip(plan.called_ranks, self._refs, strict=True) if ref not in ready]
+        late = set(self._late())
+        return [rank for rank, ref in zip(plan.called_ranks, self._refs, strict=True) if ref in late]
+
+    def _late(self) -> list[ObjectRef]:
+        # fetch_local=False: the question must not transfer results to this node.
+        _, late = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0, fetch_local=False)
+        return list(late)
 
     def values(self, label: str, plan: DispatchPlan, deadline: Deadline) -> list[Any] | None:
         """Wait for all called workers, and return the results of the returning ones by rank; None after the deadline.
