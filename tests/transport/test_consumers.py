@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,6 +188,9 @@ def crew(ray_session: None) -> Iterator[Crew]:
 def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
     """Whatever a test did, the shared producers hold nothing afterwards, and no process of theirs is new."""
     yield
+    # If a call was cancelled after it had ended, `ray.get` raises from a frame that the error itself refers to. This
+    # cycle holds the ref, and with it the result, until the garbage collector runs.
+    gc.collect()
     for maker in (crew.maker, crew.async_maker, crew.threaded_maker):
         eventually(lambda maker=maker: ray.get(maker.stats.remote())["entries"] == 0, within_s=20)
 
