@@ -1,7 +1,7 @@
 """Loading of a fine-tuning configuration: YAML file, NeMo-RL spellings and overrides become one checked `RunConfig`.
 
-The sections and their defaults are in `schema.py`; this module exports them again, so that users import from one
-place. Called by the command line and by programs that build a configuration themselves.
+The sections and their defaults are in `schema.py` and `schema_policy.py`; this module exports them again, so that users
+import from one place. Called by the command line and by programs that build a configuration themselves.
 """
 
 from __future__ import annotations
@@ -17,17 +17,12 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from raylane.errors import ConfigError
 from raylane.sft import layout, nemo_rl, overrides
 from raylane.sft.nemo_keys import is_nemo_key
-from raylane.sft.schema import (
-    CheckpointingConfig,
-    ClusterConfig,
+from raylane.sft.schema import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig, RunConfig, SftConfig
+from raylane.sft.schema_policy import (
     CompiledGraphConfig,
-    DataConfig,
-    LoggerConfig,
     OptimizerConfig,
     PolicyConfig,
-    RunConfig,
     SchedulerConfig,
-    SftConfig,
     TokenizerConfig,
 )
 

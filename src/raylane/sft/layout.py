@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.schema import PolicyConfig, RunConfig
+from raylane.sft.schema import RunConfig
+from raylane.sft.schema_policy import PolicyConfig
 
 __all__ = ["check_layout", "micro_batches"]
 
