@@ -82,8 +82,6 @@ def _build(
             causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
         _restore_buffers(model, hf_config, device)
         read_weights(causal_lm, Path(name))
-    if tied and stage is not None:
-        model.tied_copy = causal_lm.get_output_embeddings().weight
     return model
 
 
