@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -262,24 +260,3 @@ def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_ray_that_cannot_be_reached_is_named():
-    """In a process of its own: this one may have a Ray already."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = """
-import sys
-from raylane.errors import ConfigError
-from raylane.sft.trainer import _connect_to_ray
-try:
-    with _connect_to_ray(None):
-        pass
-except ConfigError as error:
-    print(error)
-"""
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=540)
-    assert f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" in done.stdout, done.stderr[-2000:]

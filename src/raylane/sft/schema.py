@@ -251,6 +251,14 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     """The workers: one process each, with one GPU or none."""
 
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Ray cluster to run on. "auto": the cluster that this machine is a node of; host:port: the cluster '
+        'whose head listens there; "local": a new Ray on this machine that ends with the run; null: the cluster in the '
+        "environment variable RAY_ADDRESS, or as local if that is not set. Not in NeMo-RL, which has the last "
+        "behaviour.",
+    )
     num_workers: PositiveInt = Field(
         default=1,
         description="Total number of workers. Unset or null: one for each GPU (gpus_per_node x num_nodes), or one "

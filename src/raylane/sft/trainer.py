@@ -12,9 +12,7 @@ Before a validation or a save the driver waits for all steps in flight.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,10 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerLostError
-from raylane.sft import checkpoint, order, sample
+from raylane.errors import CheckpointDamagedError, CheckpointError, WorkerLostError
+from raylane.sft import checkpoint, order, ray_session, sample
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig, RunConfig
@@ -45,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_SAMPLE_PARAMETERS = 200_000_000
 """Largest number of parameters for which the driver loads the finished model to print a sample answer."""
-_CONNECT_TIMEOUT_S = 15.0
-"""Time in seconds in which a Ray cluster must accept a connection."""
 _PROGRESS_METRICS = (
     "loss",
     "grad_norm",
@@ -84,8 +78,8 @@ class RunResult:
 def run(config: RunConfig) -> RunResult:
     """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
 
-    Connects to Ray if needed: to the cluster in RAY_ADDRESS, otherwise to a new local Ray that ends with the run.
-    SIGTERM ends the run after the steps in flight, with a checkpoint.
+    Connects to Ray if needed: to the cluster at `cluster.address` or in RAY_ADDRESS, otherwise to a new local Ray that
+    ends with the run. SIGTERM ends the run after the steps in flight, with a checkpoint.
 
     Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
     WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
@@ -154,7 +148,7 @@ def _run_locked(
     with ExitStack() as stack:
         # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
         with _block_sigterm():
-            stack.enter_context(_connect_to_ray(config))
+            stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
         with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
             way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
@@ -405,45 +399,6 @@ def _block_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _connect_to_ray(config: RunConfig) -> Iterator[None]:
-    """Provide an initialised Ray: the caller's, the cluster in RAY_ADDRESS, or a local one that ends with the block."""
-    if ray.is_initialized():
-        yield
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray prints a warning at every start
-    level = logging.WARNING
-    if address := os.environ.get("RAY_ADDRESS"):
-        _refuse_unreachable(address)
-        ray.init(logging_level=level)
-    else:
-        # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
-        wanted = config.cluster.num_workers * config.cluster.cpus_per_worker
-        cpus = max(wanted, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port.
-
-    Checked here because Ray itself retries for minutes.
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():  # e.g. "auto"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"the Ray cluster at RAY_ADDRESS={address} cannot be reached: {error}. Start it, correct RAY_ADDRESS, or "
-            "unset it to run on this machine alone"
-        ) from error
 
 
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
