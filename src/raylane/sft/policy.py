@@ -10,18 +10,18 @@ Needs an initialised Ray. Called by `trainer`, and by programs that build their 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft import checkpoint
+from raylane.sft import checkpoint, storage
 from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import micro_batches
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import ParallelDims
+from raylane.sft.storage import Place
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
@@ -258,7 +258,7 @@ class Policy:
         and can be resumed from.
         """
         settings = self._config.checkpointing
-        folder = Path(settings.checkpoint_dir)
+        folder = storage.at(settings.checkpoint_dir)
         try:
             saved = self._write(folder, metrics)
             # Old checkpoints are removed only after the new one is complete.
@@ -277,17 +277,17 @@ class Policy:
             self.export(saved)
         return saved
 
-    def _write(self, folder: Path, metrics: Mapping[str, float]) -> Saved:
+    def _write(self, folder: Place, metrics: Mapping[str, float]) -> Saved:
         """Write and complete the checkpoint of the current step; on failure remove its partial folder."""
         partial = checkpoint.begin(folder, self._next)
         try:
             self._call_one("save_state", str(partial / "state"), self._next)
             return checkpoint.commit(partial, self._next, metrics, self._description())
         except (OSError, RaylaneError):
-            shutil.rmtree(partial, ignore_errors=True)  # frees the space again if the disk is full
+            checkpoint.discard(partial)
             raise
 
-    def export(self, saved: Saved) -> Path:
+    def export(self, saved: Saved) -> Place:
         """Add the current model to the checkpoint of this step as its folder `hf`; return that folder.
 
         The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
@@ -298,7 +298,7 @@ class Policy:
             self._call_one("save_hf", str(partial))
             return checkpoint.commit_export(saved, partial)
         except (OSError, RaylaneError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            checkpoint.discard(partial)
             if isinstance(error, WorkerLostError):  # a trainer starts the workers again
                 raise
             raise CheckpointError(
@@ -308,17 +308,17 @@ class Policy:
                 path=str(saved.path),
             ) from error
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write the model as a Hugging Face folder at any path, independent of checkpoints."""
-        self._call_one("save_hf", str(Path(folder).resolve()))
+    def save_hf(self, folder: str | Place) -> None:
+        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints."""
+        self._call_one("save_hf", str(storage.at(folder).resolve()))
 
-    def load(self, path: str | Path) -> int:
+    def load(self, path: str | Place) -> int:
         """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
 
         Runs no code from the folder. Raises CheckpointDamagedError if its files are incomplete, CheckpointError if they
         belong to another user (`checkpointing.allow_other_owner`) or to another model.
         """
-        saved = checkpoint.read(Path(path))
+        saved = checkpoint.read(storage.at(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
         for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)

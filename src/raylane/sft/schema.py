@@ -177,7 +177,10 @@ class CheckpointingConfig(Section):
 
     enabled: bool = Field(default=True, description="Save checkpoints.")
     checkpoint_dir: str = Field(
-        default="runs/checkpoints", description="Folder that holds the checkpoints, one folder step_N each."
+        default="runs/checkpoints",
+        description="Folder that holds the checkpoints, one folder step_N each. A local path (with several nodes on "
+        "storage that they share), or a URL of storage: file://, s3:// (needs raylane[s3]), or another one that fsspec "
+        "knows. Nothing prevents two runs from writing to one URL.",
     )
     metric_name: Literal["val:loss", "train:loss"] = Field(
         default="val:loss",
@@ -208,10 +211,15 @@ class CheckpointingConfig(Section):
         default=True,
         description="Write the model as a Hugging Face folder at the end of the run. NeMo-RL: save_consolidated.",
     )
+    hf_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Data type of the weights in the Hugging Face folder; null means that of policy.precision. "
+        "float32 keeps all bits of the master weights. Not in NeMo-RL.",
+    )
     resume: str = Field(
         default="auto",
         description='Checkpoint to resume from. "auto": the newest complete checkpoint in checkpoint_dir, or a '
-        'new run if there is none; "never": a new run; any other text: path of a checkpoint folder.',
+        'new run if there is none; "never": a new run; any other text: path or URL of a checkpoint folder.',
     )
     allow_other_owner: bool = Field(
         default=False,

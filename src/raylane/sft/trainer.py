@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, WorkerLostError
-from raylane.sft import checkpoint, order, ray_session, sample
+from raylane.sft import checkpoint, order, ray_session, sample, storage
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig, RunConfig
@@ -32,6 +32,7 @@ from raylane.sft.metrics import MetricsLog
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.run_record import RunRecord
+from raylane.sft.storage import Place
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
@@ -65,9 +66,9 @@ class RunResult:
     """Training loss of the last step; None if this run made no step."""
     val_loss: float | None
     """Loss of the last validation; None if there was none."""
-    checkpoint: Path | None
+    checkpoint: Place | None
     """Folder of the last checkpoint; None if none was saved."""
-    hf_dir: Path | None
+    hf_dir: Place | None
     """Folder of the model in Hugging Face format; None if it was not written."""
     sample: sample.Sample | None
     """A prompt from the data and the model's answer to it; None if no sample was made."""
@@ -95,8 +96,9 @@ def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
     folders = {"logger.log_dir": config.logger.log_dir}
-    if config.checkpointing.enabled:
-        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    # Storage behind a URL has no locks.
+    if config.checkpointing.enabled and not storage.is_url(config.checkpointing.checkpoint_dir):
+        folders["checkpointing.checkpoint_dir"] = str(storage.at(config.checkpointing.checkpoint_dir))
     # The folders are locked before the search for a checkpoint: another run must not replace it in between.
     with lock_folders(folders), MetricsLog(config.logger, config.logger.log_dir) as log:
         resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
@@ -108,7 +110,7 @@ def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
 
 def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
     """Return the checkpoint that the run starts from, None for a new run. Repairs an interrupted replacement first."""
-    for path in checkpoint.recover(Path(settings.checkpoint_dir)):
+    for path in checkpoint.recover(storage.at(settings.checkpoint_dir)):
         _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
     resumed = checkpoint.find(settings)
     checkpoint.refuse_later(settings, resumed.step if resumed else 0)
@@ -129,7 +131,7 @@ def resume_advice(config: RunConfig) -> str:
     """Return a sentence that tells what the same command would do after this run. Reads the checkpoint folder."""
     settings = config.checkpointing
     try:
-        whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+        whole = checkpoint.list_whole(storage.at(settings.checkpoint_dir))[0] if settings.enabled else []
     except CheckpointError as error:
         return f"The checkpoint to resume from is not known: {error}"
     if not whole:
@@ -204,7 +206,7 @@ class Trainer:
     def _discard_partial(self) -> None:
         """Remove checkpoints that were being written when a run or its workers ended."""
         if self._config.checkpointing.enabled:
-            for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
+            for path in checkpoint.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
 
     def _load(self, saved: Saved) -> tuple[Saved, int]:
@@ -335,7 +337,11 @@ class Trainer:
 
     def _save(self, *, with_hf: bool) -> None:
         """Save a checkpoint of the current step, or add to an existing one what is missing from it."""
-        if self.saved is not None and self.saved.step == self.done and (not with_hf or hf_dir(self.saved) is not None):
+        if (
+            self.saved is not None
+            and self.saved.step == self.done
+            and (not with_hf or checkpoint.exported(self.saved) is not None)
+        ):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
         if self.done in self._validations:
@@ -349,12 +355,6 @@ class Trainer:
         self.saved = self._policy.save(metrics, with_hf=with_hf)
         self._restarts = 0
         _log.info("saved %s", self.saved.path)
-
-
-def hf_dir(saved: Saved | None) -> Path | None:
-    """Return the Hugging Face folder of a checkpoint, None if there is none."""
-    folder = saved.path / "hf" if saved is not None else None
-    return folder if folder is not None and folder.is_dir() else None
 
 
 class StopRequest:
@@ -403,9 +403,9 @@ def _block_sigterm() -> Iterator[None]:
 
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
     """Return the result of a finished run; ask the model for a sample answer."""
-    folder = hf_dir(trainer.saved)
+    folder = checkpoint.exported(trainer.saved)
     shown = None
-    if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
+    if isinstance(folder, Path) and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
             shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from raylane.sft import order, selfcheck, state, step
+from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
@@ -236,12 +236,12 @@ class SftWorker:
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
-        state.save_state(Path(folder), self._model, optimizer, next_step)
+        state.save_state(storage.at(folder), self._model, optimizer, next_step)
         self._end_other_work()
 
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
-        path = Path(folder)
+        path = storage.at(folder)
         optimizer = self._optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
@@ -252,13 +252,15 @@ class SftWorker:
 
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        start = self._config.policy.model_name
-        state.save_hf(
-            Path(folder),
+        policy = self._config.policy
+        start = policy.model_name
+        hf_export.save_hf(
+            storage.at(folder),
             self._model,
             self._prepared.tokenizer_dir,
             self._prepared.end_ids,
             None if start is None else Path(start),
+            getattr(torch, self._config.checkpointing.hf_dtype or policy.precision),
         )
         self._end_other_work()
 
