@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
+from raylane.sft import storage
 from raylane.sft.cache import TokenCache, write_cache
 from raylane.sft.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.messages import Conversation, is_held_out, read_conversations
@@ -198,11 +199,12 @@ def _digest_files(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         try:
-            if not Path(path).is_file() and not Path(path).is_dir() and Path(path).exists():
+            place = storage.at(path)
+            if not place.is_file() and not place.is_dir() and place.exists():
                 raise DataError(
                     f"data file {path} is a pipe or device, and raylane reads data more than once. Write it to a file"
                 )
-            with Path(path).open("rb") as file:
+            with place.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise DataError(

@@ -326,7 +326,10 @@ class Policy:
         return self._next
 
     def _description(self) -> dict[str, Any]:
-        return {**dump(self._config), "prepared": self._data_key}
+        plain = {**dump(self._config), "prepared": self._data_key}
+        # Environment variables may hold keys of storage, and checkpoints are passed on.
+        plain["cluster"]["env_vars"] = dict.fromkeys(plain["cluster"]["env_vars"], "(hidden)")
+        return plain
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""

@@ -104,12 +104,13 @@ class DataConfig(Section):
     """The conversations to train on: JSON Lines with OpenAI-style messages. Paths start at the working directory."""
 
     train: Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(min_length=1)] = Field(
-        description="Path of a JSONL file, or a list of paths that are read one after the other. NeMo-RL: "
+        description="Path or URL (e.g. s3://bucket/file.jsonl) of a JSONL file, or a list that is read one after the "
+        "other. NeMo-RL: "
         "data.train.data_path, which is accepted too."
     )
     validation: str | None = Field(
         default=None,
-        description="Path of a JSONL file that is used for validation only; null means none. NeMo-RL: "
+        description="Path or URL of a JSONL file that is used for validation only; null means none. NeMo-RL: "
         "data.validation.data_path, which is accepted too.",
     )
     validation_fraction: Fraction = Field(

@@ -128,7 +128,7 @@ class Url:
     def open(self, mode: str = "rb", encoding: str | None = None) -> IO[Any]:
         """Open the file; with an encoding as text. Close it: a written file exists only after that."""
         with os_errors(self):
-            raw = Stream(self, filesystem(self).open(self.text, mode.replace("t", "")))
+            raw = Stream(self, filesystem(self).open(self.text, f"{mode[0]}b"))
         return raw if encoding is None else io.TextIOWrapper(cast("IO[bytes]", io.BufferedReader(raw)), encoding)  # type: ignore[return-value]
 
     def remove(self) -> None:

@@ -29,6 +29,7 @@ from raylane.sft.config import CheckpointingConfig, RunConfig
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import lock_folders
 from raylane.sft.metrics import MetricsLog
+from raylane.sft.places import check_places, fetch_models
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.run_record import RunRecord
@@ -85,6 +86,8 @@ def run(config: RunConfig) -> RunResult:
     Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
     WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
     """
+    check_places(config)
+    config = fetch_models(config)
     with RunRecord(config) as record:
         return _run_recorded(config, record)
 
