@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -205,7 +205,7 @@ def _digest_files(paths: Iterable[str | Path]) -> str:
                     f"data file {path} is a pipe or device, and raylane reads data more than once. Write it to a file"
                 )
             with place.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+                digest.update(hashlib.file_digest(cast("Any", file), "sha256").digest())
         except OSError as error:
             raise DataError(
                 f"cannot read data file {path}: {error.strerror or error}. Check data.train and data.validation"

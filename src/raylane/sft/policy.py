@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft import checkpoint, storage
+from raylane.sft import checkpoint, delivery, storage
 from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import micro_batches
 from raylane.sft.loss import IGNORED
@@ -111,7 +111,7 @@ class Policy:
             worker_config = config.model_copy(update={"policy": policy})
         self._setup = (worker_config, prepared, total_steps)
         try:
-            self.facts: dict[str, Any] = self._call_one("setup", *self._setup)
+            self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
@@ -221,7 +221,14 @@ class Policy:
         self._group.recover()
         self._losses.clear()
         self._next = 0
-        self.facts = self._call_one("setup", *self._setup)
+        self.facts = self._set_up()
+
+    def _set_up(self) -> dict[str, Any]:
+        """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
+        config, prepared, _ = self._setup
+        copies = delivery.provide(config, prepared, self._group.node_ids)
+        self._call_one("use_copies", copies)
+        return dict(self._call_one("setup", *self._setup))
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""

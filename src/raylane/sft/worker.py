@@ -21,6 +21,7 @@ from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
+from raylane.sft.delivery import Copies
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model import SupervisedModel, build_model, release_gathered
 from raylane.sft.model_config import model_config
@@ -57,6 +58,11 @@ class SftWorker:
         """Time when the last step ended (`time.perf_counter` seconds); None if the worker did other work since."""
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
+        self._copies = Copies()
+
+    def use_copies(self, copies: Copies) -> None:
+        """Read data and model from these folders in the next `setup`."""
+        self._copies = copies
 
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
@@ -64,6 +70,7 @@ class SftWorker:
         Returns facts for the log: the number of parameters, of parameters held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
+        config, prepared = self._copies.here(config, prepared)
         self._config, self._prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
