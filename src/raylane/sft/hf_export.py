@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from raylane.errors import CheckpointError
-from raylane.sft.model import SupervisedModel
+from raylane.sft.model import RunModel
 from raylane.sft.state import on_rank_zero
 from raylane.sft.storage import Place
 
@@ -46,7 +46,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 def save_hf(
     folder: Place,
-    model: SupervisedModel,
+    model: RunModel,
     tokenizer_dir: Path,
     end_ids: Sequence[int] = (),
     start: Path | None = None,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft.dcp import CodeFreeReader, FitPlanner, state_writer
-from raylane.sft.model import SupervisedModel
+from raylane.sft.model import RunModel
 from raylane.sft.storage import Place
 
 __all__ = ["has_optimizer", "load_state", "on_rank_zero", "save_state"]
@@ -36,7 +36,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _OPTIMIZER_NOTE = "optimizer.json"
 
 
-def save_state(folder: Place, model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+def save_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Write weights, optimizer (unless None) and step as torch DCP. Waits until all workers have written.
 
     No random state is saved: each step seeds its own random numbers (`worker.SftWorker`).
@@ -67,7 +67,7 @@ def has_optimizer(folder: Place) -> bool:
     return _on_every_rank(read)
 
 
-def load_state(folder: Place, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
+def load_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Read weights and, if given, optimizer in place, on any number of workers; return the step.
 
     Runs no code from the folder. Raises CheckpointError if the folder belongs to another model, optimizer or program
@@ -107,7 +107,7 @@ def _load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
     return CheckpointDamagedError(f"{folder} is damaged: {reasons}. Resume from an earlier checkpoint", **where)
 
 
-def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+def _state(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
     state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
