@@ -2,6 +2,9 @@
 
     python -m tests.s3_server [HOST]      prints its port; ends when its standard input is closed
 
+A line "hold TEXT" on the standard input makes uploads of objects with this text in their name wait, until a line
+"release" comes; each line is answered with the same line.
+
 Speaks what s3fs needs: objects (whole, in ranges, copied, in parts), listings with prefix and delimiter, and removal of
 many objects. Requests must be signed with the access key below; the signature itself is not verified.
 """
@@ -34,6 +37,9 @@ class Store:
         self.parts: dict[str, dict[int, bytes]] = {}
         self.lock = threading.Lock()
         self.numbers = itertools.count()
+        self.held: str | None = None
+        """Uploads of names with this text wait; None for no upload."""
+        self.released = threading.Condition()
 
 
 def etag(content: bytes) -> str:
@@ -84,6 +90,9 @@ class Handler(BaseHTTPRequestHandler):
             body = without_chunks(body)
         if f"Credential={ACCESS_KEY}/" not in self.headers.get("Authorization", ""):
             return self.fail(403, "InvalidAccessKeyId")
+        with self.store.released:
+            if self.command in ("PUT", "POST"):
+                self.store.released.wait_for(lambda: self.store.held is None or self.store.held not in self.key)
         with self.store.lock:
             getattr(self, f"on_{self.command.lower()}")(body)
 
@@ -177,17 +186,39 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(204)
 
 
+class Server:
+    """Server in a process of its own. `variables`: the environment variables with which s3fs uses it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdout is not None
+        self.variables = variables(f"http://127.0.0.1:{process.stdout.readline().strip()}")
+
+    def hold(self, text: str) -> None:
+        """Make uploads of objects wait whose name contains this text."""
+        self._say(f"hold {text}")
+
+    def release(self) -> None:
+        """Let all uploads continue."""
+        self._say("release")
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == line + "\n"
+
+
 @contextlib.contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
-    """Run the server during the `with` block; yield the environment variables with which s3fs uses it."""
+def s3_server() -> Iterator[Server]:
+    """Run the server during the `with` block."""
     command = [sys.executable, "-m", "tests.s3_server"]
     root = Path(__file__).parents[1]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
-        port = process.stdout.readline().strip()
         try:
-            yield variables(f"http://127.0.0.1:{port}")
+            yield Server(process)
         finally:
             process.stdin.close()
             process.wait(30)
@@ -209,7 +240,12 @@ def main() -> None:
     with ThreadingHTTPServer((sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_address[1], flush=True)
-        sys.stdin.read()
+        for line in sys.stdin:
+            word, _, text = line.strip().partition(" ")
+            with Handler.store.released:
+                Handler.store.held = text if word == "hold" else None
+                Handler.store.released.notify_all()
+            print(line, end="", flush=True)
         server.shutdown()
 
 

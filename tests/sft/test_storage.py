@@ -18,8 +18,8 @@ from raylane.sft.storage import Url
 @pytest.fixture(scope="module")
 def s3_variables():
     pytest.importorskip("s3fs", reason="the extra s3 is not installed")
-    with s3_server() as variables:
-        yield variables
+    with s3_server() as server:
+        yield server.variables
 
 
 @pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.processes)])

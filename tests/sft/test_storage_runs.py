@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from tests.s3_server import s3_server
+from tests.s3_server import Server, s3_server
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
@@ -32,12 +32,12 @@ STEPS = 30
 @pytest.fixture(scope="module")
 def server():
     s3fs = pytest.importorskip("s3fs", reason="the extra s3 is not installed")
-    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
+    with s3_server() as made, pytest.MonkeyPatch.context() as patch:
+        for name, value in made.variables.items():
             patch.setenv(name, value)
         storage._filesystem.cache_clear()
         s3fs.S3FileSystem.clear_instance_cache()
-        yield variables
+        yield made
     storage._filesystem.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory, server):
     return path
 
 
-def config_in(folder: Path, server: dict[str, str], name: str, **changes):
+def config_in(folder: Path, server: Server, name: str, **changes):
     return tiny_run.config_of(
         folder,
         {
@@ -61,7 +61,7 @@ def config_in(folder: Path, server: dict[str, str], name: str, **changes):
             "data.validation": str(BUCKET / "data/validation.jsonl"),
             "cluster.num_workers": 2,
             # The workers belong to a Ray that was started without these variables.
-            "cluster.env_vars": server,
+            "cluster.env_vars": server.variables,
             "sft.max_num_steps": STEPS,
             "checkpointing.save_period": 5,
             "checkpointing.keep_latest_k": 2,
@@ -77,8 +77,8 @@ def losses(config) -> dict[int, float]:
     return {line["step"]: line["train:loss"] for line in lines if "train:loss" in line}
 
 
-def kill_after(folder: Path, config, steps: int) -> None:
-    """Run the command, and kill it as soon as the log holds so many steps."""
+def start_and_wait(folder: Path, config, steps: int) -> subprocess.Popen[bytes]:
+    """Start the command, and return its process as soon as the log holds so many steps."""
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(dump(config)))
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -91,6 +91,12 @@ def kill_after(folder: Path, config, steps: int) -> None:
         assert process.poll() is None, (folder / "command.log").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.005)  # there is no event for a line in a file
+    return process
+
+
+def kill_after(folder: Path, config, steps: int) -> None:
+    """Run the command, and kill it as soon as the log holds so many steps."""
+    process = start_and_wait(folder, config, steps)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
 
@@ -109,7 +115,45 @@ def test_killed_run_resumes_from_storage_with_equal_losses(ray_session, folder, 
     assert trainer.run(config).steps == STEPS
     assert losses(config) == losses(whole), "bit for bit"
     assert sorted(place.name for place in (BUCKET / "killed").iterdir()) == ["step_25", "step_30"]
-    assert server["AWS_SECRET_ACCESS_KEY"] not in (result.checkpoint / "run.json").read_text()
+    assert server.variables["AWS_SECRET_ACCESS_KEY"] not in (result.checkpoint / "run.json").read_text()
+
+
+@pytest.mark.faults
+def test_async_save_killed_half_way_leaves_no_checkpoint(ray_session, folder, server):
+    """The steps go on while a save is held up; a kill leaves it incomplete, and the next run starts before it."""
+    config = config_in(folder, server, "async", **{"checkpointing.is_async": True})
+    server.hold("async/step_10/state/__1")  # the file of rank 1
+    try:
+        process = start_and_wait(folder, config, 14)
+        assert [one.step for one in checkpoint.list_saved(BUCKET / "async")] == [5]
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+    finally:
+        server.release()
+    assert checkpoint.find(config.checkpointing).step == 5
+    assert trainer.run(config).steps == STEPS
+    assert sorted(place.name for place in (BUCKET / "async").iterdir()) == ["step_25", "step_30"]
+    whole = config_in(folder, server, "sync", **{"checkpointing.save_optimizer": False})
+    trainer.run(whole)
+    assert losses(config) == losses(whole), "bit for bit, and as with saves that are waited for"
+
+
+@pytest.mark.faults
+def test_sigterm_waits_for_the_async_save(ray_session, folder, server):
+    config = config_in(folder, server, "stopped", **{"checkpointing.is_async": True})
+    server.hold("stopped/step_10/state/__0")
+    try:
+        process = start_and_wait(folder, config, 12)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(3)
+        assert [one.step for one in checkpoint.list_saved(BUCKET / "stopped")] == [5]
+    finally:
+        server.release()
+    assert process.wait(100) == 0, (folder / "command.log").read_text()
+    saved = [one.step for one in checkpoint.list_saved(BUCKET / "stopped")]
+    assert saved[0] == 10
+    assert 12 <= saved[1] < STEPS
 
 
 def test_model_behind_a_url_is_fetched_once(folder, server, ray_session):

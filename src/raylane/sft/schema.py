@@ -203,6 +203,12 @@ class CheckpointingConfig(Section):
         default=0,
         description="Number of steps between two checkpoints; 0 saves only at the end of the run and on SIGTERM.",
     )
+    is_async: bool = Field(
+        default=False,
+        description="Write checkpoints while the next steps run. Each worker first copies its weights and optimizer "
+        "state to CPU memory (12 bytes per parameter that it holds). The last checkpoint of a run, and the one on "
+        "SIGTERM, are waited for.",
+    )
     save_optimizer: bool = Field(
         default=True,
         description="Save the optimizer state too. false saves weights only, about one third of the size; the "

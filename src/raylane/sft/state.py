@@ -27,7 +27,7 @@ from raylane.sft.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.model import RunModel
 from raylane.sft.storage import Place
 
-__all__ = ["has_optimizer", "load_state", "on_rank_zero", "save_state"]
+__all__ = ["collect", "has_optimizer", "is_written", "load_state", "on_rank_zero", "save_state", "write"]
 
 T = TypeVar("T")
 
@@ -41,11 +41,25 @@ def save_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer 
 
     No random state is saved: each step seeds its own random numbers (`worker.SftWorker`).
     """
+    write(folder, collect(model, optimizer, step), has_optimizer=optimizer is not None)
+
+
+def write(folder: Place, state: dict[str, Any], *, has_optimizer: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `collect` returned, or a copy of it. The ranks agree through `group`, None for the default one."""
     failed = f"the state could not be written to {folder}"
     with _checkpoint_errors(failed, folder):
-        save(_state(model, optimizer, step), storage_writer=state_writer(folder))
-    note = json.dumps({"optimizer": optimizer is not None})
-    on_rank_zero(failed, folder, lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"))
+        save(state, storage_writer=state_writer(folder), process_group=group)
+    # Written after all other files: `is_written` looks for it.
+    note = json.dumps({"optimizer": has_optimizer})
+    on_rank_zero(failed, folder, lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"), group)
+
+
+def is_written(folder: Place) -> bool:
+    """Return True if all ranks have written their files to this folder. Not collective."""
+    try:
+        return "optimizer" in json.loads((folder / _OPTIMIZER_NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def has_optimizer(folder: Place) -> bool:
@@ -73,7 +87,7 @@ def load_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer 
     Runs no code from the folder. Raises CheckpointError if the folder belongs to another model, optimizer or program
     (nothing was read then), CheckpointDamagedError if one of its files cannot be read.
     """
-    state = _state(model, optimizer, 0)
+    state = collect(model, optimizer, 0)
     reader = CodeFreeReader(folder)
     # Read the metadata first: inside torch's `load` its errors would become an AssertionError.
     _on_every_rank(reader.read_metadata)
@@ -107,14 +121,17 @@ def _load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
     return CheckpointDamagedError(f"{folder} is damaged: {reasons}. Resume from an earlier checkpoint", **where)
 
 
-def _state(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+def collect(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+    """Return weights, optimizer (unless None) and step by name, not copied."""
     state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
     return state
 
 
-def on_rank_zero(failed: str, folder: Place, write: Callable[[], object]) -> None:
+def on_rank_zero(
+    failed: str, folder: Place, write: Callable[[], object], group: dist.ProcessGroup | None = None
+) -> None:
     """Run `write` on rank 0 and wait for it on all ranks; if it fails, raise CheckpointError on all ranks.
 
     Catches every exception: libraries that write files also raise ValueError, TypeError and their own classes. An
@@ -128,7 +145,7 @@ def on_rank_zero(failed: str, folder: Place, write: Callable[[], object]) -> Non
             reason = [str(error)]
         except Exception as error:
             reason = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(reason, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(reason, src=0, group=group, device=torch.device("cpu"))
     if reason[0] is not None:
         raise CheckpointError(f"{failed}: {reason[0]}", path=str(folder), ranks=[0])
 

@@ -240,10 +240,32 @@ class Trainer:
                 self._run_steps()
                 return
             except WorkerLostError as error:
+                self._finish_last_save()
                 if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
                 lost = error
+            except BaseException:
+                self._finish_last_save()
+                raise
+
+    def _finish_last_save(self) -> None:
+        """Wait for a checkpoint that is being written when the steps end by an error; a second error is only logged."""
+        try:
+            self._finish_save()
+        except Exception as error:
+            _log.warning("the checkpoint that was being written is lost: %s", error)
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        saved = self._policy.finish_save()
+        if saved is not None:
+            self._note_saved(saved)
+
+    def _note_saved(self, saved: Saved) -> None:
+        self.saved = saved
+        self._restarts = 0
+        _log.info("saved %s", saved.path)
 
     def _restart(self, lost: WorkerLostError) -> None:
         """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
@@ -319,6 +341,8 @@ class Trainer:
         number, future = self._in_flight.popleft()
         metrics = self._policy.result(future)
         step = number + 1  # the log and the checkpoints count finished steps
+        if self._policy.save_ended:
+            self._finish_save()
         self.losses["train:loss"] = metrics["loss"]
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
@@ -339,7 +363,11 @@ class Trainer:
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
 
     def _save(self, *, with_hf: bool) -> None:
-        """Save a checkpoint of the current step, or add to an existing one what is missing from it."""
+        """Save a checkpoint of the current step, or add to an existing one what is missing from it.
+
+        With `checkpointing.is_async` only the last checkpoint of a run is waited for.
+        """
+        self._finish_save()
         if (
             self.saved is not None
             and self.saved.step == self.done
@@ -355,9 +383,10 @@ class Trainer:
                 self._policy.export(self.saved)
                 return
             metrics = {**self.saved.metrics, **metrics}
-        self.saved = self._policy.save(metrics, with_hf=with_hf)
-        self._restarts = 0
-        _log.info("saved %s", self.saved.path)
+        if self._config.checkpointing.is_async and self.done < self.total_steps and not self._stop.requested:
+            self._policy.save_nowait(metrics)
+        else:
+            self._note_saved(self._policy.save(metrics, with_hf=with_hf))
 
 
 class StopRequest:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
+from raylane.sft.background import BackgroundSave
 from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
@@ -32,7 +33,10 @@ from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
-__all__ = ["SftWorker"]
+__all__ = ["SAVE_ENDED", "SftWorker"]
+
+SAVE_ENDED = "save_ended"
+"""Key in the metrics of a step after which `finish_save` need not wait."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ class SftWorker:
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
         self._copies = Copies()
+        self._background: BackgroundSave | None = None
+        """Writer of checkpoints beside the training; None before the first such checkpoint."""
 
     def use_copies(self, copies: Copies) -> None:
         """Read data and model from these folders in the next `setup`."""
@@ -185,7 +191,9 @@ class SftWorker:
         waited = 0.0 if self._idle_since is None else started - self._idle_since
         self._idle_since = done
         total = waited + done - started
+        ended = {SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}
         return {
+            **ended,
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
@@ -253,6 +261,20 @@ class SftWorker:
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
         state.save_state(storage.at(folder), self._model, optimizer, next_step)
         self._end_other_work()
+
+    def begin_save(self, folder: str, next_step: int) -> None:
+        """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
+        if self._background is None:
+            self._background = BackgroundSave()
+        optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
+        self._background.start(storage.at(folder), self._model, optimizer, next_step)
+        self._end_other_work()
+
+    def finish_save(self) -> None:
+        """Wait until all ranks have written what `begin_save` began."""
+        assert self._background is not None
+        self._background.finish()
+        self._idle_since = None
 
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
