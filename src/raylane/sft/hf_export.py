@@ -119,6 +119,14 @@ def plan_files(
     ]
 
 
+def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
+    """Return the files in groups that are written at the same time: each rank writes one file after the other. Pure."""
+    of_writer: dict[int, list[WeightFile]] = {}
+    for file in files:
+        of_writer.setdefault(file.writer, []).append(file)
+    return [[file for file in together if file is not None] for together in zip_longest(*of_writer.values())]
+
+
 def _write_weights(
     failed: str, folder: Place, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> list[WeightFile]:
@@ -129,9 +137,8 @@ def _write_weights(
     files = plan_files(held, dtype.itemsize)
     writer = _Writer(folder)
     try:
-        # As many files at a time as there are ranks, one weight of each in turn, so that all writers have work.
-        for at in range(0, len(files), world):
-            together = files[at : at + world]
+        # One weight of each file in turn, so that all writers have work.
+        for together in rounds(files):
             for names in zip_longest(*(file.shapes for file in together)):
                 for file, name in zip(together, names, strict=True):
                     if name is None or rank not in file.holders:
