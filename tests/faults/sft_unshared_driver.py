@@ -16,23 +16,24 @@ from raylane.sft import checkpoint, trainer
 from raylane.sft.metrics import read_metrics
 from raylane.sft.storage import Url
 
-STEPS = 10
+STEPS = 6
 
 
 def say(text: str) -> None:
-    print(f"said: {text}", flush=True)
+    print(f"said: {text} ({time.monotonic():.0f} s)", flush=True)
 
 
 def train(folder: Path, name: str, environment: dict[str, str], **changes: object) -> dict[int, float]:
     config = tiny_run.config_of(
         folder,
         {
+            "cluster.address": environment["RAYLANE_TEST_CLUSTER"],
             "cluster.num_workers": 2,
             "cluster.num_nodes": 2,
             # The name of this machine stands for an address that the namespaces do not have.
             "cluster.env_vars": {"GLOO_SOCKET_IFNAME": "eth0", **environment},
             "sft.max_num_steps": STEPS,
-            "checkpointing.save_period": 4,
+            "checkpointing.save_period": 2,
             "checkpointing.checkpoint_dir": f"s3://bucket/{name}",
             "logger.log_dir": str(folder / name),
             **changes,
@@ -63,6 +64,8 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     while sum(node["Alive"] for node in ray.nodes()) < 2:
         assert time.monotonic() < deadline, "the other node did not come"
         time.sleep(0.1)
+    ray.shutdown()
+    environment["RAYLANE_TEST_CLUSTER"] = f"{address}:6399"
     tiny_run.write_data(folder)
     try:
         train(folder, "local", environment, **{"checkpointing.checkpoint_dir": str(folder / "local/saved")})
@@ -78,17 +81,23 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     for name in exported.sizes():
         base.mkdir(exist_ok=True)
         (base / name).write_bytes((exported / name).read_bytes())
-    changes = {"policy.model_name": str(base), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    changes = {
+        "policy.model_name": str(base),
+        "policy.hf_config_overrides": {},
+        "policy.tokenizer": {},
+        "sft.max_num_steps": 1,
+    }
     tuned = train(folder, "tuned", environment, **changes)
     assert max(tuned.values()) < whole[1], "the other node started from random weights"
-    interrupt_after(6)
+    interrupt_after(3)
     try:
         train(folder, "broken", environment)
     except KeyboardInterrupt:
         say(f"interrupted with {[one.step for one in checkpoint.list_saved(Url('s3://bucket/broken'))]}")
     assert train(folder, "broken", environment) == whole, "bit for bit"
-    left = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor]
-    say(f"done {left}")
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    free = ray.available_resources().get("CPU")
+    say(f"done, {free} of {ray.cluster_resources()['CPU']} CPUs are free")
 
 
 if __name__ == "__main__":
