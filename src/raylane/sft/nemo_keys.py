@@ -205,7 +205,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "checkpointing.peft_config", _off, "all weights are trained", "LoRA is not supported yet", changes_training=True
     ),
-    Rule("checkpointing.is_async", _anything, "the run waits for its checkpoints"),
     # ------------------------------------------------------------------------------------------- logger and cluster
     Rule("logger.mlflow_enabled", _off, "MLflow is off", "MLflow is not supported; metrics.jsonl is always written"),
     Rule("logger.mlflow", _anything, "MLflow is not supported"),
