@@ -79,6 +79,7 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.sequence_packing",
     "policy.loss_chunk_tokens",
     "policy.dtensor_cfg.dp_replicate_size",
+    "policy.dtensor_cfg.lora_cfg",
     "policy.model_name",
     "policy.hf_config_overrides",
     "prepared",

@@ -18,6 +18,7 @@ from raylane.errors import ConfigError
 from raylane.sft import layout, nemo_rl, overrides
 from raylane.sft.nemo_keys import is_nemo_key
 from raylane.sft.schema import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig, RunConfig, SftConfig
+from raylane.sft.schema_lora import LoraConfig
 from raylane.sft.schema_policy import (
     CompiledGraphConfig,
     OptimizerConfig,
@@ -32,6 +33,7 @@ __all__ = [
     "CompiledGraphConfig",
     "DataConfig",
     "LoggerConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "PolicyConfig",
     "RunConfig",

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from raylane.errors import CheckpointError, ConfigError
+from raylane.sft import lora
+from raylane.sft.adapter_files import read_adapter
 from raylane.sft.gradients import GradientSum
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
@@ -86,6 +88,7 @@ def build_model(
         model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
         _prepare(model, policy)
         _shard(model, policy, mesh)
+        _start_adapters(model, policy, seed)
         return model
     # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("meta"):
@@ -98,6 +101,7 @@ def build_model(
         model.causal_lm.get_output_embeddings().weight = model.causal_lm.get_input_embeddings().weight
     _restore_buffers(model, hf_config, device)
     read_weights(model.causal_lm, Path(policy.model_name))
+    _start_adapters(model, policy, seed)
     return model
 
 
@@ -120,8 +124,16 @@ def _causal_lm(hf_config: Any, attention: str) -> Any:
         ) from error
 
 
+def _start_adapters(model: SupervisedModel, policy: PolicyConfig, seed: int) -> None:
+    """Fill the LoRA adapters, if any, with their first values."""
+    lora.initialise(model.causal_lm, seed)
+    settings = policy.dtensor_cfg.lora_cfg
+    if settings.enabled and settings.adapter_path is not None:
+        read_adapter(model.causal_lm, Path(settings.adapter_path))
+
+
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, apply activation checkpointing, and enter training mode."""
+    """Refuse models with state in buffers, add adapters and activation checkpointing, and enter training mode."""
     kept = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
@@ -133,6 +145,7 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
             "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3"
         )
+    lora.adapt(model.causal_lm, policy.dtensor_cfg.lora_cfg)
     if policy.dtensor_cfg.activation_checkpointing:
         lm = model.causal_lm  # transformers 5.x renamed the method, and the old name warns if both exist
         enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
@@ -147,8 +160,8 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: DeviceMesh) -> No
     """
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not shards_parameters(policy, mesh.size(-1), num_parameters):
-        tensors = sum(1 for _ in model.parameters())
-        model.gradient_sum = GradientSum(num_parameters, tensors, torch.device(mesh.device_type))
+        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        model.gradient_sum = GradientSum(sum(trained), len(trained), torch.device(mesh.device_type))
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"
@@ -191,7 +204,7 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
             path=str(folder),
         )
-    parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # has a tied weight only once
+    parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
     reader = HuggingFaceStorageReader(str(folder))
     try:
         found = reader.read_metadata().state_dict_metadata

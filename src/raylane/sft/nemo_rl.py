@@ -40,6 +40,8 @@ _THEIR_DEFAULTS: dict[str, tuple[Any, str]] = {
     "policy.optimizer.weight_decay_on": ("all", "torch.optim.AdamW decays every parameter"),
     "policy.sequence_packing.enabled": (False, "packing is off unless it is set"),
     "policy.max_grad_norm": (None, "gradients are not clipped unless it is set"),
+    "policy.dtensor_cfg.lora_cfg.dropout_position": ("post", "its default"),
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": ("xavier", "its default"),
     "data.overlong": ("drop", "conversations that are too long get no loss"),
     "sft.max_num_steps": (60, "its default"),
     "sft.val_batches": (8, "its default"),
@@ -333,7 +335,12 @@ class _Work:
             given = "policy.scheduler" if key.startswith("policy.scheduler.") else key
             # Megatron's own schedule and decay differ; its problem names the keys to set.
             megatron = "policy.megatron_cfg" in asked and key.startswith(("policy.scheduler", "policy.optimizer"))
-            if not _has(self.plain, given) and given not in asked and not megatron:
+            # Noise in the log of a run without LoRA.
+            idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
+            if not _has(self.plain, given) and given not in asked and not megatron and not idle:
                 _replace(self.plain, key, value)
                 shown = {None: "null", False: "false"}.get(value, value)
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))
+
+    def _trains_adapters(self) -> bool:
+        return _get(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True

@@ -39,8 +39,9 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Return AdamW over all parameters; `weight_decay_on` selects whether vectors (norms, biases) are decayed too."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     kwargs = settings.kwargs.model_dump()
     if not kwargs.keys() & {"foreach", "fused", "differentiable"}:
         # One pass over the memory of all parameters instead of a dozen operations on each; torch exists on no device

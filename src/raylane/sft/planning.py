@@ -83,7 +83,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     from raylane.sft.model_config import model_config, model_shape
 
     prepared = prepare(config)
-    shape = model_shape(model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids)))
+    hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
+    shape = model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg)
 
     def count(name: str, folder: Path) -> RowCount:
         rows = open_rows(folder, config.policy, prepared.pad_id)
@@ -180,10 +181,13 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     shard = config.cluster.num_workers // policy.dtensor_cfg.dp_replicate_size
     shards = shards_parameters(policy, shard, shape.num_parameters)
     own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
-    unreduced = shape.num_parameters if keeps_whole else shape.largest_unit
+    # Only trained parameters have gradients and optimizer state. LoRA leaves few of them.
+    trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
+    own_trained = -(-trained // shard) if shards else trained
+    unreduced = trained if keeps_whole else min(trained, shape.largest_unit)
     gathered = shape.num_parameters if keeps_gathered(policy, shape.num_parameters) else 2 * shape.largest_unit
     if not shards:
-        unreduced = shape.num_parameters if config.cluster.num_workers > 1 else 0
+        unreduced = trained if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
     tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
@@ -197,9 +201,9 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     offloaded = policy.dtensor_cfg.cpu_offload
     return Memory(
         parameters=0 if offloaded else 4 * own,
-        gradients=0 if offloaded else 4 * own,
+        gradients=0 if offloaded else 4 * own_trained,
         unreduced=4 * unreduced,
-        optimizer=0 if offloaded else 8 * own,
+        optimizer=0 if offloaded else 8 * own_trained,
         gathered=size * gathered if shards else 0,
         activations=size * tokens * kept,
         logits=2 * 4 * chunk * shape.vocab_size,
@@ -244,8 +248,9 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
 def _model(plan: RunPlan, config: RunConfig) -> str:
     source = "random weights" if config.policy.model_name is None else config.policy.model_name
     shape = plan.shape
+    adapters = "" if shape.num_trained in (None, shape.num_parameters) else f" ({shape.num_trained:,} trained)"
     return (
-        f"{shape.model_type}, {shape.num_parameters:,} parameters, {shape.num_layers} layers, "
+        f"{shape.model_type}, {shape.num_parameters:,} parameters{adapters}, {shape.num_layers} layers, "
         f"vocabulary {shape.vocab_size:,}, from {source}, {config.policy.precision}"
     )
 
@@ -284,7 +289,9 @@ def _validate(plan: RunPlan) -> str:
 def _save(plan: RunPlan, config: RunConfig) -> str:
     if not plan.saves:
         return "never"
-    state = 4 * plan.shape.num_parameters * (3 if config.checkpointing.save_optimizer else 1)
+    shape = plan.shape
+    trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
+    state = 4 * (shape.num_parameters + (2 * trained if config.checkpointing.save_optimizer else 0))
     return f"{plan.saves} times to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
 
 

@@ -51,6 +51,17 @@ def worker_options(config: RunConfig) -> WorkerOptions:
     )
 
 
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the configuration for the workers, whose working directory is another one."""
+    policy, sharding = config.policy, config.policy.dtensor_cfg
+    lora = sharding.lora_cfg
+    if lora.adapter_path is not None:
+        lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
+    name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
+    sharding = sharding.model_copy(update={"lora_cfg": lora})
+    return config.model_copy(update={"policy": policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})})
+
+
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved description with defaults added for keys that did not exist when it was written."""
     plain = {key: value for key, value in saved.items() if key != "prepared"}
@@ -104,12 +115,7 @@ class Policy:
             mode=graph.mode,
             inflight=graph.inflight or config.sft.steps_in_flight,
         )
-        worker_config = config
-        if (name := config.policy.model_name) is not None:
-            # A worker has another working directory, so a relative path would not be found there.
-            policy = config.policy.model_copy(update={"model_name": str(Path(name).resolve())})
-            worker_config = config.model_copy(update={"policy": policy})
-        self._setup = (worker_config, prepared, total_steps)
+        self._setup = (_with_absolute_paths(config), prepared, total_steps)
         try:
             self.facts: dict[str, Any] = self._call_one("setup", *self._setup)
             """Facts about the model for the log, as `SftWorker.setup` returns them."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from raylane.sft import overrides
+from raylane.sft.schema_lora import LoraConfig
 from raylane.sft.schema_types import Fraction, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Section
 
 __all__ = [
@@ -154,6 +155,9 @@ class DTensorConfig(Section):
     cpu_offload: bool = Field(
         default=False,
         description="Keep parameters and optimizer state in host memory instead of GPU memory; needs GPUs.",
+    )
+    lora_cfg: Annotated[LoraConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=LoraConfig, description="Training of adapters only."
     )
 
 

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
+from raylane.sft import lora
+from raylane.sft.adapter_files import adapter_tensors, write_adapter
 from raylane.sft.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.model import SupervisedModel
 
@@ -41,6 +43,9 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _BYTES_PER_FILE = 4 * 2**30
 _OPTIMIZER_NOTE = "optimizer.json"
 _GENERATION = "generation_config.json"
+
+ADAPTER_FOLDER = "adapter"
+"""Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
 
 
 def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -127,12 +132,13 @@ def save_hf(
     """Write a Hugging Face folder: float32 safetensors with index, config, generation config, tokenizer, template.
 
     `end_ids` are the tokens that end a turn, at which `generate` will stop. `start` is the folder that the weights came
-    from; its other generation settings are kept.
+    from; its other generation settings are kept. LoRA adapters are added into the weights, and also written by
+    themselves in PEFT's format, in the folder `adapter`.
 
     Every worker writes its shards and rank 0 joins them, so no process holds the whole model. Waits until all files are
     written.
     """
-    weights = {name: parameter.detach() for name, parameter in model.causal_lm.named_parameters()}
+    weights = lora.merged_parameters(model.causal_lm)
     writer = HuggingFaceStorageWriter(
         str(folder),
         fqn_to_index_mapping=_file_numbers(weights),
@@ -142,7 +148,14 @@ def save_hf(
     failed = f"the model could not be written to {folder}"
     with _checkpoint_errors(failed, folder):
         save(weights, storage_writer=writer)
-    _on_rank_zero(failed, folder, lambda: _write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start))
+    adapters = adapter_tensors(model.causal_lm)
+
+    def write() -> None:
+        _write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start)
+        if adapters:
+            write_adapter(folder / ADAPTER_FOLDER, model.causal_lm, adapters, start, torch.float32)
+
+    _on_rank_zero(failed, folder, write)
 
 
 def _on_rank_zero(failed: str, folder: Path, write: Callable[[], object]) -> None:

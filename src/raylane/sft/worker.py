@@ -61,7 +61,8 @@ class SftWorker:
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
-        Returns facts for the log: the number of parameters, of parameters held by this worker, and of training rows.
+        Returns facts for the log: the number of parameters, of those that are trained (fewer with LoRA), of parameters
+        held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
         self._config, self._prepared, self._total_steps = config, prepared, total_steps
@@ -84,6 +85,7 @@ class SftWorker:
         local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
         return {
             "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "parameters_held": sum(part.numel() for part in local_parts),
             "train_rows": self._train.num_rows,
         }

@@ -1,0 +1,70 @@
+"""Training options on several workers of a real Ray: each gives the numbers of one worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft import tiny_run
+from sft.worker_run import WorkerRun
+
+LORA = {"policy.dtensor_cfg.lora_cfg": {"enabled": True, "dim": 3, "alpha": 6}, "policy.optimizer.kwargs.lr": 5e-2}
+SHARDED = {"policy.dtensor_cfg.shard_parameters": "always"}
+ONE_BY_ONE = {**SHARDED, "policy.dtensor_cfg.reduce_every_micro_batch": True, "policy.train_micro_batch_size": 1}
+HSDP = {**SHARDED, "policy.dtensor_cfg.dp_replicate_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(ray_session, folder):
+    run = WorkerRun(folder, 2)
+    yield run
+    assert run.policy.shutdown()
+
+
+@pytest.fixture(scope="module")
+def four(ray_session, folder):
+    run = WorkerRun(folder, 4)
+    yield run
+    assert run.policy.shutdown()
+
+
+def test_adapters_train_the_same_on_every_layout(two, tmp_path):
+    """The whole model on each worker, shards, and gradients reduced after every micro-batch; and resumed elsewhere."""
+    two.start(LORA)
+    gradients = two.gradients()
+    wanted = two.losses(range(4))
+    saved = two.policy.save({})
+    two.policy.save_hf(tmp_path / "whole")
+    rest = two.losses(range(4, 8))
+    assert rest[-1] < wanted[0] - 0.1
+    for changes in (SHARDED, ONE_BY_ONE):
+        two.start({**LORA, **changes})
+        tiny_run.assert_same(two.gradients(two.config.policy.train_micro_batch_size), gradients)
+        assert two.losses(range(4)) == pytest.approx(wanted, abs=1e-4)
+        two.policy.save_hf(tmp_path / f"sharded-{len(changes)}")
+        assert two.policy.load(saved.path) == 4
+        assert two.losses(range(4, 8)) == pytest.approx(rest, abs=1e-4)
+    for file in ("model-00001-of-00001.safetensors", "adapter/adapter_model.safetensors"):
+        whole = load_file(tmp_path / "whole" / file)
+        for other in (SHARDED, ONE_BY_ONE):
+            sharded = load_file(tmp_path / f"sharded-{len(other)}" / file)
+            assert sorted(sharded) == sorted(whole)
+            for name, tensor in whole.items():
+                torch.testing.assert_close(sharded[name], tensor, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_adapters_on_replicas_of_shards_equal_whole_models(two, four):
+    two.start(LORA)
+    wanted = two.gradients()
+    for changes in (HSDP, SHARDED):
+        four.start({**LORA, **changes})
+        tiny_run.assert_same(four.gradients(), wanted)
