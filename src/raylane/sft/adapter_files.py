@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raylane.errors import CheckpointError
 from raylane.sft.lora import LoraLinear, adapted, fill, whole
 
-__all__ = ["adapter_tensors", "read_adapter", "write_adapter"]
+__all__ = ["adapter_names", "adapter_tensors", "read_adapter", "write_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -32,6 +32,11 @@ _UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modu
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Return the adapters as whole float32 tensors on the CPU, by their names in PEFT's files. Collective."""
     return {name: whole(one.detach()).float().cpu() for name, one in _named(causal_lm).items()}
+
+
+def adapter_names(causal_lm: nn.Module) -> dict[str, tuple[str, torch.Size]]:
+    """Return name in PEFT's files -> (name in the model, shape) of the adapters."""
+    return {name: (name.removeprefix(_PREFIX), one.shape) for name, one in _named(causal_lm).items()}
 
 
 def _named(causal_lm: nn.Module) -> dict[str, nn.Parameter]:

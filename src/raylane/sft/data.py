@@ -30,7 +30,7 @@ from raylane.sft.rows import RowSource, open_rows
 if TYPE_CHECKING:
     from raylane.sft.config import RunConfig
 
-__all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_rows", "prepare"]
+__all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_rows", "prepare", "read_prepared"]
 
 log = logging.getLogger(__name__)
 
@@ -164,13 +164,13 @@ def prepare(config: RunConfig) -> PreparedData:
             raise ConfigError(
                 f"cannot write to data.cache_dir={config.data.cache_dir}: {error}. Check its free space and permissions"
             ) from error
-    prepared = _read_prepared(done)
+    prepared = read_prepared(done)
     for line in warnings(prepared, config):
         log.warning("%s", line)
     return prepared
 
 
-def _read_prepared(done: Path) -> PreparedData:
+def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:

@@ -6,11 +6,8 @@ by `worker`; `checkpoint` handles folder names, completeness and retention.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,20 +29,16 @@ from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft import lora
 from raylane.sft.adapter_files import adapter_tensors, write_adapter
 from raylane.sft.dcp import CodeFreeReader, FitPlanner
+from raylane.sft.hf_folder import ADAPTER_FOLDER, file_numbers, write_beside
 from raylane.sft.model import SupervisedModel
 
-__all__ = ["has_optimizer", "load_state", "save_hf", "save_state"]
+__all__ = ["has_optimizer", "load_failure", "load_state", "save_hf", "save_state"]
 
 T = TypeVar("T")
 
 # Optimizer state by parameter name instead of numbered groups: only this form loads on another layout.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-_BYTES_PER_FILE = 4 * 2**30
 _OPTIMIZER_NOTE = "optimizer.json"
-_GENERATION = "generation_config.json"
-
-ADAPTER_FOLDER = "adapter"
-"""Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
 
 
 def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
@@ -92,13 +85,13 @@ def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Opti
     try:
         load(state, storage_reader=reader, planner=FitPlanner())
     except CheckpointException as error:
-        raise _load_failure(folder, error) from error
+        raise load_failure(folder, error) from error
     if optimizer is not None:
         set_optimizer_state_dict(model.causal_lm, optimizer, state["optimizer"], options=_FLAT)
     return int(state["step"].item())
 
 
-def _load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
+def load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
     """Return the error for the failures on the ranks: another model's folder, unreadable, or damaged.
 
     Only damage makes a run fall back to an earlier checkpoint. Causes that may disappear by themselves (permissions,
@@ -141,7 +134,7 @@ def save_hf(
     weights = lora.merged_parameters(model.causal_lm)
     writer = HuggingFaceStorageWriter(
         str(folder),
-        fqn_to_index_mapping=_file_numbers(weights),
+        fqn_to_index_mapping=file_numbers(weights),
         save_distributed=True,
         enable_consolidation=True,
     )
@@ -151,7 +144,8 @@ def save_hf(
     adapters = adapter_tensors(model.causal_lm)
 
     def write() -> None:
-        _write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start)
+        shutil.rmtree(folder / "sharded", ignore_errors=True)  # DCP's shards, already joined into the final files
+        write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start)
         if adapters:
             write_adapter(folder / ADAPTER_FOLDER, model.causal_lm, adapters, start, torch.float32)
 
@@ -197,66 +191,6 @@ def _on_every_rank(read: Callable[[], T]) -> T:
     return found
 
 
-def _write_beside(
-    folder: Path, causal_lm: Any, tokenizer_dir: Path, end_ids: Sequence[int], start: Path | None
-) -> None:
-    """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
-    shutil.rmtree(folder / "sharded", ignore_errors=True)  # DCP's shards, already joined into the final files
-    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
-    config.architectures = [type(causal_lm).__name__]
-    if hasattr(config, "auto_map"):  # names Python files of the base folder, which are neither used nor copied
-        del config.auto_map
-    config.dtype = torch.float32
-    config.save_pretrained(folder)
-    generation = json.dumps(_generation_settings(causal_lm, end_ids, start), indent=2, sort_keys=True)
-    (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
-    if tokenizer_dir.is_symlink():
-        raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
-    for source in tokenizer_dir.iterdir():
-        if source.name not in ("config.json", _GENERATION):
-            _copy_plain(source, folder / source.name)
-
-
-def _generation_settings(causal_lm: Any, end_ids: Sequence[int], start: Path | None) -> dict[str, Any]:
-    """Return the content of generation_config.json: the base model's, with `end_ids` as the tokens to stop at.
-
-    `generate` stops at the tokens in this file and ignores the tokenizer. The file of a base model names another token
-    than the one at the end of the chat template's turns, and answers would never end. The file is edited as JSON:
-    transformers loads settings that contradict each other (temperature without do_sample, as in many published
-    folders), but refuses to save them after any change.
-    """
-    path = None if start is None else start / _GENERATION
-    if path is not None and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} must hold an object, got a {type(found).__name__}")
-    else:
-        own = causal_lm.generation_config
-        found = {} if own is None else json.loads(own.to_json_string(use_diff=True))
-    named = found.get("eos_token_id")
-    known = [] if named is None else [named] if isinstance(named, int) else list(named)
-    ends = list(dict.fromkeys([*end_ids, *known]))
-    return {**found, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-
-
-def _copy_plain(source: Path, target: Path) -> None:
-    """Copy a regular file; skip folders. OSError for a symbolic link.
-
-    In a cache that others can write to, a link could make this copy any file that this user can read into the exported
-    model.
-    """
-    try:
-        opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(f"{source} is a symbolic link. Delete data.cache_dir and run the command again") from error
-        raise
-    with open(opened, "rb") as file:
-        if stat.S_ISREG(os.fstat(opened).st_mode):
-            with target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
-
-
 @contextmanager
 def _checkpoint_errors(failed: str, folder: Path) -> Iterator[None]:
     """Translate DCP's error, a BaseException that holds the failure of each rank, to CheckpointError."""
@@ -265,15 +199,3 @@ def _checkpoint_errors(failed: str, folder: Path) -> Iterator[None]:
     except CheckpointException as error:
         reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"{failed}: {reasons}", path=str(folder), ranks=sorted(error.failures)) from error
-
-
-def _file_numbers(weights: dict[str, Any]) -> dict[str, int]:
-    """Return weight name -> number of its file (from 1), in order, with at most 4 GiB per file."""
-    files, used, number = {}, 0, 1
-    for name, weight in weights.items():
-        size = weight.numel() * weight.element_size()
-        if used and used + size > _BYTES_PER_FILE:
-            number, used = number + 1, 0
-        files[name] = number
-        used += size
-    return files
