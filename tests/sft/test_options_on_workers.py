@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 
@@ -68,3 +69,49 @@ def test_adapters_on_replicas_of_shards_equal_whole_models(two, four):
     for changes in (HSDP, SHARDED):
         four.start({**LORA, **changes})
         tiny_run.assert_same(four.gradients(), wanted)
+
+
+MUON = {
+    "policy.optimizer.name": "muon",
+    "policy.optimizer.groups": [{"pattern": "embed", "lr_scale": 0.3}, {"pattern": "q_proj", "weight_decay": 0.5}],
+}
+
+
+def one_process_losses(run, steps):
+    """Return the losses of a plain model that one process trains with the optimizer of the run."""
+    model = tiny_run.reference_model(run.config, run.prepared)
+    holder = torch.nn.Module()
+    holder.causal_lm = model
+    settings, policy = run.config.policy.optimizer, run.config.policy
+    optimizer, losses = make_optimizer(holder, settings), []
+    for step in range(steps):
+        set_learning_rate(optimizer, learning_rate(step, settings.kwargs.lr, policy.scheduler, 8))
+        loss, _ = tiny_run.reference_gradients(model, run.batch(step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+def test_muon_equals_one_process_and_resumes_elsewhere(two):
+    two.start(MUON)
+    wanted = one_process_losses(two, 8)
+    assert wanted[-1] < wanted[0] - 0.5
+    assert two.losses(range(4)) == pytest.approx(wanted[:4], abs=1e-5)
+    saved = two.policy.save({})
+    assert two.losses(range(4, 8)) == pytest.approx(wanted[4:], abs=1e-5)
+    two.start({**MUON, **SHARDED})
+    assert two.losses(range(8)) == pytest.approx(wanted, abs=1e-5)
+    assert two.policy.load(saved.path) == 4
+    resumed = two.losses(range(4, 8))
+    assert resumed == pytest.approx(wanted[4:], abs=1e-5)
+    assert two.policy.load(saved.path) == 4
+    two.policy._call_one("warm_up", 2, 32)
+    assert two.losses(range(4, 8)) == resumed, "a warm-up step leaves no trace"
+
+
+@pytest.mark.slow
+def test_muon_on_replicas_of_shards_equals_one_process(four):
+    four.start({**MUON, **HSDP})
+    assert four.losses(range(6)) == pytest.approx(one_process_losses(four, 6), abs=1e-5)

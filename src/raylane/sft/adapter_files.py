@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raylane.errors import CheckpointError
-from raylane.sft.lora import LoraLinear, adapted, fill, whole
+from raylane.sft.lora import LoraLinear, adapted, fill
+from raylane.sft.sharded import whole
 
 __all__ = ["adapter_names", "adapter_tensors", "read_adapter", "write_adapter"]
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from raylane.errors import ConfigError
 from raylane.sft.overrides import suggest
+from raylane.sft.sharded import divided, whole
 
 if TYPE_CHECKING:
     from raylane.sft.schema_lora import LoraConfig
 
-__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "initialise", "merged_parameters", "whole"]
+__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "initialise", "merged_parameters"]
 
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
@@ -56,7 +56,7 @@ class LoraLinear(nn.Module):
         """Return the weight [out, in] of one linear layer that computes the same, sharded as the base. Collective."""
         weight = self.base.weight.detach()
         product = whole(self.lora_B.weight.detach()) @ whole(self.lora_A.weight.detach()) * self.scale
-        return weight + _divided(product, weight)
+        return weight + divided(product, weight)
 
 
 def adapt(causal_lm: nn.Module, settings: LoraConfig) -> None:
@@ -144,19 +144,7 @@ def _plain(name: str, causal_lm: nn.Module) -> str:
     return f"{owner}.{last}" if base and isinstance(causal_lm.get_submodule(owner), LoraLinear) else name
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor that may be sharded as a whole one. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def fill(parameter: Tensor, values: Tensor) -> None:
     """Copy whole values, equal on all workers, into a parameter; of a sharded one each worker keeps its part."""
     with torch.no_grad():
-        parameter.copy_(_divided(values.to(parameter.device), parameter))
-
-
-def _divided(values: Tensor, like: Tensor) -> Tensor:
-    """Return whole values sharded as `like`, without communication."""
-    if not isinstance(like, DTensor):
-        return values
-    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)
+        parameter.copy_(divided(values.to(parameter.device), parameter))

@@ -218,7 +218,8 @@ class _Work:
         if name in _OPTIMIZERS:
             _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
         elif isinstance(name, str) and "." in name:
-            self._refuse("policy.optimizer.name", "only torch.optim.AdamW is supported", "policy.optimizer.name")
+            hint = "; policy.optimizer.name=muon trains matrices with Muon" if "muon" in name.lower() else ""
+            self._refuse("policy.optimizer.name", f"only torch.optim.AdamW is supported{hint}", "policy.optimizer.name")
         if _has(self.plain, "policy.optimizer") and _get(self.plain, "policy.optimizer") is None:
             self._refuse(
                 "policy.optimizer", "no optimizer is named (Megatron has its own)", "policy.optimizer.kwargs.lr"

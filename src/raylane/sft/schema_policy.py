@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from raylane.sft import overrides
 from raylane.sft.schema_lora import LoraConfig
-from raylane.sft.schema_types import Fraction, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Section
+from raylane.sft.schema_optim import OptimizerConfig
+from raylane.sft.schema_types import NaturalInt, PositiveFloat, PositiveInt, Section
 
 __all__ = [
     "CompiledGraphConfig",
     "DTensorConfig",
-    "OptimizerConfig",
     "PolicyConfig",
     "SchedulerConfig",
     "TokenizerConfig",
 ]
-
-# Arguments of torch.optim.AdamW besides the four declared ones (torch 2.13, torch/optim/adamw.py). They are checked
-# here because torch would refuse an unknown argument only later, inside a worker.
-ADAMW_EXTRAS = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
 
 def _null_as_empty(value: Any) -> Any:
@@ -57,46 +52,6 @@ class TokenizerConfig(Section):
         description="Values for variables of the chat template, e.g. enable_thinking; an open mapping. Pass the same "
         "values when you use the model.",
     )
-
-
-class AdamWKwargs(Section):
-    """Arguments of torch.optim.AdamW; more of its arguments can be added (`+policy.optimizer.kwargs.fused=true`)."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
-
-    lr: PositiveFloat = Field(default=5e-5, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
-    )
-    eps: PositiveFloat = Field(
-        default=1e-8, description="Term added to the denominator of the update for numerical stability."
-    )
-    weight_decay: NaturalFloat = Field(default=0.01, description="Decoupled weight decay coefficient.")
-
-    @model_validator(mode="after")
-    def _known_to_adamw(self) -> AdamWKwargs:
-        for key in self.model_extra or {}:
-            if key not in ADAMW_EXTRAS:
-                known = (*type(self).model_fields, *ADAMW_EXTRAS)
-                raise ValueError(f"{key!r} is not an argument of torch.optim.AdamW; {overrides.suggest(key, known)}")
-        return self
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its arguments."""
-
-    name: Literal["adamw"] = Field(
-        default="adamw",
-        description="Name of the optimizer. adamw is AdamW with decoupled weight decay; NeMo-RL writes "
-        "torch.optim.AdamW, which is accepted too.",
-    )
-    weight_decay_on: Literal["matrices", "all"] = Field(
-        default="matrices",
-        description="Parameters that weight decay applies to. matrices: all except norms and biases, which is "
-        "common practice for language models; all: every parameter, as in plain torch.optim.AdamW and "
-        "NeMo-RL.",
-    )
-    kwargs: AdamWKwargs = Field(default_factory=AdamWKwargs, description="Keyword arguments of the optimizer.")
 
 
 class SchedulerConfig(Section):
