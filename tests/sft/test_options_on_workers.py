@@ -115,3 +115,18 @@ def test_muon_equals_one_process_and_resumes_elsewhere(two):
 def test_muon_on_replicas_of_shards_equals_one_process(four):
     four.start({**MUON, **HSDP})
     assert four.losses(range(6)) == pytest.approx(one_process_losses(four, 6), abs=1e-5)
+
+
+def test_weighted_files_give_the_same_rows_to_every_layout(two, folder):
+    """The workers' own rows, the rows that the driver reads, and those after a resume in the second epoch."""
+    train = [
+        {"path": str(folder / "train.jsonl"), "weight": 0.4},
+        {"path": str(folder / "validation.jsonl"), "weight": 2},
+    ]
+    two.start({"data.train": train, "sft.max_num_epochs": 3})
+    wanted = two.losses(range(8))
+    saved = two.policy.save({})
+    two.start({"data.train": train, **SHARDED})
+    assert [two.policy.train(two.batch(step))["loss"] for step in range(8)] == pytest.approx(wanted, abs=1e-5)
+    assert two.policy.load(saved.path) == 8
+    assert (two.batch(8)["input_ids"] != two.batch(0)["input_ids"]).any()

@@ -64,6 +64,9 @@ _PARTIAL = re.compile(r"(step_\d+)(?:\.old)?\.partial$")
 
 _log = logging.getLogger(__name__)
 
+NOT_CONFIGURED = ("prepared", "train_weights")
+"""Keys of a saved configuration that are not keys of the configuration: the hash of the data, and weights of files."""
+
 # Keys that the losses of a resumed run depend on, besides the checkpoint itself.
 _SAME_FOR_EXACT_RESUME = (
     "sft.seed",
@@ -83,6 +86,7 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.model_name",
     "policy.hf_config_overrides",
     "prepared",
+    "train_weights",
     "data.shuffle",
     "cluster.num_workers",
     "cluster.gpus_per_node",

@@ -90,7 +90,7 @@ def export_checkpoint(path: Path, out: Path, form: Form = "merged", dtype: torch
 
 def _config_of(saved: Saved) -> RunConfig:
     """Return the configuration of the run that wrote a checkpoint."""
-    plain = {key: value for key, value in saved.config.items() if key != "prepared"}
+    plain = {key: value for key, value in saved.config.items() if key not in checkpoint.NOT_CONFIGURED}
     return build_config(plain, source=f"{saved.path}/run.json")
 
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
 from raylane.sft.parallel import keeps_gathered, shards_parameters
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from raylane.sft.config import RunConfig
+    from raylane.sft.data import PreparedData
     from raylane.sft.model_config import ModelShape
 
-__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "make_plan", "plan_run", "render"]
+__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
 
 GIB = 2**30
 
@@ -86,13 +86,23 @@ def plan_run(config: RunConfig) -> RunPlan:
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
     shape = model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg)
 
-    def count(name: str, folder: Path) -> RowCount:
-        rows = open_rows(folder, config.policy, prepared.pad_id)
-        counts = prepared.report[name]
-        return RowCount(rows.num_rows, counts.documents, counts.tokens, counts.supervised, rows.efficiency)
+    validation = None
+    if prepared.validation is not None:
+        counts = prepared.report["validation"]
+        rows = open_rows(prepared.validation, config.policy, prepared.pad_id)
+        validation = RowCount(rows.num_rows, counts.documents, counts.tokens, counts.supervised, rows.efficiency)
+    return make_plan(config, shape, count_training_rows(prepared, config), validation)
 
-    validation = None if prepared.validation is None else count("validation", prepared.validation)
-    return make_plan(config, shape, count("train", prepared.train), validation)
+
+def count_training_rows(prepared: PreparedData, config: RunConfig) -> RowCount:
+    """Return the size of one epoch of the training data: each file counts as often as its weight says."""
+    rows = open_training_rows(prepared, config)
+    files = list(zip(config.data.train_weights, prepared.files, strict=True))
+    documents, tokens, supervised = (
+        round(sum(weight * getattr(counts, name) for weight, counts in files))
+        for name in ("documents", "tokens", "supervised")
+    )
+    return RowCount(rows.num_rows, documents, tokens, supervised, rows.efficiency)
 
 
 def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:

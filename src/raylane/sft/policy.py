@@ -64,9 +64,9 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
 
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved description with defaults added for keys that did not exist when it was written."""
-    plain = {key: value for key, value in saved.items() if key != "prepared"}
+    plain = {key: value for key, value in saved.items() if key not in checkpoint.NOT_CONFIGURED}
     try:
-        return {**dump(build_config(plain)), "prepared": saved.get("prepared")}
+        return {**dump(build_config(plain)), **{key: saved.get(key) for key in checkpoint.NOT_CONFIGURED}}
     except ConfigError:  # a key of an older version that no longer exists
         return saved
 
@@ -332,7 +332,13 @@ class Policy:
         return self._next
 
     def _description(self) -> dict[str, Any]:
-        return {**dump(self._config), "prepared": self._data_key}
+        # Paths of the data may change, e.g. on another machine; the weights of the files matter.
+        weights = list(self._config.data.train_weights)
+        return {
+            **dump(self._config),
+            "prepared": self._data_key,
+            "train_weights": None if set(weights) == {1.0} else weights,
+        }
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""

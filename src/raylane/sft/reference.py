@@ -91,8 +91,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is Union or str(origin) == "<class 'types.UnionType'>":
         return " or ".join("null" if one is type(None) else _type(one, metadata) for one in args)
     if origin is tuple:
-        if _is_model(args[0]):
-            return "list of mappings"
+        if args[-1] is Ellipsis and any(_is_model(one) for one in (args[0], *get_args(args[0]))):
+            return "list of mappings" if _is_model(args[0]) else "text, or list of texts and mappings"
         return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
     if origin is dict:
         return "open mapping"

@@ -22,6 +22,7 @@ from raylane.sft.ahead import ReadAhead
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.model import SupervisedModel, build_model, release_gathered
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
@@ -73,7 +74,7 @@ class SftWorker:
         self._model: SupervisedModel = build_model(hf_config, policy, mesh, self._device, config.sft.seed)
         self._optimizer = make_optimizer(self._model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
-        self._train: RowSource = open_rows(prepared.train, policy, prepared.pad_id)
+        self._train: RowSource = open_training_rows(prepared, config)
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
@@ -224,12 +225,8 @@ class SftWorker:
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self._config.policy
-        rows = order.batch_rows(
-            self._train.num_rows,
-            policy.train_global_batch_size,
-            self._config.sft.seed,
-            number,
-            self._config.data.shuffle,
+        rows = self._train.step_rows(
+            policy.train_global_batch_size, self._config.sft.seed, number, self._config.data.shuffle
         )
         return _read_batch(self._train, order.rank_slice(rows, self._rank, self._world))
 
