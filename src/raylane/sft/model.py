@@ -19,6 +19,7 @@ from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import lora
 from raylane.sft.adapter_files import read_adapter
 from raylane.sft.gradients import GradientSum
+from raylane.sft.layers import apply_checkpointing, compile_layers
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -88,7 +89,7 @@ def build_model(
         model = SupervisedModel(_causal_lm(hf_config, attention_implementation(policy)))
         _prepare(model, policy)
         _shard(model, policy, mesh)
-        _start_adapters(model, policy, seed)
+        _finish(model, policy, device, seed)
         return model
     # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
     with torch.device("meta"):
@@ -101,7 +102,7 @@ def build_model(
         model.causal_lm.get_output_embeddings().weight = model.causal_lm.get_input_embeddings().weight
     _restore_buffers(model, hf_config, device)
     read_weights(model.causal_lm, Path(policy.model_name))
-    _start_adapters(model, policy, seed)
+    _finish(model, policy, device, seed)
     return model
 
 
@@ -124,12 +125,14 @@ def _causal_lm(hf_config: Any, attention: str) -> Any:
         ) from error
 
 
-def _start_adapters(model: SupervisedModel, policy: PolicyConfig, seed: int) -> None:
-    """Fill the LoRA adapters, if any, with their first values."""
+def _finish(model: SupervisedModel, policy: PolicyConfig, device: torch.device, seed: int) -> None:
+    """Fill the LoRA adapters, if any, with their first values; compile the layers if configured."""
     lora.initialise(model.causal_lm, seed)
     settings = policy.dtensor_cfg.lora_cfg
     if settings.enabled and settings.adapter_path is not None:
         read_adapter(model.causal_lm, Path(settings.adapter_path))
+    if policy.dtensor_cfg.compile_layers:
+        compile_layers(model.causal_lm, device)
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
@@ -146,10 +149,7 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
             "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3"
         )
     lora.adapt(model.causal_lm, policy.dtensor_cfg.lora_cfg)
-    if policy.dtensor_cfg.activation_checkpointing:
-        lm = model.causal_lm  # transformers 5.x renamed the method, and the old name warns if both exist
-        enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
 

@@ -164,11 +164,12 @@ def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> floa
     """Return the floating-point operations of training on `positions` positions.
 
     6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B).
-    Activation checkpointing adds one forward pass, which is a third of that.
+    Activation checkpointing adds a forward pass, which is a third of that, or half of it with every_other_layer;
+    selective checkpointing repeats no matrix product.
     """
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim
     per_token = 6 * shape.num_parameters + attention * config.policy.max_total_sequence_length
-    again = 4 / 3 if config.policy.dtensor_cfg.activation_checkpointing else 1.0
+    again = {"full": 4 / 3, "every_other_layer": 7 / 6}.get(str(config.policy.dtensor_cfg.activation_checkpointing), 1)
     return positions * per_token * again
 
 
@@ -204,9 +205,15 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     whole = 6 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim + 4 * shape.intermediate_size
+    checkpointing = policy.dtensor_cfg.activation_checkpointing
     kept = whole * shape.num_layers
-    if policy.dtensor_cfg.activation_checkpointing:
+    if checkpointing == "full":
         kept = shape.hidden_size * shape.num_layers + whole
+    elif checkpointing == "every_other_layer":
+        kept = (shape.hidden_size + whole) * -(-shape.num_layers // 2)
+    elif checkpointing == "selective":  # the results of the seven projections and of attention
+        products = 3 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim
+        kept = (products + 2 * shape.intermediate_size) * shape.num_layers + whole
     chunk = min(policy.loss_chunk_tokens or tokens, tokens)
     offloaded = policy.dtensor_cfg.cpu_offload
     return Memory(

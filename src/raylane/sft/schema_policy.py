@@ -15,6 +15,7 @@ from raylane.sft.schema_optim import OptimizerConfig
 from raylane.sft.schema_types import NaturalInt, PositiveFloat, PositiveInt, Section
 
 __all__ = [
+    "Checkpointing",
     "CompiledGraphConfig",
     "DTensorConfig",
     "PolicyConfig",
@@ -82,6 +83,13 @@ class SchedulerConfig(Section):
     )
 
 
+Checkpointing = Literal["full", "selective", "every_other_layer"]
+
+
+def _full_if_true(value: Any) -> Any:
+    return "full" if value is True else value
+
+
 class DTensorConfig(Section):
     """Distribution of the model over the workers with FSDP2, or with HSDP if dp_replicate_size is above 1."""
 
@@ -103,9 +111,16 @@ class DTensorConfig(Section):
         "keeps complete float32 gradients (4 bytes per parameter) between micro-batches. true: after "
         "each micro-batch; each worker keeps only its shard, with more communication and less memory.",
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: Annotated[Literal[False] | Checkpointing, BeforeValidator(_full_if_true)] = Field(
         default=False,
-        description="Recompute activations in the backward pass: less memory, about one third more computation.",
+        description="Recompute activations in the backward pass, which takes less memory. full (or true): all of them, "
+        "for about one third more computation; selective: all except the results of matrix products and attention, "
+        "for little more computation; every_other_layer: all of every other layer.",
+    )
+    compile_layers: bool = Field(
+        default=False,
+        description="Compile the forward and the backward pass of the decoder layers with torch.compile, which is "
+        "faster after the first steps; needs a C++ compiler (and triton on GPUs). Not in NeMo-RL.",
     )
     cpu_offload: bool = Field(
         default=False,
