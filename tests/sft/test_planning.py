@@ -28,7 +28,7 @@ def test_steps_and_tokens(tmp_path: Path) -> None:
         data={"validation_fraction": 0.1},
     )
     plan = make_plan(run, SHAPE, ROWS, RowCount(9, 9, 100, 50, 0.5))
-    assert (plan.dp_replicate, plan.dp_shard, plan.device) == (2, 1, "cpu")
+    assert (plan.dims.dp_replicate, plan.dims.dp_shard, plan.device) == (2, 1, "cpu")
     assert (plan.steps_per_epoch, plan.total_steps, plan.unused_rows, plan.micro_batches) == (5, 10, 1, 2)
     assert plan.positions == 10 * 4 * 128
     assert plan.supervised == round(40 / 21 * 900)
@@ -123,7 +123,7 @@ def test_plan_tells_of_gpus_that_are_not_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"attn_implementation": "no_such_thing"}, "must be one of sdpa, eager, .* got 'no_such_thing'"),
+        ({"attn_implementation": "no_such_thing"}, "must be one of raylane, sdpa, eager, .* got 'no_such_thing'"),
         ({"torch_dtype": "bfloat16"}, r"torch_dtype has no effect here; set policy\.precision"),
     ],
 )

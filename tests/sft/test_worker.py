@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from raylane.sft import selfcheck
+from raylane.sft import attention, build, selfcheck
 from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
 from raylane.sft.loss import CrossEntropy
@@ -88,7 +88,7 @@ def test_gradients_are_the_same_whatever_computes_or_reduces(worker, folder, key
     batch = tiny_run.global_batch(config, prepared)
     wanted = tiny_run.reference_gradients(tiny_run.reference_model(config, prepared), batch)
     tiny_run.assert_same(worker.gradients(batch, 2), wanted)
-    implementation = config.policy.hf_config_overrides.get("attn_implementation", "sdpa")
+    implementation = config.policy.hf_config_overrides.get("attn_implementation", "raylane")
     assert worker._model.causal_lm.config._attn_implementation == implementation
 
 
@@ -380,14 +380,7 @@ def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp
 
 
 def test_the_self_check_finds_documents_that_see_each_other(worker, folder, monkeypatch):
-    from raylane.sft import model as model_module
-
-    plain = model_module._inputs
-
-    def with_mask(batch):
-        return {**plain(batch), "attention_mask": torch.ones_like(batch["input_ids"])}
-
-    monkeypatch.setattr(model_module, "_inputs", with_mask)
+    monkeypatch.setattr(attention, "document_lengths", lambda positions: [positions.numel()])
     for precision in ("float32", "bfloat16"):
         with pytest.raises(ConfigError, match="does not separate packed documents"):
             start(worker, folder, {"policy.precision": precision})
@@ -415,7 +408,7 @@ import os, sys, torch
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from torch.distributed import TCPStore
-from raylane.sft import selfcheck
+from raylane.sft import attention, build, selfcheck
 from raylane.sft.data import prepare
 from raylane.sft.worker import SftWorker
 from sft import tiny_run
@@ -473,16 +466,14 @@ def test_evaluation_with_dropout_is_repeatable(worker, folder):
 
 def test_model_with_state_in_buffers_is_refused(worker, folder, monkeypatch):
     """Such state would be garbage after loading: only parameters are read and saved."""
-    from raylane.sft import model as model_module
-
-    plain = model_module._causal_lm
+    plain = build._causal_lm
 
     def with_buffer(*args):
         made = plain(*args)
         made.model.layers[0].mlp.register_buffer("correction", torch.zeros(3))
         return made
 
-    monkeypatch.setattr(model_module, "_causal_lm", with_buffer)
+    monkeypatch.setattr(build, "_causal_lm", with_buffer)
     with pytest.raises(ConfigError, match=r"keeps state in buffers \(model\.layers\.0\.mlp\.correction"):
         start(worker, folder)
 
@@ -493,10 +484,15 @@ def test_chunked_cross_entropy_equals_torchs():
     hidden, labels = torch.randn(2, 9, 8, requires_grad=True), torch.randint(0, 11, (2, 9))
     labels[0, :5] = -100
     wanted = CrossEntropy()(head(hidden), {"labels": labels})
+
+    def summed(hidden, labels):
+        return torch.nn.functional.cross_entropy(head(hidden), labels, reduction="sum")
+
+    rows = CrossEntropy.supervised(labels, labels.device)
     (wanted_gradient,) = torch.autograd.grad(wanted, hidden)
     for chunk in (None, 1, 4, 100):
-        loss = CrossEntropy(chunk).from_hidden(hidden, labels, head)
+        loss = CrossEntropy(chunk).from_hidden(hidden, labels, summed, rows)
         (gradient,) = torch.autograd.grad(loss, hidden)
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(gradient, wanted_gradient)
-    assert CrossEntropy(4).from_hidden(hidden, torch.full_like(labels, -100), head).item() == 0.0
+    assert CrossEntropy(4).from_hidden(hidden, torch.full_like(labels, -100), summed, rows[:0]).item() == 0.0

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from raylane.errors import ConfigError
+from raylane.sft import attention
 
 if TYPE_CHECKING:
     from raylane.sft.schema_policy import Checkpointing
@@ -37,6 +38,9 @@ def apply_checkpointing(causal_lm: Any, choice: Checkpointing | Literal[False]) 
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if choice == "selective":
         kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
+        if importlib.util.find_spec("torch.nn.attention.varlen") is not None:  # raylane's attention on GPUs
+            importlib.import_module("torch.nn.attention.varlen")
+            kept.append(torch.ops.torch_attn._varlen_attn.default)
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     # transformers 5.x renamed the method, and the old name warns if both exist.
     enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
@@ -51,6 +55,8 @@ def compile_layers(causal_lm: Any, device: torch.device) -> None:
 
     Compilation itself happens in the first passes. ConfigError if no compiler is installed.
     """
+    from transformers import AttentionInterface
+
     missing = _missing_compiler(device)
     if missing is not None:
         raise ConfigError(
@@ -58,6 +64,8 @@ def compile_layers(causal_lm: Any, device: torch.device) -> None:
             "compile_layers to false",
             key="policy.dtensor_cfg.compile_layers",
         )
+    # The plan of a micro-batch consists of numbers, for each of which the compiler would make new code.
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
     for layer in causal_lm.get_decoder().layers:
         # The bound method alone: FSDP2's hooks, which run around it, cannot be compiled, and names stay the same.
         layer.forward = torch.compile(layer.forward)

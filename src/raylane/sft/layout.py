@@ -1,25 +1,36 @@
 """Checks that the sizes of a run fit together, made before any process starts.
 
-Pure functions on the configuration; called by `config.build_config` and by `planning`. Every message names the two
+Pure functions on the configuration, except `check_model_folder`, which reads a file; called by `config.build_config`,
+`planning` and `policy`. Every message names the two
 values that disagree and how to change them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import PolicyConfig
+from raylane.sft.stages import INTERLEAVED, stages_per_worker
 
-__all__ = ["check_layout", "micro_batches"]
+__all__ = ["check_layout", "check_model_folder", "micro_batches", "readers", "shape_problems"]
+
+DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+"""Model types that tensor, context and pipeline parallelism are tested with."""
 
 
 def check_layout(config: RunConfig) -> None:
     """Raise one ConfigError that lists all values of the configuration that do not fit together."""
     problems = [
         *worker_problems(config),
+        *division_problems(config),
+        *pipeline_problems(config),
+        *adapter_problems(config.policy),
         *batch_problems(config),
         *length_problems(config),
         *graph_problems(config),
@@ -27,19 +38,35 @@ def check_layout(config: RunConfig) -> None:
         *validation_problems(config),
         *checkpoint_problems(config),
         *model_problems(config.policy.hf_config_overrides),
+        *shape_problems(config.policy, config.policy.hf_config_overrides),
     ]
     # All problems at once: a user who mends one by one starts the program as often.
     if problems:
         raise ConfigError("; ".join(problems), problems=problems)
 
 
-def micro_batches(global_batch_size: int, micro_batch_size: int, num_workers: int) -> int:
+def check_model_folder(config: RunConfig) -> None:
+    """Raise ConfigError if the model in the folder `policy.model_name` cannot be divided as asked."""
+    settings, name = config.policy.dtensor_cfg, config.policy.model_name
+    sizes = (settings.tensor_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size)
+    if name is None or max(sizes) == 1:
+        return
+    path = Path(name) / "config.json"
+    try:
+        shape = {**json.loads(path.read_text(encoding="utf-8")), **config.policy.hf_config_overrides}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Set policy.model_name to a Hugging Face folder") from error
+    if problems := list(shape_problems(config.policy, shape)):
+        raise ConfigError("; ".join(problems), problems=problems)
+
+
+def micro_batches(global_batch_size: int, micro_batch_size: int, num_readers: int) -> int:
     """Return the number of micro-batches per worker in one global batch; ValueError if the sizes do not divide."""
-    per_round = micro_batch_size * num_workers
+    per_round = micro_batch_size * num_readers
     if global_batch_size % per_round:
         raise ValueError(
             f"global batch of {global_batch_size} rows is no multiple of micro batch {micro_batch_size} x "
-            f"{num_workers} workers = {per_round}; use {_nearest(global_batch_size, per_round)} rows"
+            f"{num_readers} workers = {per_round}; use {_nearest(global_batch_size, per_round)} rows"
         )
     return global_batch_size // per_round
 
@@ -51,12 +78,21 @@ def _nearest(value: int, multiple: int) -> str:
 
 def worker_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems in the number of workers: replicas, nodes and GPUs."""
-    cluster, replicas = config.cluster, config.policy.dtensor_cfg.dp_replicate_size
-    world = cluster.num_workers
-    if world % replicas:
+    cluster, settings = config.cluster, config.policy.dtensor_cfg
+    world, group = cluster.num_workers, _group(config)
+    if world % group:
+        sizes = {
+            "pipeline_parallel_size": settings.pipeline_parallel_size,
+            "dp_replicate_size": settings.dp_replicate_size,
+            "context_parallel_size": settings.context_parallel_size,
+            "tensor_parallel_size": settings.tensor_parallel_size,
+        }
+        above = {name: size for name, size in sizes.items() if size > 1}
+        product = " x ".join(f"{name}={size}" for name, size in above.items())
+        total = f" = {group}" if len(above) > 1 else ""
         yield (
-            f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.dp_replicate_size={replicas}; "
-            f"use {_nearest(world, replicas)} workers, or a dp_replicate_size that divides {world}"
+            f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.{product}{total}; use "
+            f"{_nearest(world, group)} workers, or sizes whose product divides {world}"
         )
     if world % cluster.num_nodes:
         yield (
@@ -92,18 +128,118 @@ def _whole_model_problems(policy: PolicyConfig) -> Iterator[str]:
             )
 
 
+def _group(config: RunConfig) -> int:
+    """Return the smallest number of workers that the parallel sizes allow."""
+    settings = config.policy.dtensor_cfg
+    sizes = (settings.pipeline_parallel_size, settings.context_parallel_size, settings.tensor_parallel_size)
+    return math.prod(sizes) * settings.dp_replicate_size
+
+
+def readers(config: RunConfig) -> int:
+    """Return the number of workers that read different rows; at least 1, also if the sizes do not fit together."""
+    settings = config.policy.dtensor_cfg
+    return max(1, config.cluster.num_workers * settings.dp_replicate_size // _group(config))
+
+
+def _reader_words(config: RunConfig) -> str:
+    """Return the number of readers in words, with how it comes about."""
+    number, world = readers(config), config.cluster.num_workers
+    return f"cluster.num_workers={world}" if number == world else f"{number} readers (of cluster.num_workers={world})"
+
+
+def division_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of tensor and context parallelism with the length of rows and with other settings."""
+    policy, settings = config.policy, config.policy.dtensor_cfg
+    length, tp, cp = policy.max_total_sequence_length, settings.tensor_parallel_size, settings.context_parallel_size
+    lengths = {"policy.max_total_sequence_length": length}
+    if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
+        lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
+    divisor = (2 * cp if cp > 1 else 1) * (tp if settings.sequence_parallel else 1)
+    for name, tokens in lengths.items():
+        if tokens % divisor:
+            cause = f"context_parallel_size={cp}" + (
+                f" x tensor_parallel_size={tp} with sequence_parallel" if settings.sequence_parallel else ""
+            )
+            yield (
+                f"{name}={tokens} does not divide by {divisor}, as policy.dtensor_cfg.{cause} needs; use "
+                f"{_nearest(tokens, divisor)}"
+            )
+    attention = policy.hf_config_overrides.get("attn_implementation") or "raylane"
+    if cp > 1 and attention != "raylane":
+        yield (
+            f"policy.dtensor_cfg.context_parallel_size={cp} works with raylane's attention only, but "
+            f"policy.hf_config_overrides.attn_implementation={attention!r}; remove the latter"
+        )
+    if settings.sequence_parallel and tp == 1:
+        yield (
+            "policy.dtensor_cfg.sequence_parallel=true divides activations among tensor-parallel workers, but "
+            "tensor_parallel_size=1; set tensor_parallel_size above 1, or sequence_parallel to false"
+        )
+
+
+def pipeline_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of the pipeline with its schedule and the number of micro-batches."""
+    policy, settings = config.policy, config.policy.dtensor_cfg
+    pp, schedule = settings.pipeline_parallel_size, settings.pipeline_schedule
+    if pp == 1:
+        return
+    per_worker = stages_per_worker(schedule, settings.pipeline_stages_per_worker)
+    if (per_worker > 1) is not (schedule in INTERLEAVED):
+        need = "2 or more stages" if schedule in INTERLEAVED else "1 stage"
+        yield (
+            f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
+            f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
+        )
+    if settings.pipeline_edges == "raylane" and schedule in INTERLEAVED:
+        yield (
+            f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules 1f1b and gpipe, not {schedule}; set "
+            "pipeline_edges=torch, or another pipeline_schedule"
+        )
+    if settings.reduce_every_micro_batch:
+        yield (
+            "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
+            "step; set it to false, or pipeline_parallel_size to 1"
+        )
+    counts = {"policy.train_global_batch_size": policy.train_global_batch_size}
+    if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_gbs:
+        counts["policy.compiled_graph.warmup_gbs"] = policy.compiled_graph.warmup_gbs
+    per_round = policy.train_micro_batch_size * readers(config)
+    step = pp if schedule in INTERLEAVED else 1
+    least = pp if schedule != "gpipe" else 1
+    for name, rows in counts.items():
+        micro = rows // per_round
+        if rows % per_round == 0 and (micro < least or micro % step):
+            needed = f"a multiple of {pp}" if step > 1 else f"at least {least}"
+            fitting = max(least, -(-micro // step) * step) * per_round
+            yield (
+                f"{name}={rows} makes {micro} micro-batches, but policy.dtensor_cfg.pipeline_schedule={schedule} on "
+                f"{pp} workers needs {needed}; use {fitting} rows, or a smaller policy.train_micro_batch_size"
+            )
+
+
+def adapter_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield the kinds of parallelism that LoRA does not work with."""
+    settings = policy.dtensor_cfg
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(settings, name)
+        if settings.lora_cfg.enabled and size > 1:
+            yield (
+                f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with {name}={size} yet; set {name} to 1 "
+                "(FSDP2 divides the frozen weights too), or enabled to false"
+            )
+
+
 def batch_problems(config: RunConfig) -> Iterator[str]:
     """Yield batch sizes that do not divide into micro-batches for all workers."""
-    world = config.cluster.num_workers
     train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
     val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
     names = (("policy.train_", train, True), ("sft.val_", val, _validates(config)))
     for prefix, (global_size, micro_size), used in names:
-        per_round = micro_size * world
+        per_round = micro_size * readers(config)
         if used and global_size % per_round:
             yield (
                 f"{prefix}global_batch_size={global_size} is no multiple of {prefix}micro_batch_size={micro_size} x "
-                f"cluster.num_workers={world} = {per_round}; use a global batch size of "
+                f"{_reader_words(config)} = {per_round}; use a global batch size of "
                 f"{_nearest(global_size, per_round)}, or another micro batch size"
             )
 
@@ -129,11 +265,11 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
     graph, policy = config.policy.compiled_graph, config.policy
     if graph.mode == "off":
         return
-    per_round = policy.train_micro_batch_size * config.cluster.num_workers
+    per_round = policy.train_micro_batch_size * readers(config)
     if graph.warmup_gbs and graph.warmup_gbs % per_round:
         yield (
             f"policy.compiled_graph.warmup_gbs={graph.warmup_gbs} is no multiple of policy.train_micro_batch_size="
-            f"{policy.train_micro_batch_size} x cluster.num_workers={config.cluster.num_workers} = {per_round}; use "
+            f"{policy.train_micro_batch_size} x {_reader_words(config)} = {per_round}; use "
             f"{_nearest(graph.warmup_gbs, per_round)}, or 0 for no warm-up"
         )
     length, longest = graph.warmup_seq_len, policy.max_total_sequence_length
@@ -218,4 +354,35 @@ def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"policy.hf_config_overrides.num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
             f"use {_nearest(heads, kv_heads)} heads, or fewer key-value heads"
+        )
+
+
+def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes of the model that cannot be divided as asked; `shape` has the keys of a Hugging Face configuration.
+
+    Checked on the configuration of the run, and again on the complete configuration of a model folder.
+    """
+    settings = policy.dtensor_cfg
+    tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    model_type = shape.get("model_type")
+    if max(tp, pp, settings.context_parallel_size) > 1 and model_type not in (None, *DIVISIBLE_MODELS):
+        yield (
+            f"a model of type {model_type!r} cannot be divided by tensor, context or pipeline parallelism; set these "
+            f"sizes to 1, or use a model of type {', '.join(DIVISIBLE_MODELS)}"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = shape.get(key)
+        if isinstance(size, int) and size % tp:
+            fitting = [n for n in range(1, size + 1) if size % n == 0]
+            yield (
+                f"the model's {key}={size} does not divide by policy.dtensor_cfg.tensor_parallel_size={tp}; use "
+                f"{', '.join(map(str, fitting[:6]))}"
+            )
+    layers = shape.get("num_hidden_layers")
+    stages = pp * stages_per_worker(settings.pipeline_schedule, settings.pipeline_stages_per_worker)
+    if pp > 1 and isinstance(layers, int) and layers < stages:
+        yield (
+            f"the model's num_hidden_layers={layers} is less than the {stages} stages of policy.dtensor_cfg."
+            f"pipeline_parallel_size={pp} with pipeline_schedule={settings.pipeline_schedule}; use at most "
+            f"{max(1, layers * pp // stages)} workers per pipeline"
         )

@@ -26,6 +26,10 @@ IGNORED = -100
 """Label of a position without a loss (`ignore_index` of torch)."""
 
 
+SummedLoss = Callable[[Tensor, Tensor], Tensor]
+"""Summed loss of hidden states [N, H] with labels [N], as a scalar."""
+
+
 class LossFunction(Protocol):
     """Loss accepted by `Policy.train`: picklable, and called on every worker for each of its micro-batches."""
 
@@ -51,20 +55,28 @@ class CrossEntropy:
             logits.reshape(labels.numel(), -1).float(), labels, ignore_index=IGNORED, reduction="sum"
         )
 
-    def from_hidden(self, hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+    @staticmethod
+    def supervised(labels: Tensor, device: torch.device) -> Tensor:
+        """Return the places of labels [B, T] that have a loss, as int64 [N] on `device`, counted row by row.
+
+        With labels in CPU memory, neither this nor the use of the result waits for a GPU.
+        """
+        places = torch.nonzero(labels.flatten() != IGNORED).squeeze(1)
+        return places if places.device == device else places.pin_memory().to(device, non_blocking=True)
+
+    def from_hidden(self, hidden: Tensor, labels: Tensor, summed: SummedLoss, rows: Tensor) -> Tensor:
         """Return the summed loss of hidden states [B, T, H] before the output head and labels [B, T], a float32 scalar.
 
-        Only supervised positions go through the head. A micro-batch without supervised positions still sends one
-        position through the head with weight zero: every worker must use every parameter, or its gradient collectives
-        would wait forever.
+        `summed(hidden [N, H], labels [N])` applies the head and sums the loss. Only the places `rows` go through it. A
+        micro-batch without supervised positions still sends one position through the head with weight zero: every
+        worker must use every parameter, or its gradient collectives would wait forever.
         """
         hidden, labels = hidden.flatten(0, 1), labels.flatten()
-        rows = torch.nonzero(labels != IGNORED).squeeze(1)
         if rows.numel() == 0:
-            return head(hidden[:1]).float().sum() * 0.0
+            return summed(hidden[:1], labels.new_zeros(1)) * 0.0
         hidden, labels = hidden[rows], labels[rows]
         if self.chunk_tokens is None or rows.numel() <= self.chunk_tokens:
-            return _summed(hidden, labels, head)
+            return summed(hidden, labels)
         total = hidden.new_zeros((), dtype=torch.float32)
         chunks = zip(
             torch.split(hidden, self.chunk_tokens),
@@ -73,10 +85,6 @@ class CrossEntropy:
         )
         for some_hidden, some_labels in chunks:
             # checkpoint() drops the chunk's logits after the forward pass and recomputes them in the backward pass.
-            part: Tensor = checkpoint(_summed, some_hidden, some_labels, head, use_reentrant=False)
+            part: Tensor = checkpoint(summed, some_hidden, some_labels, use_reentrant=False)
             total = total + part
         return total
-
-
-def _summed(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), labels, reduction="sum")

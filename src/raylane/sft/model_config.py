@@ -23,9 +23,9 @@ __all__ = ["ModelShape", "attention_implementation", "model_config", "model_shap
 # ignores the keyword if config.json has rope_parameters.
 NOT_ATTRIBUTES = ("model_type", "rope_theta")
 
-# Attention implementations for which transformers 5 derives masks from restarting positions. These masks separate
-# packed documents.
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+# raylane's own attention (`attention`), and those of transformers 5 for which it derives masks from restarting
+# positions, which separate packed documents.
+ATTENTION = ("raylane", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 # Keys that another key of the run sets: transformers would accept an override, but it would change nothing.
 _DECIDED_ELSEWHERE = {"dtype": "policy.precision", "torch_dtype": "policy.precision"}
@@ -77,8 +77,8 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
 
 
 def attention_implementation(policy: PolicyConfig) -> str:
-    """Return `policy.hf_config_overrides.attn_implementation`, default sdpa; ConfigError if it is unknown."""
-    chosen = policy.hf_config_overrides.get("attn_implementation") or "sdpa"
+    """Return `policy.hf_config_overrides.attn_implementation`, default raylane; ConfigError if it is unknown."""
+    chosen = policy.hf_config_overrides.get("attn_implementation") or "raylane"
     if chosen not in ATTENTION:
         raise ConfigError(
             f"policy.hf_config_overrides.attn_implementation must be one of {', '.join(ATTENTION)}, got {chosen!r}",

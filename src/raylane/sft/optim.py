@@ -7,9 +7,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from raylane.errors import ConfigError
+from raylane.sft.model import RunModel
 from raylane.sft.muon import MuonAdamW
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
 def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
     """Return the trained parameters, grouped by their settings, in torch's form."""
     # The names that files have: without the wrapper's attribute.
-    named = {name.removeprefix("causal_lm."): one for name, one in model.named_parameters() if one.requires_grad}
-    chosen = _first_matches(list(named), settings)
+    causal_lm = getattr(model, "causal_lm", model)
+    named = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
+    chosen = _first_matches(_all_names(model, list(named)), settings)
     orthogonal = _layer_matrices(model) if settings.name == "muon" else set()
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named.items():
@@ -81,6 +84,16 @@ def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[
             values["lr_scale"] = scale
         groups.setdefault(tuple(values.items()), {"params": [], **values})["params"].append(parameter)
     return list(groups.values())
+
+
+def _all_names(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the names of the parameters of all pipeline stages. Collective in a pipeline."""
+    group = model.mesh.pp_group if isinstance(model, RunModel) else None
+    if group is None:
+        return names
+    of_stages: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(of_stages, names, group=group)
+    return list(dict.fromkeys(name for some in of_stages for name in some))
 
 
 def _first_matches(names: list[str], settings: OptimizerConfig) -> dict[str, OptimizerGroup]:

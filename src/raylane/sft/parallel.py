@@ -1,7 +1,13 @@
-"""Distribution of the model over the workers: one value for both the driver's axes and the workers' device mesh.
+"""Distribution of the model over the workers: one value for both the driver's axes and the workers' process groups.
 
 With one source, an axis cannot have different names or orders on the driver and in the workers. The driver's half needs
-no torch. Called by `policy` (axes) and `worker` (mesh).
+no torch. Called by `policy` (axes), `layout` (sizes) and `worker` (process groups).
+
+    pp            pipeline parallelism: a worker holds some of the layers
+    dp_replicate  copies of the model
+    dp_shard      workers that share one copy (FSDP2); each reads rows of its own, as do the copies
+    cp            context parallelism: a worker holds a part of each row; weights are sharded over cp as well
+    tp            tensor parallelism: a worker holds a part of each weight matrix
 """
 
 from __future__ import annotations
@@ -12,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from raylane.workers.sharding import NamedSharding
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from raylane.sft.config import PolicyConfig, RunConfig
 
-__all__ = ["ParallelDims", "keeps_gathered", "shards_parameters"]
+__all__ = ["AXES", "COPY_AXES", "DATA_AXES", "ParallelDims", "WorkerMesh", "keeps_gathered", "shards_parameters"]
 
 _WHOLE_BYTES = 2**30
 """Largest training state (weights, gradients, averages of AdamW) that every worker holds whole by default."""
@@ -25,68 +33,167 @@ _GATHERED_BYTES = 2**30
 _STATE_BYTES = 16
 """Bytes of training state per parameter, all in float32."""
 
-REPLICATE = "dp_replicate"
-SHARD = "dp_shard"
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Names of the axes, outermost first."""
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes along which workers have different rows."""
+
+COPY_AXES = ("pp", "cp", "tp")
+"""Axes along which workers have the same rows."""
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Data parallelism on two axes: `dp_replicate` copies of a model, each held by `dp_shard` workers together.
+    """Number of workers on each axis.
 
-    Ranks are laid out row-major, so the workers of one copy have consecutive ranks. They are on one node if the node
-    has room for them, which keeps the traffic of sharding inside the node.
+    Ranks are laid out row-major in the order of `AXES`, so the workers of one tensor-parallel group have consecutive
+    ranks, then those of one context-parallel group, and so on. Axes with more traffic thus stay inside a node.
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        if self.dp_replicate < 1 or self.dp_shard < 1:
-            raise ValueError(f"dp_replicate and dp_shard must be at least 1, got {self}")
+        if min(self.sizes) < 1:
+            raise ValueError(f"every size must be at least 1, got {self}")
 
     @classmethod
     def of(cls, config: RunConfig) -> ParallelDims:
         """Return the sizes in the configuration, which were checked when it was loaded."""
-        replicas = config.policy.dtensor_cfg.dp_replicate_size
-        return cls(replicas, config.cluster.num_workers // replicas)
+        settings = config.policy.dtensor_cfg
+        dims = cls(
+            pp=settings.pipeline_parallel_size,
+            dp_replicate=settings.dp_replicate_size,
+            cp=settings.context_parallel_size,
+            tp=settings.tensor_parallel_size,
+        )
+        return cls(dims.pp, dims.dp_replicate, config.cluster.num_workers // dims.world, dims.cp, dims.tp)
 
     @property
-    def axes(self) -> tuple[str, str]:
-        """Names of the axes, outermost first."""
-        return (REPLICATE, SHARD)
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes, in the order of `AXES`."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
 
     @property
     def world(self) -> int:
-        """Number of workers; each reads its own part of a batch."""
+        """Number of workers."""
+        return self.readers * self.copies
+
+    @property
+    def readers(self) -> int:
+        """Number of different parts of a batch; the workers of one part have the same rows."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def copies(self) -> int:
+        """Number of workers with the same rows."""
+        return self.pp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank on every axis."""
+        found = {}
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rank, found[axis] = divmod(rank, size)
+        return found
+
+    def reader(self, rank: int) -> int:
+        """Return which part of a batch a rank reads, from 0."""
+        place = self.coordinates(rank)
+        return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ in their place on one axis only, in the order of that place."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            place = self.coordinates(rank)
+            found.setdefault(tuple(place[name] for name in AXES if name != axis), []).append(rank)
+        return list(found.values())
 
     def named_sharding(self) -> NamedSharding:
         """Return the axes for the driver's worker group."""
-        return NamedSharding.of(**{REPLICATE: self.dp_replicate, SHARD: self.dp_shard})
+        return NamedSharding.of(**dict(zip(AXES, self.sizes, strict=True)))
 
-    def device_mesh(self, device_type: str) -> Any:
-        """Return the workers' mesh: two axes for HSDP, one for FSDP. Collective, after init_process_group."""
+
+@dataclass(frozen=True)
+class WorkerMesh:
+    """Process groups of one worker. A group of one worker is None."""
+
+    dims: ParallelDims
+    rank: int
+    fsdp: DeviceMesh
+    """Workers that share the weights: one axis, or two with copies. Context-parallel workers share weights too."""
+    tp: DeviceMesh | None
+    cp_group: Any
+    pp_group: Any
+    tied_group: Any
+    """First and last pipeline stage; None in the stages between."""
+
+    @classmethod
+    def make(cls, dims: ParallelDims, rank: int, device_type: str) -> WorkerMesh:
+        """Make the groups of this rank. Collective, after init_process_group."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        if self.dp_replicate == 1:
-            return init_device_mesh(device_type, (self.dp_shard,), mesh_dim_names=(SHARD,))
-        return init_device_mesh(device_type, (self.dp_replicate, self.dp_shard), mesh_dim_names=self.axes)
+        sizes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+        used = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
+        # FSDP2 combines its mesh with that of tensor parallelism, so both must be parts of one mesh.
+        whole = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        pipelines = dims.groups("pp")
+        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
+        return cls(
+            dims=dims,
+            rank=rank,
+            fsdp=whole["dp_replicate", "fsdp"] if dims.dp_replicate > 1 else whole["fsdp"],
+            tp=whole["tp"] if dims.tp > 1 else None,
+            cp_group=_own_group(dims.groups("cp")) if dims.cp > 1 else None,
+            pp_group=whole.get_group("pp") if dims.pp > 1 else None,
+            tied_group=_own_group(ends) if dims.pp > 1 else None,
+        )
+
+    @property
+    def reader(self) -> int:
+        """Part of a batch that this worker reads."""
+        return self.dims.reader(self.rank)
+
+    def chunks(self, row_tokens: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of this worker's parts of a row."""
+        from raylane.sft.attention import local_chunks
+
+        return local_chunks(row_tokens, self.dims.coordinates(self.rank)["cp"], self.dims.cp)
+
+    @property
+    def stage(self) -> int:
+        """Place of this worker in the pipeline, from 0."""
+        return self.dims.coordinates(self.rank)["pp"]
 
 
-def shards_parameters(policy: PolicyConfig, dp_shard: int, num_parameters: int) -> bool:
-    """Return True if FSDP2 shards a model of this size over `dp_shard` workers, False if each worker holds all of it.
+def _own_group(groups: list[list[int]]) -> Any:
+    """Make process groups and return that of this rank, or None. Collective."""
+    from torch.distributed import new_subgroups_by_enumeration
+
+    return new_subgroups_by_enumeration(groups)[0]  # type: ignore[no-untyped-call]
+
+
+def shards_parameters(policy: PolicyConfig, workers: int, num_parameters: int) -> bool:
+    """Return True if FSDP2 shards a model of this size over so many workers, False if each worker holds all of it.
 
     FSDP2 costs time per layer and per parameter tensor, whatever their size (docs/design/sft-compute.md). So `auto`
     leaves a model whole if sharding saves no memory or little memory. What only FSDP2 can do (bfloat16 copies of
     float32 weights, offloading, gradients reduced after every micro-batch) needs FSDP2 in any case.
     """
     settings = policy.dtensor_cfg
+    # FSDP2 also sums the gradients of the workers that hold the same part of a divided model.
+    if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
+        return True
     if settings.shard_parameters != "auto":
         return settings.shard_parameters == "always"
     # A plain module would compute in float32, and have no place for float32 masters beside bfloat16 weights.
     if policy.precision != "float32" or settings.cpu_offload or settings.reduce_every_micro_batch:
         return True
-    return dp_shard > 1 and num_parameters * _STATE_BYTES > _WHOLE_BYTES
+    return workers > 1 and num_parameters * _STATE_BYTES > _WHOLE_BYTES
 
 
 def keeps_gathered(policy: PolicyConfig, num_parameters: int) -> bool:

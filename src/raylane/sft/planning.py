@@ -13,7 +13,7 @@ from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.parallel import keeps_gathered, shards_parameters
+from raylane.sft.parallel import AXES, DATA_AXES, ParallelDims, keeps_gathered, shards_parameters
 
 if TYPE_CHECKING:
     from raylane.sft.config import RunConfig
@@ -58,8 +58,7 @@ class Memory:
 class RunPlan:
     """Forecast of one run."""
 
-    dp_replicate: int
-    dp_shard: int
+    dims: ParallelDims
     device: str
     micro_batches: int
     steps_per_epoch: int
@@ -115,7 +114,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
             f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
         )
     policy, sft = config.policy, config.sft
-    world, replicas = config.cluster.num_workers, policy.dtensor_cfg.dp_replicate_size
+    dims = ParallelDims.of(config)
     batch = policy.train_global_batch_size
     steps = total_steps(train.rows, batch, sft.max_num_steps, sft.max_num_epochs)
     positions = steps * batch * policy.max_total_sequence_length
@@ -123,10 +122,9 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
         len(validation_batches(validation.rows, sft.val_global_batch_size, sft.val_batches)) if validation else 0
     )
     return RunPlan(
-        dp_replicate=replicas,
-        dp_shard=world // replicas,
+        dims=dims,
         device="cuda" if config.cluster.gpus_per_node else "cpu",
-        micro_batches=micro_batches(batch, policy.train_micro_batch_size, world),
+        micro_batches=micro_batches(batch, policy.train_micro_batch_size, dims.readers),
         steps_per_epoch=steps_per_epoch(train.rows, batch),
         total_steps=steps,
         unused_rows=train.rows % batch,
@@ -187,9 +185,10 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     - logits: logits of one loss chunk and their gradient, in float32.
     """
     policy = config.policy
-    rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, config.cluster.num_workers)
+    dims = ParallelDims.of(config)
+    rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, dims.readers)
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
-    shard = config.cluster.num_workers // policy.dtensor_cfg.dp_replicate_size
+    shard = dims.dp_shard * dims.cp
     shards = shards_parameters(policy, shard, shape.num_parameters)
     own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
     # Only trained parameters have gradients and optimizer state. LoRA leaves few of them.
@@ -250,16 +249,19 @@ def render(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _mesh(plan: RunPlan, config: RunConfig) -> str:
-    world = plan.dp_replicate * plan.dp_shard
-    kind = "HSDP" if plan.dp_replicate > 1 else "FSDP"
-    if not shards_parameters(config.policy, plan.dp_shard, plan.shape.num_parameters):
+    dims = plan.dims
+    world = dims.world
+    kind = "HSDP" if dims.dp_replicate > 1 else "FSDP"
+    if not shards_parameters(config.policy, dims.dp_shard * dims.cp, plan.shape.num_parameters):
         kind = "the whole model on each,"
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes
     unused = gpus - config.cluster.num_workers
     note = f"; {unused} of {gpus} GPUs are not used" if unused > 0 else ""
-    return f"dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard}: {workers}, {kind} over {over}{note}"
+    named = zip(AXES, dims.sizes, strict=True)
+    sizes = " x ".join(f"{axis}={size}" for axis, size in named if size > 1 or axis in DATA_AXES)
+    return f"{sizes}: {workers}, {kind} over {over}{note}"
 
 
 def _model(plan: RunPlan, config: RunConfig) -> str:
@@ -283,10 +285,14 @@ def _set(count: RowCount, config: RunConfig) -> str:
 def _batch(plan: RunPlan, config: RunConfig) -> str:
     policy = config.policy
     return (
-        f"{policy.train_global_batch_size} rows = {config.cluster.num_workers} workers x "
+        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x "
         f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows; "
         f"{policy.train_global_batch_size * policy.max_total_sequence_length:,} positions a step"
     )
+
+
+def _readers(dims: ParallelDims) -> str:
+    return f"{dims.readers} workers" if dims.copies == 1 else f"{dims.readers} groups of {dims.copies} workers"
 
 
 def _steps(plan: RunPlan, config: RunConfig) -> str:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft import checkpoint
 from raylane.sft.config import RunConfig, build_config, dump
-from raylane.sft.layout import micro_batches
+from raylane.sft.layout import check_model_folder, micro_batches
 from raylane.sft.loss import IGNORED
-from raylane.sft.parallel import ParallelDims
+from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
@@ -97,6 +97,7 @@ class Policy:
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
+        check_model_folder(config)
         self._config = config
         self._dims = ParallelDims.of(config)
         self._data_key = prepared.train.parent.name
@@ -165,14 +166,15 @@ class Policy:
 
     def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
         rows = mbs or self._config.policy.train_micro_batch_size
-        micro_batches(batch.size, rows, self._dims.world)
-        parts = batch.shard(self._dims.world)
+        micro_batches(batch.size, rows, self._dims.readers)
+        parts = batch.shard(self._dims.readers)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
         return self._group.run_all_workers_sharded_data(
             "train_batch",
-            in_sharded_axes=self._dims.axes,
-            output_is_replicated=self._dims.axes,
+            in_sharded_axes=DATA_AXES,
+            replicate_on_axes=COPY_AXES,
+            output_is_replicated=AXES,
             common_kwargs={
                 "number": self._next,
                 "loss": self._loss_name(loss_fn),
@@ -215,7 +217,7 @@ class Policy:
             return None
         length = settings.warmup_seq_len or policy.max_total_sequence_length
         if self._config.sft.feed == "workers":
-            return dict(self._call_one("warm_up", count // self._dims.world, length))
+            return dict(self._call_one("warm_up", count // self._dims.readers, length))
         batch = BatchDict.from_arrays(rows.full_rows(count, length))
         return self.result(self._send_batch(batch, None, None, warm_up=True))
 
@@ -350,9 +352,8 @@ class Policy:
 
     def _send(self, method: str, *args: Any) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
-        axes = self._dims.axes
         return self._group.run_all_workers_sharded_data(
-            method, *args, replicate_on_axes=axes, output_is_replicated=axes
+            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES
         )
 
     def _call_one(self, method: str, *args: Any) -> Any:

@@ -91,12 +91,51 @@ def _full_if_true(value: Any) -> Any:
 
 
 class DTensorConfig(Section):
-    """Distribution of the model over the workers with FSDP2, or with HSDP if dp_replicate_size is above 1."""
+    """Distribution of the model and of the rows over the workers.
 
+    The workers that tensor, context and pipeline parallelism leave over read different rows. The weights are divided
+    among them with FSDP2, or with HSDP if dp_replicate_size is above 1.
+    """
+
+    tensor_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Number of workers that divide each weight matrix among them (attention heads, hidden units of "
+        "the MLP, words of the vocabulary). For llama, qwen2, qwen3, gemma, gemma2, gemma3_text and mistral.",
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Divide also the activations between the matrices among the tensor-parallel workers: less "
+        "memory and less computation in norms, with the same traffic.",
+    )
+    context_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Number of workers that divide each row among them; T must be a multiple of twice this number. "
+        "Works with packed rows.",
+    )
+    pipeline_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Number of workers that divide the layers among them. Not in NeMo-RL's dtensor_cfg.",
+    )
+    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble"] = Field(
+        default="1f1b",
+        description="Order in which a pipeline works. gpipe: all forward passes, then all backward passes; 1f1b: "
+        "alternating, which needs less memory; interleaved_1f1b: several stages per worker, which idles less; "
+        "interleaved_zero_bubble: gradients of the weights are computed later, which idles least. Not in NeMo-RL.",
+    )
+    pipeline_stages_per_worker: PositiveInt | None = Field(
+        default=None,
+        description="Number of pipeline stages of each worker; null means 2 with an interleaved schedule and 1 "
+        "otherwise. Not in NeMo-RL.",
+    )
+    pipeline_edges: Literal["torch", "raylane"] = Field(
+        default="torch",
+        description="Carrier of activations and gradients between pipeline stages. torch: "
+        "torch.distributed.pipelining; raylane: edges of raylane, for 1f1b and gpipe with one stage per worker. Not in "
+        "NeMo-RL.",
+    )
     dp_replicate_size: PositiveInt = Field(
         default=1,
-        description="Number of copies of the sharded model; each copy is held by cluster.num_workers / "
-        "dp_replicate_size workers.",
+        description="Number of copies of the sharded model; each copy is held by the same number of workers.",
     )
     shard_parameters: Literal["auto", "always", "never"] = Field(
         default="auto",

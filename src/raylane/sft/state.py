@@ -30,7 +30,7 @@ from raylane.sft import lora
 from raylane.sft.adapter_files import adapter_tensors, write_adapter
 from raylane.sft.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.hf_folder import ADAPTER_FOLDER, file_numbers, write_beside
-from raylane.sft.model import SupervisedModel
+from raylane.sft.model import RunModel
 
 __all__ = ["has_optimizer", "load_failure", "load_state", "save_hf", "save_state"]
 
@@ -41,7 +41,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _OPTIMIZER_NOTE = "optimizer.json"
 
 
-def save_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+def save_state(folder: Path, model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Write weights, optimizer (unless None) and step as torch DCP. Waits until all workers have written.
 
     No random state is saved: each step seeds its own random numbers (`worker.SftWorker`).
@@ -72,7 +72,7 @@ def has_optimizer(folder: Path) -> bool:
     return _on_every_rank(read)
 
 
-def load_state(folder: Path, model: SupervisedModel, optimizer: torch.optim.Optimizer | None) -> int:
+def load_state(folder: Path, model: RunModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Read weights and, if given, optimizer in place, on any number of workers; return the step.
 
     Runs no code from the folder. Raises CheckpointError if the folder belongs to another model, optimizer or program
@@ -112,7 +112,7 @@ def load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
     return CheckpointDamagedError(f"{folder} is damaged: {reasons}. Resume from an earlier checkpoint", **where)
 
 
-def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+def _state(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
     state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
@@ -120,7 +120,7 @@ def _state(model: SupervisedModel, optimizer: torch.optim.Optimizer | None, step
 
 
 def save_hf(
-    folder: Path, model: SupervisedModel, tokenizer_dir: Path, end_ids: Sequence[int] = (), start: Path | None = None
+    folder: Path, model: RunModel, tokenizer_dir: Path, end_ids: Sequence[int] = (), start: Path | None = None
 ) -> None:
     """Write a Hugging Face folder: float32 safetensors with index, config, generation config, tokenizer, template.
 

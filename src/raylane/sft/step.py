@@ -3,8 +3,12 @@
 Called by `worker`. Collective: all workers run it with the same number of micro-batches.
 
 The gradient of a step is d/dw (sum of losses over all supervised tokens of the global batch / their number), for any
-number of workers, replicas and micro-batches. FSDP averages gradients over workers, so each worker's sum is multiplied
-by the number of workers before the division by the global count.
+layout and number of micro-batches. FSDP averages gradients over its workers, so each worker's sum is multiplied by
+their number before the division by the global count.
+
+Workers along pp, cp and tp have the same rows. All count their tokens, so counts are divided by the number of copies;
+tensor-parallel workers have the same loss, context-parallel ones the loss of their part of each row, and of a pipeline
+only the last stage has one.
 """
 
 from __future__ import annotations
@@ -13,17 +17,20 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raylane.sft.loss import IGNORED, LossFunction
-from raylane.sft.model import SupervisedModel, fsdp
+from raylane.sft.model import RunModel, SupervisedModel, fsdp
+from raylane.sft.parallel import ParallelDims
+from raylane.sft.pipeline import PipelinedModel
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "optimize"]
+__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "optimize"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +43,17 @@ class Counts:
     """Number of tokens of documents, without padding."""
 
 
-def count(batch: BatchDict, device: torch.device) -> Counts:
-    """Return the token counts summed over all workers, by one small all-reduce."""
+def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> Counts:
+    """Return the token counts of the global batch, by one small all-reduce."""
     tokens = (batch["document_ids"] >= 0).sum() if "document_ids" in batch else torch.tensor(batch["labels"].numel())
     both = torch.stack([(batch["labels"] != IGNORED).sum(), tokens]).to(device)
     dist.all_reduce(both)
     supervised, tokens = both.tolist()
-    return Counts(int(supervised), int(tokens))
+    return Counts(int(supervised) // dims.copies, int(tokens) // dims.copies)
 
 
 def backward(
-    model: SupervisedModel,
+    model: RunModel,
     batch: BatchDict,
     rows: int,
     loss_fn: LossFunction,
@@ -59,9 +66,31 @@ def backward(
     With `reduce_each` gradients are reduced after every micro-batch, so each worker keeps only its shard of them.
     Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
     """
+    mesh = model.mesh
+    if isinstance(model, PipelinedModel):
+        total = model.run(batch, rows, loss_fn, mesh.fsdp.size() / max(1, counts.supervised), device)
+        model.sum_tied_gradients()
+    else:
+        assert isinstance(model, SupervisedModel)
+        total = _backward_each(model, batch, rows, loss_fn, counts, device, reduce_each)
+        if model.gradient_sum is not None:
+            model.gradient_sum(model.parameters())
+    return mean_loss(total, counts, mesh.dims)
+
+
+def _backward_each(
+    model: SupervisedModel,
+    batch: BatchDict,
+    rows: int,
+    loss_fn: LossFunction,
+    counts: Counts,
+    device: torch.device,
+    reduce_each: bool,
+) -> Tensor:
+    """Run forward and backward passes of all micro-batches; return the summed loss, float64."""
     shards = fsdp(model)
     # FSDP averages the gradients of the workers, `GradientSum` adds them.
-    scale = (1 if shards is None else dist.get_world_size()) / max(1, counts.supervised)
+    scale = (1 if shards is None else model.mesh.fsdp.size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = list(batch.micro_batches(rows))
@@ -71,28 +100,31 @@ def backward(
             last = i == len(parts) - 1
             shards.set_requires_gradient_sync(reduce_each or last)
             shards.set_reshard_after_backward(last or not model.keeps_gathered)
-        loss = model(part.to(device), loss_fn)
+        loss = model(part.to(device), loss_fn, host=part)
         (loss * scale).backward()
         total += loss.detach()
-    if model.gradient_sum is not None:
-        model.gradient_sum(model.parameters())
+    return total
+
+
+def mean_loss(total: Tensor, counts: Counts, dims: ParallelDims) -> float:
+    """Return the loss per supervised token of the global batch from the sums of the workers. Collective."""
     dist.all_reduce(total)
-    return float(total) / max(1, counts.supervised)
+    return float(total) / dims.tp / max(1, counts.supervised)
 
 
-def forward_only(
-    model: SupervisedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device
-) -> Tensor:
+def forward_only(model: RunModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device) -> Tensor:
     """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
+        if isinstance(model, PipelinedModel):
+            return model.run(batch, rows, loss_fn, None, device)
         for part in batch.micro_batches(rows):
-            total += model(part.to(device), loss_fn)
+            total += model(part.to(device), loss_fn, host=part)
     return total
 
 
 @contextmanager
-def evaluating(model: SupervisedModel) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode for a `with` block, and back into training mode after it."""
     model.eval()
     try:
@@ -101,20 +133,33 @@ def evaluating(model: SupervisedModel) -> Iterator[None]:
         model.train()
 
 
-def clip(model: SupervisedModel, max_norm: float | None) -> float:
+def clip(model: RunModel, max_norm: float | None) -> float:
     """Clip the gradients of the whole model to `max_norm` (None: do not clip); return their norm before. Collective."""
+    mesh = model.mesh
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):  # a partial norm per worker; full_tensor() combines them
-        norm = norm.full_tensor()
+    copied = None if model.tied_copy is None else model.tied_copy.grad
+    # torch combines only gradients on one device mesh, and tensor parallelism leaves some parameters on another one.
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not copied:  # the first stage counts the embedding, which is the same parameter
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(some) for some in by_mesh.values()]
+    # A partial norm per worker; full_tensor() combines them.
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    if mesh.pp_group is not None:
+        squared = norm.square()
+        dist.all_reduce(squared, group=mesh.pp_group)
+        norm = squared.sqrt()
     # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
     if max_norm is not None and not float(norm) + 1e-6 < max_norm:
-        torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), max_norm, norm)
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+        torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
 
 
 def optimize(
-    model: SupervisedModel,
+    model: RunModel,
     optimizer: torch.optim.Optimizer,
     batch: BatchDict,
     rows: int,
@@ -127,7 +172,7 @@ def optimize(
 
     FloatingPointError if loss or norm is not finite; no weight has changed then.
     """
-    counts = count(batch, device)
+    counts = count(batch, device, model.mesh.dims)
     loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
     # All workers have the same loss and norm, so either all raise or none does.

@@ -19,14 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from raylane.sft import order, selfcheck, state, step
 from raylane.sft.ahead import ReadAhead
+from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
-from raylane.sft.model import SupervisedModel, build_model, release_gathered
+from raylane.sft.model import RunModel, release_gathered
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
-from raylane.sft.parallel import ParallelDims
+from raylane.sft.parallel import ParallelDims, WorkerMesh
 from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
@@ -70,8 +71,8 @@ class SftWorker:
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
-        mesh = ParallelDims.of(config).device_mesh(self._device.type)
-        self._model: SupervisedModel = build_model(hf_config, policy, mesh, self._device, config.sft.seed)
+        self._mesh = WorkerMesh.make(ParallelDims.of(config), self._rank, self._device.type)
+        self._model: RunModel = build_model(hf_config, policy, self._mesh, self._device, config.sft.seed)
         self._optimizer = make_optimizer(self._model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
         self._train: RowSource = open_training_rows(prepared, config)
@@ -84,9 +85,13 @@ class SftWorker:
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
         local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        own = [p for p in parameters if p is not self._model.tied_copy]
+        numbers = torch.tensor([sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)])
+        if self._mesh.pp_group is not None:
+            dist.all_reduce(numbers, group=self._mesh.pp_group)
         return {
-            "parameters": sum(parameter.numel() for parameter in parameters),
-            "parameters_trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            "parameters": int(numbers[0]),
+            "parameters_trained": int(numbers[1]),
             "parameters_held": sum(part.numel() for part in local_parts),
             "train_rows": self._train.num_rows,
         }
@@ -132,11 +137,11 @@ class SftWorker:
             return self._undone_step(data, loss_fn, micro_batch_size)
         if not eval_mode:
             return self._step(data, number, loss_fn, micro_batch_size, started)
-        counts = step.count(data, self._device)
+        counts = step.count(data, self._device, self._mesh.dims)
         total = step.forward_only(self._model, data, micro_batch_size, loss_fn, self._device)
-        dist.all_reduce(total)
+        mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
-        return {"loss": float(total) / max(1, counts.supervised), "supervised_tokens": counts.supervised}
+        return {"loss": mean, "supervised_tokens": counts.supervised}
 
     def add_loss(self, name: str, loss_fn: LossFunction) -> None:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
@@ -154,7 +159,7 @@ class SftWorker:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
         ready = time.perf_counter()
-        seed = step_seed(self._config.sft.seed, number, self._rank)
+        seed = step_seed(self._config.sft.seed, number, self._mesh.reader)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
@@ -196,21 +201,21 @@ class SftWorker:
             raise ValueError("cannot validate: no validation set. Set data.validation or data.validation_fraction")
         sft = self._config.sft
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        supervised = 0
+        supervised, dims = 0, self._mesh.dims
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
-            batch = _read_batch(self._validation, order.rank_slice(rows, self._rank, self._world))
-            supervised += step.count(batch, self._device).supervised
+            batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
+            supervised += step.count(batch, self._device, dims).supervised
             total += step.forward_only(self._model, batch, sft.val_micro_batch_size, self._loss, self._device)
-        dist.all_reduce(total)
+        loss = step.mean_loss(total, step.Counts(supervised, 0), dims)
         self._end_other_work()
-        return {"loss": float(total) / max(1, supervised), "supervised_tokens": supervised}
+        return {"loss": loss, "supervised_tokens": supervised}
 
     def gradients(self, data: BatchDict, micro_batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
         For tests and inspection; gathers one parameter after the other, so that no GPU holds the whole model.
         """
-        counts = step.count(data, self._device)
+        counts = step.count(data, self._device, self._mesh.dims)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
         loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
         found = {}
@@ -218,6 +223,10 @@ class SftWorker:
             if (gradient := parameter.grad) is not None:
                 whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
                 found[name] = whole.detach().float().cpu()
+        if self._mesh.pp_group is not None:
+            of_stages: list[Any] = [None] * self._mesh.dims.pp
+            dist.all_gather_object(of_stages, found, group=self._mesh.pp_group)
+            found = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
         self._optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
         return loss, found
@@ -228,7 +237,7 @@ class SftWorker:
         rows = self._train.step_rows(
             policy.train_global_batch_size, self._config.sft.seed, number, self._config.data.shuffle
         )
-        return _read_batch(self._train, order.rank_slice(rows, self._rank, self._world))
+        return _read_batch(self._train, order.rank_slice(rows, self._mesh.reader, self._mesh.dims.readers))
 
     # State ----------------------------------------------------------------------------------------------------------
 
