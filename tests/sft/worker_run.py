@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raylane.sft.data import prepare
+from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES
 from raylane.sft.policy import Policy
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
@@ -38,12 +39,12 @@ class WorkerRun:
 
     def gradients(self, rows: int = 2) -> tuple[float, dict[str, torch.Tensor]]:
         """Return loss and gradients of the global batch of step 0."""
-        parts, inner = self.batch().shard(self.policy._dims.world), self.policy._dims.dp_shard
-        axes = self.policy._dims.axes
+        parts, inner = self.batch().shard(self.policy._dims.readers), self.policy._dims.dp_shard
         future = self.policy.group.run_all_workers_sharded_data(
             "gradients",
-            in_sharded_axes=axes,
-            output_is_replicated=axes,
+            in_sharded_axes=DATA_AXES,
+            replicate_on_axes=COPY_AXES,
+            output_is_replicated=AXES,
             common_kwargs={"micro_batch_size": rows},
             data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
         )
