@@ -90,7 +90,6 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
         ({"checkpointing": {"is_peft": True}}, r"set policy\.dtensor_cfg\.lora_cfg instead"),
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
         ({"policy": {"megatron_cfg": {"enabled": True}}}, "no Megatron backend"),
-        ({"policy": {"dynamic_batching": {"enabled": True}}}, r"use policy\.sequence_packing"),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 5000}}}, "policy.train_micro_batch_size tokens"),
         ({"policy": {"sequence_packing": {"sequence_length_round": 1000}}}, "must be a multiple of it"),
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"only torch\.optim\.AdamW is supported"),

@@ -130,3 +130,17 @@ def test_weighted_files_give_the_same_rows_to_every_layout(two, folder):
     assert [two.policy.train(two.batch(step))["loss"] for step in range(8)] == pytest.approx(wanted, abs=1e-5)
     assert two.policy.load(saved.path) == 8
     assert (two.batch(8)["input_ids"] != two.batch(0)["input_ids"]).any()
+
+
+def test_token_budget_gives_the_numbers_of_fixed_micro_batches(two):
+    """Workers with short rows run as many micro-batches as those with long ones, or their collectives would wait."""
+    unpacked = {"policy.sequence_packing": {"enabled": False}}
+    budget = {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 4}
+    two.start(unpacked)
+    gradients, wanted = two.gradients(), two.losses(range(6))
+    for changes in ({}, SHARDED, ONE_BY_ONE):
+        two.start({**unpacked, **changes, "policy.dynamic_batching": budget})
+        tiny_run.assert_same(two.gradients(None), gradients)
+        assert two.losses(range(6)) == pytest.approx(wanted, abs=1e-5)
+    two.start({**unpacked, "policy.dynamic_batching": budget, "policy.train_global_batch_size": 8})
+    assert two.policy.train(two.batch())["loss"] == pytest.approx(wanted[0], abs=1e-5)

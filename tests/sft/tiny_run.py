@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConf
         here = document
         for parent in parents:
             here = here.setdefault(parent, {})
-        here[last] = value
+        here[last] = copy.deepcopy(value)  # a later key may change a part of it
     return build_config(document)
 
 

@@ -37,7 +37,7 @@ class WorkerRun:
         """Return the global batch of a step."""
         return tiny_run.global_batch(self.config, self.prepared, step)
 
-    def gradients(self, rows: int = 2) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(self, rows: int | None = 2) -> tuple[float, dict[str, torch.Tensor]]:
         """Return loss and gradients of the global batch of step 0."""
         parts, inner = self.batch().shard(self.policy._dims.readers), self.policy._dims.dp_shard
         future = self.policy.group.run_all_workers_sharded_data(

@@ -80,6 +80,7 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.optimizer",
     "policy.scheduler",
     "policy.sequence_packing",
+    "policy.dynamic_batching",
     "policy.loss_chunk_tokens",
     "policy.dtensor_cfg.dp_replicate_size",
     "policy.dtensor_cfg.lora_cfg",

@@ -151,13 +151,7 @@ RULES: tuple[Rule, ...] = (
         "to the values that megatron_cfg.optimizer and megatron_cfg.scheduler hold",
         changes_training=True,
     ),
-    # NeMo-RL forms micro-batches of about the same number of tokens; the loss of a step is the same without that.
-    Rule(
-        "policy.dynamic_batching",
-        _disabled,
-        "rows have a fixed length",
-        "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
-    ),
+    Rule("policy.dynamic_batching.logprob_mb_tokens", _anything, _RL),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of the rows is fixed by sft.seed"),
     Rule("policy.sequence_packing.logprob_mb_tokens", _anything, _RL),
     # fastokens is a faster tokenizer with the same result.

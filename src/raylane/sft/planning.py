@@ -124,7 +124,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
     return RunPlan(
         dims=dims,
         device="cuda" if config.cluster.gpus_per_node else "cpu",
-        micro_batches=micro_batches(batch, policy.train_micro_batch_size, dims.readers),
+        micro_batches=micro_batches(batch, policy.micro_batch_divisor, dims.readers),
         steps_per_epoch=steps_per_epoch(train.rows, batch),
         total_steps=steps,
         unused_rows=train.rows % batch,
@@ -186,7 +186,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     """
     policy = config.policy
     dims = ParallelDims.of(config)
-    rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, dims.readers)
+    rounds = micro_batches(policy.train_global_batch_size, policy.micro_batch_divisor, dims.readers)
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
     shard = dims.dp_shard * dims.cp
     shards = shards_parameters(policy, shard, shape.num_parameters)
@@ -199,7 +199,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     if not shards:
         unreduced = trained if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
-    tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
+    tokens = policy.micro_batch_tokens
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
     # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
@@ -284,9 +284,12 @@ def _set(count: RowCount, config: RunConfig) -> str:
 
 def _batch(plan: RunPlan, config: RunConfig) -> str:
     policy = config.policy
+    micro = f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows"
+    if policy.dynamic_batching.enabled:
+        share = policy.train_global_batch_size // plan.dims.readers
+        micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
     return (
-        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x "
-        f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows; "
+        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x {micro}; "
         f"{policy.train_global_batch_size * policy.max_total_sequence_length:,} positions a step"
     )
 

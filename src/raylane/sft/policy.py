@@ -165,8 +165,7 @@ class Policy:
         return future
 
     def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
-        rows = mbs or self._config.policy.train_micro_batch_size
-        micro_batches(batch.size, rows, self._dims.readers)
+        micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
         parts = batch.shard(self._dims.readers)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
@@ -178,7 +177,7 @@ class Policy:
             common_kwargs={
                 "number": self._next,
                 "loss": self._loss_name(loss_fn),
-                "micro_batch_size": rows,
+                "micro_batch_size": mbs,
                 "eval_mode": False,
                 **how,
             },
@@ -199,7 +198,7 @@ class Policy:
         `batch`: input_ids, position_ids and labels, int64 [B, T] (labels are shifted, -100 where there is no loss), and
         any other tensors that `loss_fn` reads. `loss_fn(logits, batch)` returns the loss summed over supervised tokens
         (`loss.LossFunction`); None means cross-entropy. With `eval_mode` only the loss is computed, without an
-        optimizer step. `mbs`: rows that a worker processes at once (default policy.train_micro_batch_size). `gbs`, if
+        optimizer step. `mbs`: rows that a worker processes at once (default: as configured). `gbs`, if
         given, must equal the number of rows. Raises ValueError if the rows do not divide among workers and
         micro-batches.
         """

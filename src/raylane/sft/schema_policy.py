@@ -170,6 +170,24 @@ class DTensorConfig(Section):
     )
 
 
+class DynamicBatchingConfig(Section):
+    """Micro-batches with a limit of tokens instead of a number of rows; for rows of one conversation each."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Put rows of about the same length into a micro-batch, as many as train_mb_tokens allows, and cut "
+        "off the padding that all of them have. Needs policy.sequence_packing.enabled=false.",
+    )
+    train_mb_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Maximum number of tokens in a micro-batch, padding included; null means "
+        "policy.max_total_sequence_length x policy.train_micro_batch_size.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Divisor of the lengths that rows are cut to; few different lengths run faster."
+    )
+
+
 class PackingConfig(Section):
     """Packing of several documents into one row of T tokens; attention never crosses from one document to another."""
 
@@ -261,6 +279,9 @@ class PolicyConfig(Section):
     sequence_packing: PackingConfig = Field(
         default_factory=PackingConfig, description="Packing of documents into rows."
     )
+    dynamic_batching: Annotated[DynamicBatchingConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=DynamicBatchingConfig, description="Micro-batches by number of tokens."
+    )
     compiled_graph: CompiledGraphConfig = Field(
         default_factory=CompiledGraphConfig, description="Calls of the workers through compiled graphs."
     )
@@ -269,6 +290,17 @@ class PolicyConfig(Section):
         description="Number of tokens for which logits and loss are computed at once, which bounds their memory; "
         "null computes a whole micro-batch at once. Not in NeMo-RL.",
     )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Largest number of tokens in a micro-batch."""
+        budget = self.dynamic_batching.train_mb_tokens if self.dynamic_batching.enabled else None
+        return budget or self.max_total_sequence_length * self.train_micro_batch_size
+
+    @property
+    def micro_batch_divisor(self) -> int:
+        """Number that the rows of a worker in each step must divide by."""
+        return 1 if self.dynamic_batching.enabled else self.train_micro_batch_size
 
     @model_validator(mode="after")
     def _tokenizer_from_one_place(self) -> PolicyConfig:

@@ -22,6 +22,7 @@ from raylane.sft.ahead import ReadAhead
 from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
+from raylane.sft.dynamic import TokenBudget, division
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model import RunModel, release_gathered
@@ -108,19 +109,19 @@ class SftWorker:
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
         batch = self._read_ahead.take(number)
-        return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
+        return self._step(batch, number, self._loss, division(self._config.policy), started)
 
     def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
-        return self._undone_step(batch, self._loss, self._config.policy.train_micro_batch_size)
+        return self._undone_step(batch, self._loss, division(self._config.policy))
 
     def train_batch(
         self,
         data: BatchDict,
         number: int,
         loss: str | None,
-        micro_batch_size: int,
+        micro_batch_size: int | None,
         eval_mode: bool,
         warm_up: bool = False,
     ) -> dict[str, float]:
@@ -129,16 +130,20 @@ class SftWorker:
         With `eval_mode` compute only the loss; with `warm_up` undo the step.
 
         `data` has input_ids, position_ids and labels, int64 [B, T], and any other tensors that the loss function reads.
-        `loss` names a function sent with `add_loss`; None means cross-entropy.
+        `loss` names a function sent with `add_loss`; None means cross-entropy. `micro_batch_size` None means as
+        configured.
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
+        rows = micro_batch_size or division(self._config.policy)
         if warm_up:
-            return self._undone_step(data, loss_fn, micro_batch_size)
+            return self._undone_step(data, loss_fn, rows)
         if not eval_mode:
-            return self._step(data, number, loss_fn, micro_batch_size, started)
+            return self._step(data, number, loss_fn, rows, started)
         counts = step.count(data, self._device, self._mesh.dims)
-        total = step.forward_only(self._model, data, micro_batch_size, loss_fn, self._device)
+        total = step.forward_only(
+            self._model, data, micro_batch_size or self._config.policy.micro_batch_divisor, loss_fn, self._device
+        )
         mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
         return {"loss": mean, "supervised_tokens": counts.supervised}
@@ -147,14 +152,14 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int) -> dict[str, float]:
+    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int | TokenBudget) -> dict[str, float]:
         with state_kept(self._model, self._optimizer):
             metrics = self._step(batch, 0, loss_fn, rows, time.perf_counter())
         self._end_other_work()
         return metrics
 
     def _step(
-        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int, started: float
+        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int | TokenBudget, started: float
     ) -> dict[str, float]:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
@@ -210,14 +215,15 @@ class SftWorker:
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
-    def gradients(self, data: BatchDict, micro_batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
         For tests and inspection; gathers one parameter after the other, so that no GPU holds the whole model.
         """
         counts = step.count(data, self._device, self._mesh.dims)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
-        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
+        rows = micro_batch_size or division(self._config.policy)
+        loss = step.backward(self._model, data, rows, self._loss, counts, self._device, reduce_each)
         found = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
