@@ -104,10 +104,10 @@ def test_import_separates_lacking_features_from_decisions(their_file: Path, tmp_
         "logger.mlflow_enabled",
     ]
     assert made.to_do == ()
-    decisions = ["policy.dtensor_cfg.lora_cfg.enabled=true", "policy.megatron_cfg={enabled: true}"]
+    decisions = ["policy.quant_cfg=fp8", "policy.megatron_cfg={enabled: true}"]
     decisions += ["policy.megatron_cfg.scheduler=null"]
     made = import_config(their_file, [*own_data(tmp_path), *decisions])
-    assert any("LoRA is not supported yet" in one for one in made.to_do)
+    assert any("quantization is not supported" in one for one in made.to_do)
     assert any("no Megatron backend" in one for one in made.to_do)
     with pytest.raises(ConfigError, match=r"unknown key 'policy\.new_thing'"):
         import_config(their_file, lacking)

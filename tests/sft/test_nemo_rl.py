@@ -87,10 +87,9 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
     [
         ({"policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}}, "tensor_parallel_size=2: tensor parallelism is not"),
         ({"policy": {"dtensor_cfg": {"enabled": False}}}, "it is always on"),
-        ({"policy": {"dtensor_cfg": {"lora_cfg": {"enabled": True}}}}, "LoRA is not supported yet"),
+        ({"checkpointing": {"is_peft": True}}, r"set policy\.dtensor_cfg\.lora_cfg instead"),
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
         ({"policy": {"megatron_cfg": {"enabled": True}}}, "no Megatron backend"),
-        ({"policy": {"dynamic_batching": {"enabled": True}}}, r"use policy\.sequence_packing"),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 5000}}}, "policy.train_micro_batch_size tokens"),
         ({"policy": {"sequence_packing": {"sequence_length_round": 1000}}}, "must be a multiple of it"),
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"only torch\.optim\.AdamW is supported"),
@@ -120,7 +119,6 @@ def test_key_that_requests_a_missing_feature_is_refused(
     ("word", "told"),
     [
         ("policy.dtensor_cfg.context_parallel_size=2", "context parallelism is not supported yet"),
-        ("+policy.dtensor_cfg.lora_cfg.enabled=true", "LoRA"),
         ("data.train.dataset_name=squad", "'data' is a single value|holds .* which has no keys"),
     ],
 )

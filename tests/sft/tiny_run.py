@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Mapping
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-from raylane.sft import order
 from raylane.sft.config import RunConfig, build_config
-from raylane.sft.data import PreparedData, open_rows, prepare
+from raylane.sft.data import PreparedData, prepare
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.model_config import model_config
 from raylane.workers.batch import BatchDict
 
@@ -78,7 +79,7 @@ def config_of(folder: Path, changes: Mapping[str, Any] | None = None) -> RunConf
         here = document
         for parent in parents:
             here = here.setdefault(parent, {})
-        here[last] = value
+        here[last] = copy.deepcopy(value)  # a later key may change a part of it
     return build_config(document)
 
 
@@ -90,10 +91,8 @@ def write_data(folder: Path) -> None:
 
 def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> BatchDict:
     """Return all rows of a step, as the workers together read them."""
-    source = open_rows(prepared.train, config.policy, prepared.pad_id)
-    rows = order.batch_rows(
-        source.num_rows, config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle
-    )
+    source = open_training_rows(prepared, config)
+    rows = source.step_rows(config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle)
     return BatchDict({name: torch.from_numpy(array) for name, array in source.rows(rows).items()})
 
 

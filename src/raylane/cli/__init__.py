@@ -63,6 +63,14 @@ COMMANDS: dict[str, Command] = {
         "draw the report of a fine-tuning run",
         ("raylane report runs/logs", "raylane report runs/logs -o report.html"),
     ),
+    "export": Command(
+        "raylane.cli.export",
+        "write the model of a checkpoint as a Hugging Face folder",
+        (
+            "raylane export runs/checkpoints/step_100 --out model --dtype bfloat16",
+            "raylane export runs/checkpoints/step_100 --out adapter --form adapter",
+        ),
+    ),
     "data": Command(
         "raylane.cli.data",
         "build an example data set",

@@ -23,15 +23,13 @@ def run(args: argparse.Namespace) -> int:
     from raylane.sft import audit
     from raylane.sft.chat import ChatTokenizer
     from raylane.sft.data import open_rows, prepare
+    from raylane.sft.mixing import open_training_rows
 
     config = load(args)
     prepared = prepare(config)
-    folders = {"train": prepared.train, "validation": prepared.validation}
-    sets = {
-        name: open_rows(folder, config.policy, prepared.pad_id)
-        for name, folder in folders.items()
-        if folder is not None
-    }
+    sets = {"train": open_training_rows(prepared, config)}
+    if prepared.validation is not None:
+        sets["validation"] = open_rows(prepared.validation, config.policy, prepared.pad_id)
     style = audit.marks(sys.stdout.isatty())
     if args.show > 0:
         tokenizer = ChatTokenizer.load(prepared.tokenizer_dir)

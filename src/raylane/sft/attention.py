@@ -29,7 +29,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["NAME", "PackedRows", "Piece", "document_lengths", "local_chunks", "pieces", "register", "take_chunks"]
+__all__ = [
+    "NAME",
+    "PackedRows",
+    "Piece",
+    "attend",
+    "document_lengths",
+    "local_chunks",
+    "pieces",
+    "register",
+    "take_chunks",
+]
 
 NAME = "raylane"
 """Name of this implementation in transformers' registry, and of the default of `attn_implementation`."""

@@ -114,4 +114,20 @@ def _dropped(counts: Counts) -> str:
 
 def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
     """Return the statistics of every set."""
-    return "\n\n".join(figures(name, prepared.report[name], rows, config) for name, rows in sets.items())
+    parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
+    if len(prepared.files) > 1:
+        parts.append(_files(prepared, config))
+    return "\n\n".join(parts)
+
+
+def _files(prepared: PreparedData, config: RunConfig) -> str:
+    """Return one line for each file of training data: weight, contents, and its part of an epoch."""
+    weights = config.data.train_weights
+    epoch = sum(weight * counts.tokens for weight, counts in zip(weights, prepared.files, strict=True))
+    lines = [
+        f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
+        f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% of "
+        "the tokens of an epoch"
+        for path, weight, counts in zip(config.data.train_paths, weights, prepared.files, strict=True)
+    ]
+    return "\n".join(["files", *lines])

@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft import attention, tensor_parallel
+from raylane.sft import attention, lora, tensor_parallel
+from raylane.sft.adapter_files import read_adapter
 from raylane.sft.gradients import GradientSum
+from raylane.sft.layers import apply_checkpointing, compile_layers
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -59,7 +61,7 @@ def _build(
     stage: tuple[int, int] | None,
 ) -> SupervisedModel:
     """Return the model, or stage (number, number of stages) of it. Collective over the workers of the same stage."""
-    name = policy.model_name
+    name, settings = policy.model_name, policy.dtensor_cfg
     if name is None:
         torch.manual_seed(seed)
         causal_lm = _causal_lm(hf_config, attention_implementation(policy))
@@ -82,8 +84,11 @@ def _build(
             causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
         _restore_buffers(model, hf_config, device)
         read_weights(causal_lm, Path(name))
-    if tied and stage is not None:
-        model.tied_copy = causal_lm.get_output_embeddings().weight
+    lora.initialise(causal_lm, seed)
+    if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
+        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path))
+    if settings.compile_layers:
+        compile_layers(causal_lm, device)
     return model
 
 
@@ -109,7 +114,7 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, apply activation checkpointing, and enter training mode."""
+    """Refuse models with state in buffers, add adapters and activation checkpointing, and enter training mode."""
     kept = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
@@ -121,10 +126,8 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
             "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
-    if policy.dtensor_cfg.activation_checkpointing:
-        lm = model.causal_lm  # transformers 5.x renamed the method, and the old name warns if both exist
-        enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    lora.adapt(model.causal_lm, policy.dtensor_cfg.lora_cfg)
+    apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
 
@@ -136,8 +139,8 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     device_type = mesh.fsdp.device_type
     if not shards_parameters(policy, mesh.fsdp.size(-1), num_parameters):
-        tensors = sum(1 for _ in model.parameters())
-        model.gradient_sum = GradientSum(num_parameters, tensors, torch.device(device_type))
+        trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+        model.gradient_sum = GradientSum(sum(trained), len(trained), torch.device(device_type))
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"
@@ -180,7 +183,7 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
             f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
             path=str(folder),
         )
-    parameters: dict[str, Any] = dict(causal_lm.named_parameters())  # has a tied weight only once
+    parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
     reader = HuggingFaceStorageReader(str(folder))
     try:
         found = reader.read_metadata().state_dict_metadata

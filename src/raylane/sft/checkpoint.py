@@ -61,6 +61,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+NOT_CONFIGURED = ("prepared", "train_weights")
+"""Keys of a saved configuration that are not keys of the configuration: the hash of the data, and weights of files."""
+
 # Keys that the losses of a resumed run depend on, besides the checkpoint itself.
 _SAME_FOR_EXACT_RESUME = (
     "sft.seed",
@@ -74,11 +77,14 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.optimizer",
     "policy.scheduler",
     "policy.sequence_packing",
+    "policy.dynamic_batching",
     "policy.loss_chunk_tokens",
     "policy.dtensor_cfg.dp_replicate_size",
+    "policy.dtensor_cfg.lora_cfg",
     "policy.model_name",
     "policy.hf_config_overrides",
     "prepared",
+    "train_weights",
     "data.shuffle",
     "cluster.num_workers",
     "cluster.gpus_per_node",

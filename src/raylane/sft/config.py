@@ -18,13 +18,9 @@ from raylane.errors import ConfigError
 from raylane.sft import layout, nemo_rl, overrides
 from raylane.sft.nemo_keys import is_nemo_key
 from raylane.sft.schema import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig, RunConfig, SftConfig
-from raylane.sft.schema_policy import (
-    CompiledGraphConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    SchedulerConfig,
-    TokenizerConfig,
-)
+from raylane.sft.schema_lora import LoraConfig
+from raylane.sft.schema_optim import OptimizerConfig
+from raylane.sft.schema_policy import CompiledGraphConfig, PolicyConfig, SchedulerConfig, TokenizerConfig
 
 __all__ = [
     "CheckpointingConfig",
@@ -32,6 +28,7 @@ __all__ = [
     "CompiledGraphConfig",
     "DataConfig",
     "LoggerConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "PolicyConfig",
     "RunConfig",

@@ -31,12 +31,22 @@ from raylane.sft.rows import RowSource, open_rows
 if TYPE_CHECKING:
     from raylane.sft.config import RunConfig
 
-__all__ = ["Counts", "PreparedData", "RowSource", "TokenCache", "fit", "open_rows", "prepare"]
+__all__ = [
+    "Counts",
+    "FileCounts",
+    "PreparedData",
+    "RowSource",
+    "TokenCache",
+    "fit",
+    "open_rows",
+    "prepare",
+    "read_prepared",
+]
 
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 2
+FORMAT = 3
 # Number of conversations at the start of a set whose masks are compared with the assistant's text. The check decodes
 # each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
 MASK_CHECKS = 1000
@@ -70,6 +80,16 @@ class Counts:
         return 100.0 * self.supervised / self.tokens if self.tokens else 0.0
 
 
+@dataclass
+class FileCounts:
+    """Statistics of one file of training data, without its conversations held out for validation."""
+
+    conversations: int = 0  # conversations read
+    documents: int = 0  # documents kept; those of one file are consecutive in the cache
+    tokens: int = 0  # tokens of all documents
+    supervised: int = 0  # tokens with a loss
+
+
 @dataclass(frozen=True)
 class PreparedData:
     """Result of `prepare`: absolute folders, and facts about the tokenizer."""
@@ -81,6 +101,7 @@ class PreparedData:
     pad_id: int  # token that fills rows up
     end_ids: tuple[int, ...]  # tokens that end a turn
     report: dict[str, Counts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
+    files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
 
     def to_json(self) -> dict[str, Any]:
         """Return the value as JSON types; `from_json` is the inverse."""
@@ -106,6 +127,7 @@ class PreparedData:
             pad_id=plain["pad_id"],
             end_ids=tuple(plain["end_ids"]),
             report=report,
+            files=tuple(FileCounts(**counts) for counts in plain["files"]),
         )
 
 
@@ -165,13 +187,13 @@ def prepare(config: RunConfig) -> PreparedData:
             raise ConfigError(
                 f"cannot write to data.cache_dir={config.data.cache_dir}: {error}. Check its free space and permissions"
             ) from error
-    prepared = _read_prepared(done)
+    prepared = read_prepared(done)
     for line in warnings(prepared, config):
         log.warning("%s", line)
     return prepared
 
 
-def _read_prepared(done: Path) -> PreparedData:
+def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
@@ -191,7 +213,7 @@ def _read_prepared(done: Path) -> PreparedData:
 
 
 def _data_paths(config: RunConfig) -> list[str]:
-    return [*config.data.train, *([] if config.data.validation is None else [config.data.validation])]
+    return [*config.data.train_paths, *([] if config.data.validation is None else [config.data.validation])]
 
 
 def _digest_files(paths: Iterable[str | Path]) -> str:
@@ -302,11 +324,12 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     if tokenizer_folder is not None:
         tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template, settings.chat_template_kwargs)
     else:
-        texts = (message["content"] for one in _conversations(config, "train") for message in one.messages)
+        texts = (message["content"] for _, one in _conversations(config, "train") for message in one.messages)
         tokenizer = ChatTokenizer.train(texts, settings)
     tokenizer.save(draft / "tokenizer")
     seen: set[bytes] = set()
-    report = {"train": _write_set(config, tokenizer, draft, "train", seen)}
+    files = tuple(FileCounts() for _ in config.data.train)
+    report = {"train": _write_set(config, tokenizer, draft, "train", seen, files)}
     if config.data.has_validation:
         report["validation"] = _write_set(config, tokenizer, draft, "validation", seen)
     return PreparedData(
@@ -317,26 +340,38 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         pad_id=tokenizer.pad_id,
         end_ids=tuple(sorted(tokenizer.end_ids)),
         report=report,
+        files=files,
     )
 
 
-def _conversations(config: RunConfig, name: str) -> Iterator[Conversation]:
-    """Yield the conversations of the set "train" or "validation"."""
+def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversation]]:
+    """Yield (number of the file, conversation) for all conversations of the set "train" or "validation"."""
     data = config.data
     pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
     if name == "validation" and data.validation is not None:
-        yield from read_conversations([data.validation], data.messages_key, pair_keys)
+        yield from ((0, one) for one in read_conversations([data.validation], data.messages_key, pair_keys))
         return
-    for one in read_conversations(data.train, data.messages_key, pair_keys):
-        held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
-        if held_out == (name == "validation"):
-            yield one
+    for number, path in enumerate(data.train_paths):
+        for one in read_conversations([path], data.messages_key, pair_keys):
+            held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
+            if held_out == (name == "validation"):
+                yield number, one
 
 
-def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: str, seen: set[bytes]) -> Counts:
-    """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token."""
+def _write_set(
+    config: RunConfig,
+    tokenizer: ChatTokenizer,
+    draft: Path,
+    name: str,
+    seen: set[bytes],
+    files: tuple[FileCounts, ...] = (),
+) -> Counts:
+    """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token.
+
+    `files`, if given, receives the statistics of each file.
+    """
     counts = Counts()
-    write_cache(draft / name, _documents(config, tokenizer, name, seen, counts))
+    write_cache(draft / name, _documents(config, tokenizer, name, seen, counts, files))
     if not counts.documents:
         limit = config.policy.max_total_sequence_length
         asked = f"data.validation_fraction={config.data.validation_fraction}" if name == "validation" else "data.train"
@@ -356,13 +391,20 @@ def _write_set(config: RunConfig, tokenizer: ChatTokenizer, draft: Path, name: s
 
 
 def _documents(
-    config: RunConfig, tokenizer: ChatTokenizer, name: str, seen: set[bytes], counts: Counts
+    config: RunConfig,
+    tokenizer: ChatTokenizer,
+    name: str,
+    seen: set[bytes],
+    counts: Counts,
+    files: tuple[FileCounts, ...],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yield (tokens, supervised, index of the conversation) of one set, and count them.
 
     `seen` collects the digests of training conversations, and finds repeated ones later.
     """
-    for origin, conversation in enumerate(_conversations(config, name)):
+    for origin, (number, conversation) in enumerate(_conversations(config, name)):
+        own = files[number] if files else FileCounts()
+        own.conversations += 1
         encoded = tokenizer.encode(conversation)
         counts.conversations += 1
         counts.turns += encoded.num_turns
@@ -392,9 +434,10 @@ def _documents(
                 "inspect-data. If they are right, set data.check_masks=false"
             )
         for tokens, supervised in _fit_and_count(config, conversation, encoded, counts):
-            counts.documents += 1
-            counts.tokens += len(tokens)
-            counts.supervised += int(np.count_nonzero(supervised))
+            for one in (counts, own):
+                one.documents += 1
+                one.tokens += len(tokens)
+                one.supervised += int(np.count_nonzero(supervised))
             yield tokens, supervised, origin
 
 

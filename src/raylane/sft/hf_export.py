@@ -11,12 +11,8 @@ nothing is written twice. The place may be a folder that all nodes see, or a URL
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import queue
-import shutil
-import stat
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -30,6 +26,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from raylane.errors import CheckpointError
+from raylane.sft import lora
+from raylane.sft.adapter_files import adapter_tensors, write_adapter
+from raylane.sft.hf_folder import ADAPTER_FOLDER, write_beside
 from raylane.sft.model import RunModel
 from raylane.sft.state import on_rank_zero
 from raylane.sft.storage import Place
@@ -39,7 +38,6 @@ __all__ = ["save_hf"]
 _BYTES_PER_FILE = 4 * 2**30
 _WEIGHTS_WAITING = 2
 """Number of gathered weights that may wait for their writer; with the one being written, the memory that is needed."""
-_GENERATION = "generation_config.json"
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 """Names in the header of a safetensors file: https://github.com/huggingface/safetensors#format"""
 
@@ -55,13 +53,14 @@ def save_hf(
     """Write a Hugging Face folder with weights of this data type; wait until all files are written.
 
     `end_ids` are the tokens that end a turn, at which `generate` will stop. `start` is the folder that the weights came
-    from; its other generation settings are kept. CheckpointError on all ranks if one of them cannot write.
+    from; its other generation settings are kept. LoRA adapters are added into the weights, and also written by
+    themselves in PEFT's format, in the folder `adapter`. CheckpointError on all ranks if one of them cannot write.
     """
     failed = f"the model could not be written to {folder}"
-    weights = {name: parameter.detach() for name, parameter in model.causal_lm.named_parameters()}
-    files = _write_weights(failed, folder, weights, dtype)
+    files = _write_weights(failed, folder, lora.merged_parameters(model.causal_lm), dtype)
+    adapters = adapter_tensors(model.causal_lm)
     on_rank_zero(
-        failed, folder, lambda: _write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start, files, dtype)
+        failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
     )
 
 
@@ -214,75 +213,32 @@ def _num_elements(shape: tuple[int, ...]) -> int:
 
 def _write_beside(
     folder: Place,
-    causal_lm: Any,
+    model: RunModel,
     tokenizer_dir: Path,
     end_ids: Sequence[int],
     start: Path | None,
     files: Sequence[WeightFile],
+    adapters: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
 ) -> None:
     """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
-    config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
-    config.architectures = [type(causal_lm).__name__]
-    if hasattr(config, "auto_map"):  # names Python files of the base folder, which are neither used nor copied
-        del config.auto_map
-    config.dtype = dtype
     total = sum(_num_elements(shape) for file in files for shape in file.shapes.values()) * dtype.itemsize
     index = {
         "metadata": {"total_size": total},
         "weight_map": {name: file.name for file in files for name in file.shapes},
     }
-    generation = _generation_settings(causal_lm, end_ids, start)
-    if tokenizer_dir.is_symlink():
-        raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
     # transformers writes to local folders only, and the place may be a URL.
     with tempfile.TemporaryDirectory() as name:
         draft = Path(name)
-        config.save_pretrained(draft)
-        (draft / _GENERATION).write_text(json.dumps(generation, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_beside(draft, model.causal_lm, tokenizer_dir, end_ids, start, dtype)
         (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-        for source in tokenizer_dir.iterdir():
-            if source.name not in ("config.json", _GENERATION):
-                _copy_plain(source, draft / source.name)
-        for file in draft.iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-
-
-def _generation_settings(causal_lm: Any, end_ids: Sequence[int], start: Path | None) -> dict[str, Any]:
-    """Return the content of generation_config.json: the base model's, with `end_ids` as the tokens to stop at.
-
-    `generate` stops at the tokens in this file and ignores the tokenizer. The file of a base model names another token
-    than the one at the end of the chat template's turns, and answers would never end. The file is edited as JSON:
-    transformers loads settings that contradict each other (temperature without do_sample, as in many published
-    folders), but refuses to save them after any change.
-    """
-    path = None if start is None else start / _GENERATION
-    if path is not None and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} must hold an object, got a {type(found).__name__}")
-    else:
-        own = causal_lm.generation_config
-        found = {} if own is None else json.loads(own.to_json_string(use_diff=True))
-    named = found.get("eos_token_id")
-    known = [] if named is None else [named] if isinstance(named, int) else list(named)
-    ends = list(dict.fromkeys([*end_ids, *known]))
-    return {**found, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-
-
-def _copy_plain(source: Path, target: Path) -> None:
-    """Copy a regular file; skip folders. OSError for a symbolic link.
-
-    In a cache that others can write to, a link could make this copy any file that this user can read into the exported
-    model.
-    """
-    try:
-        opened = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(f"{source} is a symbolic link. Delete data.cache_dir and run the command again") from error
-        raise
-    with open(opened, "rb") as file:
-        if stat.S_ISREG(os.fstat(opened).st_mode):
-            with target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+        if adapters:
+            write_adapter(draft / ADAPTER_FOLDER, model.causal_lm, dict(adapters), start, torch.float32)
+            if isinstance(folder, Path):
+                (folder / ADAPTER_FOLDER).mkdir()
+        for file in draft.rglob("*"):
+            if file.is_file():
+                target = folder
+                for part in file.relative_to(draft).parts:
+                    target = target / part
+                target.write_bytes(file.read_bytes())

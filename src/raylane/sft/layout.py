@@ -30,6 +30,8 @@ def check_layout(config: RunConfig) -> None:
         *worker_problems(config),
         *division_problems(config),
         *pipeline_problems(config),
+        *adapter_problems(config.policy),
+        *dynamic_problems(config.policy),
         *batch_problems(config),
         *length_problems(config),
         *graph_problems(config),
@@ -216,9 +218,45 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             )
 
 
+def adapter_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield the kinds of parallelism that LoRA does not work with."""
+    settings = policy.dtensor_cfg
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(settings, name)
+        if settings.lora_cfg.enabled and size > 1:
+            yield (
+                f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with {name}={size} yet; set {name} to 1 "
+                "(FSDP2 divides the frozen weights too), or enabled to false"
+            )
+
+
+def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield settings that do not fit micro-batches with a token budget."""
+    settings, length = policy.dynamic_batching, policy.max_total_sequence_length
+    if not settings.enabled:
+        return
+    if policy.sequence_packing.enabled:
+        yield (
+            "policy.dynamic_batching.enabled=true and policy.sequence_packing.enabled=true exclude each other: packed "
+            "rows all have the same length; set one of the two to false"
+        )
+    if (pp := policy.dtensor_cfg.pipeline_parallel_size) > 1:
+        yield (
+            "policy.dynamic_batching.enabled=true does not work in a pipeline, whose micro-batches all have the same "
+            f"shape; set it to false, or policy.dtensor_cfg.pipeline_parallel_size={pp} to 1"
+        )
+    needed = -(-length // settings.sequence_length_round) * settings.sequence_length_round
+    if policy.micro_batch_tokens < needed:
+        yield (
+            f"policy.dynamic_batching.train_mb_tokens={policy.micro_batch_tokens} has no room for a row of "
+            f"policy.max_total_sequence_length={length} tokens, rounded up to {needed} by sequence_length_round="
+            f"{settings.sequence_length_round}; use at least {needed}"
+        )
+
+
 def batch_problems(config: RunConfig) -> Iterator[str]:
     """Yield batch sizes that do not divide into micro-batches for all workers."""
-    train = (config.policy.train_global_batch_size, config.policy.train_micro_batch_size)
+    train = (config.policy.train_global_batch_size, config.policy.micro_batch_divisor)
     val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
     names = (("policy.train_", train, True), ("sft.val_", val, _validates(config)))
     for prefix, (global_size, micro_size), used in names:
@@ -252,7 +290,7 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
     graph, policy = config.policy.compiled_graph, config.policy
     if graph.mode == "off":
         return
-    per_round = policy.train_micro_batch_size * readers(config)
+    per_round = policy.micro_batch_divisor * readers(config)
     if graph.warmup_gbs and graph.warmup_gbs % per_round:
         yield (
             f"policy.compiled_graph.warmup_gbs={graph.warmup_gbs} is no multiple of policy.train_micro_batch_size="

@@ -15,6 +15,7 @@ from raylane.sft.overrides import suggest
 
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
+    from raylane.sft.schema_lora import LoraConfig
 
 __all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
 
@@ -45,6 +46,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     max_positions: int | None
+    num_trained: int | None = None  # parameters that are trained; None for all of them
 
 
 def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = None, end_id: int | None = None) -> Any:
@@ -174,14 +176,18 @@ def _applied(config: Any, overrides: dict[str, Any]) -> Any:
     return config
 
 
-def model_shape(config: Any) -> ModelShape:
+def model_shape(config: Any, lora: LoraConfig | None = None) -> ModelShape:
     """Return the sizes of the model of a transformers configuration, counted on the meta device without memory.
+
+    `lora` adds adapters to it, which are then the only parameters that are trained.
 
     ConfigError if transformers cannot build a causal language model from it, or if the architecture cannot be trained
     with raylane.
     """
     try:
-        return _count_on_meta(config)
+        return _count_on_meta(config, lora)
+    except ConfigError:  # of the adapters
+        raise
     except Exception as error:  # impossible sizes, or attributes that other architectures do not have
         raise ConfigError(
             f"a {config.model_type} model of this configuration cannot be trained: {type(error).__name__}: {error}. "
@@ -189,13 +195,17 @@ def model_shape(config: Any) -> ModelShape:
         ) from error
 
 
-def _count_on_meta(config: Any) -> ModelShape:
+def _count_on_meta(config: Any, lora: LoraConfig | None) -> ModelShape:
     """Build the model on the meta device and count its parameters."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    from raylane.sft.lora import adapt  # imports torch, as this function does
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    if lora is not None:
+        adapt(model, lora)
     embedding = {
         id(p): p.numel()
         for m in (model.get_input_embeddings(), model.get_output_embeddings())
@@ -216,4 +226,5 @@ def _count_on_meta(config: Any) -> ModelShape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
+        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
     )

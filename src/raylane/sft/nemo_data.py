@@ -65,8 +65,8 @@ def translate_data(section: Mapping[str, Any]) -> DataTranslation:
         sets = data.get(name)
         if isinstance(sets, Mapping):
             sets = [sets]
-        # A file name, or a list of them, is raylane's own form and stays as it is.
-        if not isinstance(sets, list) or not all(isinstance(one, Mapping) for one in sets):
+        # A file name, or a list of names and of {path, weight}, is raylane's own form and stays as it is.
+        if not isinstance(sets, list) or not all(isinstance(one, Mapping) and "path" not in one for one in sets):
             continue
         del data[name]
         paths = [path for one in sets for path in _one_set({**default, **one}, name, made)]

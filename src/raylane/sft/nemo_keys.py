@@ -134,14 +134,8 @@ RULES: tuple[Rule, ...] = (
         "policy.dtensor_cfg.sequence_parallel", _off, _ONE_WAY, "sequence parallelism is not supported yet; remove it"
     ),
     Rule("policy.dtensor_cfg.custom_parallel_plan", _off, _ONE_WAY, "FSDP2 wraps each layer; remove it"),
-    # LoRA and Megatron train other weights, or with another optimizer, so these are never dropped silently.
-    Rule(
-        "policy.dtensor_cfg.lora_cfg",
-        _disabled,
-        "all weights are trained",
-        "LoRA is not supported yet; remove it to train all weights",
-        changes_training=True,
-    ),
+    Rule("policy.dtensor_cfg.lora_cfg.use_triton", _anything, "the numbers are the same"),
+    Rule("policy.dtensor_cfg.lora_cfg.lora_dtype", _off, "adapters are float32", "adapters are float32; remove it"),
     Rule(
         "policy.dtensor_cfg.automodel_kwargs",
         _force_hf_only,
@@ -157,13 +151,7 @@ RULES: tuple[Rule, ...] = (
         "to the values that megatron_cfg.optimizer and megatron_cfg.scheduler hold",
         changes_training=True,
     ),
-    # NeMo-RL forms micro-batches of about the same number of tokens; the loss of a step is the same without that.
-    Rule(
-        "policy.dynamic_batching",
-        _disabled,
-        "rows have a fixed length",
-        "rows have policy.max_total_sequence_length tokens; use policy.sequence_packing",
-    ),
+    Rule("policy.dynamic_batching.logprob_mb_tokens", _anything, _RL),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of the rows is fixed by sft.seed"),
     Rule("policy.sequence_packing.logprob_mb_tokens", _anything, _RL),
     # fastokens is a faster tokenizer with the same result.
@@ -201,9 +189,15 @@ RULES: tuple[Rule, ...] = (
     Rule("checkpointing.model_save_format", _anything, "weights are saved as safetensors"),
     Rule("checkpointing.model_cache_dir", _anything, "nothing is downloaded"),
     Rule("checkpointing.model_repo_id", _anything, "nothing is downloaded"),
-    Rule("checkpointing.is_peft", _off, "all weights are trained", "LoRA is not supported yet", changes_training=True),
-    Rule(
-        "checkpointing.peft_config", _off, "all weights are trained", "LoRA is not supported yet", changes_training=True
+    *(
+        Rule(
+            f"checkpointing.{name}",
+            _off,
+            "policy.dtensor_cfg.lora_cfg decides",
+            "set policy.dtensor_cfg.lora_cfg instead",
+            changes_training=True,
+        )
+        for name in ("is_peft", "peft_config")
     ),
     # ------------------------------------------------------------------------------------------- logger and cluster
     Rule("logger.mlflow_enabled", _off, "MLflow is off", "MLflow is not supported; metrics.jsonl is always written"),

@@ -40,6 +40,8 @@ _THEIR_DEFAULTS: dict[str, tuple[Any, str]] = {
     "policy.optimizer.weight_decay_on": ("all", "torch.optim.AdamW decays every parameter"),
     "policy.sequence_packing.enabled": (False, "packing is off unless it is set"),
     "policy.max_grad_norm": (None, "gradients are not clipped unless it is set"),
+    "policy.dtensor_cfg.lora_cfg.dropout_position": ("post", "its default"),
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": ("xavier", "its default"),
     "data.overlong": ("drop", "conversations that are too long get no loss"),
     "sft.max_num_steps": (60, "its default"),
     "sft.val_batches": (8, "its default"),
@@ -216,7 +218,8 @@ class _Work:
         if name in _OPTIMIZERS:
             _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
         elif isinstance(name, str) and "." in name:
-            self._refuse("policy.optimizer.name", "only torch.optim.AdamW is supported", "policy.optimizer.name")
+            hint = "; policy.optimizer.name=muon trains matrices with Muon" if "muon" in name.lower() else ""
+            self._refuse("policy.optimizer.name", f"only torch.optim.AdamW is supported{hint}", "policy.optimizer.name")
         if _has(self.plain, "policy.optimizer") and _get(self.plain, "policy.optimizer") is None:
             self._refuse(
                 "policy.optimizer", "no optimizer is named (Megatron has its own)", "policy.optimizer.kwargs.lr"
@@ -333,7 +336,12 @@ class _Work:
             given = "policy.scheduler" if key.startswith("policy.scheduler.") else key
             # Megatron's own schedule and decay differ; its problem names the keys to set.
             megatron = "policy.megatron_cfg" in asked and key.startswith(("policy.scheduler", "policy.optimizer"))
-            if not _has(self.plain, given) and given not in asked and not megatron:
+            # Noise in the log of a run without LoRA.
+            idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
+            if not _has(self.plain, given) and given not in asked and not megatron and not idle:
                 _replace(self.plain, key, value)
                 shown = {None: "null", False: "false"}.get(value, value)
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))
+
+    def _trains_adapters(self) -> bool:
+        return _get(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True

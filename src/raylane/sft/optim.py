@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from raylane.errors import ConfigError
+from raylane.sft.model import RunModel
+from raylane.sft.muon import MuonAdamW
 
 if TYPE_CHECKING:
     from raylane.sft.config import OptimizerConfig, SchedulerConfig
+    from raylane.sft.schema_optim import OptimizerGroup
 
 __all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
 
@@ -38,20 +45,82 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return AdamW over all parameters; `weight_decay_on` selects whether vectors (norms, biases) are decayed too."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    """Return the configured optimizer over all trained parameters.
+
+    `weight_decay_on` selects whether vectors (norms, biases) are decayed too; `groups` give single parameters another
+    learning rate or decay. ConfigError if an entry of `groups` is the first match of no parameter.
+    """
     kwargs = settings.kwargs.model_dump()
     if not kwargs.keys() & {"foreach", "fused", "differentiable"}:
         # One pass over the memory of all parameters instead of a dozen operations on each; torch exists on no device
         # that raylane uses without this kernel.
         kwargs["fused"] = True
-    decay = settings.kwargs.weight_decay if settings.weight_decay_on == "all" else 0.0
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": decay}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], **kwargs)
+    groups = _parameter_groups(model, settings)
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, **kwargs)
+    return MuonAdamW(groups, settings.muon, **kwargs)
+
+
+def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the trained parameters, grouped by their settings, in torch's form."""
+    # The names that files have: without the wrapper's attribute.
+    causal_lm = getattr(model, "causal_lm", model)
+    named = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
+    chosen = _first_matches(_all_names(model, list(named)), settings)
+    orthogonal = _layer_matrices(model) if settings.name == "muon" else set()
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in named.items():
+        own = chosen.get(name)
+        is_decayed = parameter.ndim >= 2 or settings.weight_decay_on == "all"
+        decay = settings.kwargs.weight_decay if is_decayed else 0.0
+        if own is not None and own.weight_decay is not None:
+            decay = own.weight_decay
+        values: dict[str, Any] = {"weight_decay": decay}
+        scale = 1.0 if own is None else own.lr_scale
+        if settings.name == "muon":
+            values["orthogonal"] = id(parameter) in orthogonal
+            scale *= settings.muon.lr_scale if values["orthogonal"] else 1.0
+        if scale != 1.0:  # absent otherwise, so that checkpoints from before this key can be resumed
+            values["lr_scale"] = scale
+        groups.setdefault(tuple(values.items()), {"params": [], **values})["params"].append(parameter)
+    return list(groups.values())
+
+
+def _all_names(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the names of the parameters of all pipeline stages. Collective in a pipeline."""
+    group = model.mesh.pp_group if isinstance(model, RunModel) else None
+    if group is None:
+        return names
+    of_stages: list[list[str]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(of_stages, names, group=group)
+    return list(dict.fromkeys(name for some in of_stages for name in some))
+
+
+def _first_matches(names: list[str], settings: OptimizerConfig) -> dict[str, OptimizerGroup]:
+    """Return parameter name -> the first entry of `groups` whose pattern matches it, for names with a match."""
+    chosen: dict[str, OptimizerGroup] = {}
+    for number, group in enumerate(settings.groups):
+        matching = [name for name in names if re.search(group.pattern, name)]
+        new = [name for name in matching if name not in chosen]
+        if not new:
+            found = f"only parameters of earlier entries, e.g. {matching[0]}" if matching else "no trained parameter"
+            shown = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
+            raise ConfigError(
+                f"policy.optimizer.groups[{number}].pattern={group.pattern!r} matches {found}. Correct or remove it; "
+                f"the parameters are {shown}",
+                key=f"policy.optimizer.groups[{number}].pattern",
+            )
+        chosen.update(dict.fromkeys(new, group))
+    return chosen
+
+
+def _layer_matrices(model: nn.Module) -> set[int]:
+    """Return the ids of the two-dimensional parameters of the decoder layers, which Muon trains."""
+    layers: nn.ModuleList = model.causal_lm.get_decoder().layers  # type: ignore[union-attr, operator]
+    return {id(parameter) for parameter in layers.parameters() if parameter.ndim == 2}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set the learning rate of all parameters."""
+    """Set the learning rate of all parameters; some have a multiple of it (`policy.optimizer.groups`)."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_scale", 1.0)

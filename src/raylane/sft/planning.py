@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
 from raylane.sft.parallel import AXES, DATA_AXES, ParallelDims, keeps_gathered, shards_parameters
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from raylane.sft.config import RunConfig
+    from raylane.sft.data import PreparedData
     from raylane.sft.model_config import ModelShape
 
-__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "make_plan", "plan_run", "render"]
+__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
 
 GIB = 2**30
 
@@ -82,15 +82,26 @@ def plan_run(config: RunConfig) -> RunPlan:
     from raylane.sft.model_config import model_config, model_shape
 
     prepared = prepare(config)
-    shape = model_shape(model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids)))
+    hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
+    shape = model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg)
 
-    def count(name: str, folder: Path) -> RowCount:
-        rows = open_rows(folder, config.policy, prepared.pad_id)
-        counts = prepared.report[name]
-        return RowCount(rows.num_rows, counts.documents, counts.tokens, counts.supervised, rows.efficiency)
+    validation = None
+    if prepared.validation is not None:
+        counts = prepared.report["validation"]
+        rows = open_rows(prepared.validation, config.policy, prepared.pad_id)
+        validation = RowCount(rows.num_rows, counts.documents, counts.tokens, counts.supervised, rows.efficiency)
+    return make_plan(config, shape, count_training_rows(prepared, config), validation)
 
-    validation = None if prepared.validation is None else count("validation", prepared.validation)
-    return make_plan(config, shape, count("train", prepared.train), validation)
+
+def count_training_rows(prepared: PreparedData, config: RunConfig) -> RowCount:
+    """Return the size of one epoch of the training data: each file counts as often as its weight says."""
+    rows = open_training_rows(prepared, config)
+    files = list(zip(config.data.train_weights, prepared.files, strict=True))
+    documents, tokens, supervised = (
+        round(sum(weight * getattr(counts, name) for weight, counts in files))
+        for name in ("documents", "tokens", "supervised")
+    )
+    return RowCount(rows.num_rows, documents, tokens, supervised, rows.efficiency)
 
 
 def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation: RowCount | None) -> RunPlan:
@@ -113,7 +124,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
     return RunPlan(
         dims=dims,
         device="cuda" if config.cluster.gpus_per_node else "cpu",
-        micro_batches=micro_batches(batch, policy.train_micro_batch_size, dims.readers),
+        micro_batches=micro_batches(batch, policy.micro_batch_divisor, dims.readers),
         steps_per_epoch=steps_per_epoch(train.rows, batch),
         total_steps=steps,
         unused_rows=train.rows % batch,
@@ -151,11 +162,12 @@ def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> floa
     """Return the floating-point operations of training on `positions` positions.
 
     6 per parameter and token, and 12 L n_heads head_dim T for attention (PaLM, arXiv:2204.02311, appendix B).
-    Activation checkpointing adds one forward pass, which is a third of that.
+    Activation checkpointing adds a forward pass, which is a third of that, or half of it with every_other_layer;
+    selective checkpointing repeats no matrix product.
     """
     attention = 12 * shape.num_layers * shape.num_attention_heads * shape.head_dim
     per_token = 6 * shape.num_parameters + attention * config.policy.max_total_sequence_length
-    again = 4 / 3 if config.policy.dtensor_cfg.activation_checkpointing else 1.0
+    again = {"full": 4 / 3, "every_other_layer": 7 / 6}.get(str(config.policy.dtensor_cfg.activation_checkpointing), 1)
     return positions * per_token * again
 
 
@@ -174,31 +186,40 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     """
     policy = config.policy
     dims = ParallelDims.of(config)
-    rounds = micro_batches(policy.train_global_batch_size, policy.train_micro_batch_size, dims.readers)
+    rounds = micro_batches(policy.train_global_batch_size, policy.micro_batch_divisor, dims.readers)
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
     shard = dims.dp_shard * dims.cp
     shards = shards_parameters(policy, shard, shape.num_parameters)
     own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
-    unreduced = shape.num_parameters if keeps_whole else shape.largest_unit
+    # Only trained parameters have gradients and optimizer state. LoRA leaves few of them.
+    trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
+    own_trained = -(-trained // shard) if shards else trained
+    unreduced = trained if keeps_whole else min(trained, shape.largest_unit)
     gathered = shape.num_parameters if keeps_gathered(policy, shape.num_parameters) else 2 * shape.largest_unit
     if not shards:
-        unreduced = shape.num_parameters if config.cluster.num_workers > 1 else 0
+        unreduced = trained if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
-    tokens = policy.train_micro_batch_size * policy.max_total_sequence_length
+    tokens = policy.micro_batch_tokens
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
     # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     whole = 6 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim + 4 * shape.intermediate_size
+    checkpointing = policy.dtensor_cfg.activation_checkpointing
     kept = whole * shape.num_layers
-    if policy.dtensor_cfg.activation_checkpointing:
+    if checkpointing == "full":
         kept = shape.hidden_size * shape.num_layers + whole
+    elif checkpointing == "every_other_layer":
+        kept = (shape.hidden_size + whole) * -(-shape.num_layers // 2)
+    elif checkpointing == "selective":  # the results of the seven projections and of attention
+        products = 3 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim
+        kept = (products + 2 * shape.intermediate_size) * shape.num_layers + whole
     chunk = min(policy.loss_chunk_tokens or tokens, tokens)
     offloaded = policy.dtensor_cfg.cpu_offload
     return Memory(
         parameters=0 if offloaded else 4 * own,
-        gradients=0 if offloaded else 4 * own,
+        gradients=0 if offloaded else 4 * own_trained,
         unreduced=4 * unreduced,
-        optimizer=0 if offloaded else 8 * own,
+        optimizer=0 if offloaded else 8 * own_trained,
         gathered=size * gathered if shards else 0,
         activations=size * tokens * kept,
         logits=2 * 4 * chunk * shape.vocab_size,
@@ -246,8 +267,9 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
 def _model(plan: RunPlan, config: RunConfig) -> str:
     source = "random weights" if config.policy.model_name is None else config.policy.model_name
     shape = plan.shape
+    adapters = "" if shape.num_trained in (None, shape.num_parameters) else f" ({shape.num_trained:,} trained)"
     return (
-        f"{shape.model_type}, {shape.num_parameters:,} parameters, {shape.num_layers} layers, "
+        f"{shape.model_type}, {shape.num_parameters:,} parameters{adapters}, {shape.num_layers} layers, "
         f"vocabulary {shape.vocab_size:,}, from {source}, {config.policy.precision}"
     )
 
@@ -262,9 +284,12 @@ def _set(count: RowCount, config: RunConfig) -> str:
 
 def _batch(plan: RunPlan, config: RunConfig) -> str:
     policy = config.policy
+    micro = f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows"
+    if policy.dynamic_batching.enabled:
+        share = policy.train_global_batch_size // plan.dims.readers
+        micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
     return (
-        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x "
-        f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows; "
+        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x {micro}; "
         f"{policy.train_global_batch_size * policy.max_total_sequence_length:,} positions a step"
     )
 
@@ -290,7 +315,9 @@ def _validate(plan: RunPlan) -> str:
 def _save(plan: RunPlan, config: RunConfig) -> str:
     if not plan.saves:
         return "never"
-    state = 4 * plan.shape.num_parameters * (3 if config.checkpointing.save_optimizer else 1)
+    shape = plan.shape
+    trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
+    state = 4 * (shape.num_parameters + (2 * trained if config.checkpointing.save_optimizer else 0))
     return f"{plan.saves} times to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
 
 

@@ -53,11 +53,22 @@ def worker_options(config: RunConfig) -> WorkerOptions:
     )
 
 
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the configuration for the workers, whose working directory is another one."""
+    policy, sharding = config.policy, config.policy.dtensor_cfg
+    lora = sharding.lora_cfg
+    if lora.adapter_path is not None:
+        lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
+    name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
+    sharding = sharding.model_copy(update={"lora_cfg": lora})
+    return config.model_copy(update={"policy": policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})})
+
+
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved description with defaults added for keys that did not exist when it was written."""
-    plain = {key: value for key, value in saved.items() if key != "prepared"}
+    plain = {key: value for key, value in saved.items() if key not in checkpoint.NOT_CONFIGURED}
     try:
-        return {**dump(build_config(plain)), "prepared": saved.get("prepared")}
+        return {**dump(build_config(plain)), **{key: saved.get(key) for key in checkpoint.NOT_CONFIGURED}}
     except ConfigError:  # a key of an older version that no longer exists
         return saved
 
@@ -132,12 +143,7 @@ class Policy:
             mode=graph.mode,
             inflight=graph.inflight or config.sft.steps_in_flight,
         )
-        worker_config = config
-        if (name := config.policy.model_name) is not None:
-            # A worker has another working directory, so a relative path would not be found there.
-            policy = config.policy.model_copy(update={"model_name": str(Path(name).resolve())})
-            worker_config = config.model_copy(update={"policy": policy})
-        self._setup = (worker_config, prepared, total_steps)
+        self._setup = (_with_absolute_paths(config), prepared, total_steps)
         try:
             self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
@@ -186,8 +192,7 @@ class Policy:
         return future
 
     def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
-        rows = mbs or self._config.policy.train_micro_batch_size
-        micro_batches(batch.size, rows, self._dims.readers)
+        micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
         parts = batch.shard(self._dims.readers)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
@@ -199,7 +204,7 @@ class Policy:
             common_kwargs={
                 "number": self._next,
                 "loss": self._loss_name(loss_fn),
-                "micro_batch_size": rows,
+                "micro_batch_size": mbs,
                 "eval_mode": False,
                 **how,
             },
@@ -220,7 +225,7 @@ class Policy:
         `batch`: input_ids, position_ids and labels, int64 [B, T] (labels are shifted, -100 where there is no loss), and
         any other tensors that `loss_fn` reads. `loss_fn(logits, batch)` returns the loss summed over supervised tokens
         (`loss.LossFunction`); None means cross-entropy. With `eval_mode` only the loss is computed, without an
-        optimizer step. `mbs`: rows that a worker processes at once (default policy.train_micro_batch_size). `gbs`, if
+        optimizer step. `mbs`: rows that a worker processes at once (default: as configured). `gbs`, if
         given, must equal the number of rows. Raises ValueError if the rows do not divide among workers and
         micro-batches.
         """
@@ -394,7 +399,13 @@ class Policy:
         return self._next
 
     def _description(self) -> dict[str, Any]:
-        plain = {**dump(self._config), "prepared": self._data_key}
+        # Paths of the data may change, e.g. on another machine; the weights of the files matter.
+        weights = list(self._config.data.train_weights)
+        plain = {
+            **dump(self._config),
+            "prepared": self._data_key,
+            "train_weights": None if set(weights) == {1.0} else weights,
+        }
         # Environment variables may hold keys of storage, and checkpoints are passed on.
         plain["cluster"]["env_vars"] = dict.fromkeys(plain["cluster"]["env_vars"], "(hidden)")
         return plain

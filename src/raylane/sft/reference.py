@@ -66,7 +66,11 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    return _is_model(field.annotation)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _default(field: FieldInfo) -> str:
@@ -87,6 +91,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is Union or str(origin) == "<class 'types.UnionType'>":
         return " or ".join("null" if one is type(None) else _type(one, metadata) for one in args)
     if origin is tuple:
+        if args[-1] is Ellipsis and any(_is_model(one) for one in (args[0], *get_args(args[0]))):
+            return "list of mappings" if _is_model(args[0]) else "text, or list of texts and mappings"
         return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
     if origin is dict:
         return "open mapping"

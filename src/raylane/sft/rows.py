@@ -13,45 +13,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from raylane.sft import order
 from raylane.sft.cache import TokenCache
-from raylane.sft.packing import Packs, efficiency, pack_documents
+from raylane.sft.packing import Algorithm, Packs, efficiency, pack_documents
 
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["IGNORED", "RowSource", "open_rows"]
+__all__ = ["IGNORED", "Mixture", "RowSource", "open_rows", "packing_algorithm"]
 
 IGNORED = -100  # label without a loss (ignore_index of torch.nn.functional.cross_entropy)
+
+
+class Mixture(Protocol):
+    """Choice of the rows of each epoch (`mixing.WeightedFiles`)."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in an epoch, the same for all epochs."""
+
+    def epoch_rows(self, seed: int, epoch: int) -> np.ndarray:
+        """Return indices of rows, int64 [num_rows]; a row may occur more than once."""
 
 
 class RowSource:
     """Rows of T tokens, made from a token cache and packs. Random access, no state.
 
-    Attributes: `cache`; `packs`, the documents of each row; `row_tokens`, T; `pad_id`.
+    Attributes: `cache`; `packs`, the documents of each row; `row_tokens`, T; `pad_id`; `mixture`, the rows of an epoch
+    (None: each row once).
     """
 
-    def __init__(self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int) -> None:
+    def __init__(
+        self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int, mixture: Mixture | None = None
+    ) -> None:
         self.cache = cache
         self.packs = packs
         self.row_tokens = row_tokens
         self.pad_id = pad_id
+        self.mixture = mixture
 
     def __repr__(self) -> str:
         return f"RowSource({self.num_rows} rows of {self.row_tokens} tokens, {100 * self.efficiency:.1f}% full)"
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in one pass over the data."""
-        return len(self.packs)
+        """Number of rows in one pass over the data (an epoch)."""
+        return len(self.packs) if self.mixture is None else self.mixture.num_rows
 
     @property
     def efficiency(self) -> float:
         """Fraction of all positions that hold a token instead of padding."""
-        return efficiency(self.cache.lengths, self.num_rows, self.row_tokens)
+        return efficiency(self.cache.lengths, len(self.packs), self.row_tokens)
+
+    def step_rows(self, global_batch_size: int, seed: int, step: int, shuffle: bool = True) -> np.ndarray:
+        """Return the indices of the rows of a step's global batch, int64 [global_batch_size]; pure (`order`)."""
+        chosen = order.batch_rows(self.num_rows, global_batch_size, seed, step, shuffle)
+        if self.mixture is None:
+            return chosen
+        epoch, _ = order.epoch_of(step, self.num_rows, global_batch_size)
+        return np.take(self.mixture.epoch_rows(seed, epoch), chosen)
 
     def rows(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """Return input_ids, labels, position_ids and document_ids, each int64 [B, T], as drawn in the module docstring.
@@ -66,8 +90,8 @@ class RowSource:
             "document_ids": np.full(shape, -1, np.int64),
         }
         for place, row in enumerate(np.asarray(indices, dtype=np.int64).tolist()):
-            if not -1 <= row < self.num_rows:
-                raise IndexError(f"row {row} of {self.num_rows}")
+            if not -1 <= row < len(self.packs):
+                raise IndexError(f"row {row} of {len(self.packs)}")
             self._fill({name: array[place] for name, array in out.items()}, () if row == -1 else self.packs[row])
         return out
 
@@ -108,6 +132,10 @@ class RowSource:
 def open_rows(folder: str | Path, policy: PolicyConfig, pad_id: int) -> RowSource:
     """Return the rows of a cache folder, laid out as `policy` asks (packing algorithm and row length)."""
     cache = TokenCache.open(folder)
-    algorithm = policy.sequence_packing.algorithm if policy.sequence_packing.enabled else "none"
-    packs = pack_documents(cache.lengths, policy.max_total_sequence_length, algorithm)
+    packs = pack_documents(cache.lengths, policy.max_total_sequence_length, packing_algorithm(policy))
     return RowSource(cache, packs, policy.max_total_sequence_length, pad_id)
+
+
+def packing_algorithm(policy: PolicyConfig) -> Algorithm:
+    """Return the name of the packing algorithm, "none" for one document in each row."""
+    return policy.sequence_packing.algorithm if policy.sequence_packing.enabled else "none"

@@ -100,13 +100,22 @@ class SftConfig(Section):
     )
 
 
+class TrainFile(Section):
+    """One file of training data and its weight."""
+
+    path: str = Field(min_length=1, description="Path of a JSONL file.")
+    weight: PositiveFloat = Field(default=1.0, description="Number of times that its rows are used in an epoch.")
+
+
 class DataConfig(Section):
     """The conversations to train on: JSON Lines with OpenAI-style messages. Paths start at the working directory."""
 
-    train: Annotated[tuple[str, ...], BeforeValidator(_one_or_many), Field(min_length=1)] = Field(
-        description="Path or URL (e.g. s3://bucket/file.jsonl) of a JSONL file, or a list that is read one after the "
-        "other. NeMo-RL: "
-        "data.train.data_path, which is accepted too."
+    train: Annotated[tuple[str | TrainFile, ...], BeforeValidator(_one_or_many), Field(min_length=1)] = Field(
+        description="Path or URL (e.g. s3://bucket/file.jsonl) of a JSONL file, or a list of such places and of "
+        "{path, weight}. weight is the number of times "
+        "that the rows of a file are used in an epoch: 2 uses each row twice, 0.5 uses one half of the rows in an "
+        "epoch and the other half in the next one; a path alone has weight 1. If a weight is not 1, each file is "
+        "packed by itself. NeMo-RL: data.train.data_path, which is accepted too."
     )
     validation: str | None = Field(
         default=None,
@@ -166,6 +175,16 @@ class DataConfig(Section):
                 f"input_key={self.input_key!r} and output_key={self.output_key!r} must both be set, or both be null"
             )
         return self
+
+    @property
+    def train_paths(self) -> tuple[str, ...]:
+        """Paths of the files of training data."""
+        return tuple(one if isinstance(one, str) else one.path for one in self.train)
+
+    @property
+    def train_weights(self) -> tuple[float, ...]:
+        """Weights of the files of training data."""
+        return tuple(1.0 if isinstance(one, str) else one.weight for one in self.train)
 
     @property
     def has_validation(self) -> bool:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from raylane.sft import overrides
-from raylane.sft.schema_types import Fraction, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Section
+from raylane.sft.schema_lora import LoraConfig
+from raylane.sft.schema_optim import OptimizerConfig
+from raylane.sft.schema_types import NaturalInt, PositiveFloat, PositiveInt, Section
 
 __all__ = [
+    "Checkpointing",
     "CompiledGraphConfig",
     "DTensorConfig",
-    "OptimizerConfig",
     "PolicyConfig",
     "SchedulerConfig",
     "TokenizerConfig",
 ]
-
-# Arguments of torch.optim.AdamW besides the four declared ones (torch 2.13, torch/optim/adamw.py). They are checked
-# here because torch would refuse an unknown argument only later, inside a worker.
-ADAMW_EXTRAS = ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize")
 
 
 def _null_as_empty(value: Any) -> Any:
@@ -58,46 +55,6 @@ class TokenizerConfig(Section):
     )
 
 
-class AdamWKwargs(Section):
-    """Arguments of torch.optim.AdamW; more of its arguments can be added (`+policy.optimizer.kwargs.fused=true`)."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
-
-    lr: PositiveFloat = Field(default=5e-5, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.999), description="Decay rates of the running averages of the gradient and of its square."
-    )
-    eps: PositiveFloat = Field(
-        default=1e-8, description="Term added to the denominator of the update for numerical stability."
-    )
-    weight_decay: NaturalFloat = Field(default=0.01, description="Decoupled weight decay coefficient.")
-
-    @model_validator(mode="after")
-    def _known_to_adamw(self) -> AdamWKwargs:
-        for key in self.model_extra or {}:
-            if key not in ADAMW_EXTRAS:
-                known = (*type(self).model_fields, *ADAMW_EXTRAS)
-                raise ValueError(f"{key!r} is not an argument of torch.optim.AdamW; {overrides.suggest(key, known)}")
-        return self
-
-
-class OptimizerConfig(Section):
-    """The optimizer and its arguments."""
-
-    name: Literal["adamw"] = Field(
-        default="adamw",
-        description="Name of the optimizer. adamw is AdamW with decoupled weight decay; NeMo-RL writes "
-        "torch.optim.AdamW, which is accepted too.",
-    )
-    weight_decay_on: Literal["matrices", "all"] = Field(
-        default="matrices",
-        description="Parameters that weight decay applies to. matrices: all except norms and biases, which is "
-        "common practice for language models; all: every parameter, as in plain torch.optim.AdamW and "
-        "NeMo-RL.",
-    )
-    kwargs: AdamWKwargs = Field(default_factory=AdamWKwargs, description="Keyword arguments of the optimizer.")
-
-
 class SchedulerConfig(Section):
     """Learning rate over the run: a linear warm-up of w = warmup_steps steps, then the named shape."""
 
@@ -124,6 +81,13 @@ class SchedulerConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="Learning rate at the end as a fraction of the peak; ignored by constant."
     )
+
+
+Checkpointing = Literal["full", "selective", "every_other_layer"]
+
+
+def _full_if_true(value: Any) -> Any:
+    return "full" if value is True else value
 
 
 class DTensorConfig(Section):
@@ -186,13 +150,41 @@ class DTensorConfig(Section):
         "keeps complete float32 gradients (4 bytes per parameter) between micro-batches. true: after "
         "each micro-batch; each worker keeps only its shard, with more communication and less memory.",
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: Annotated[Literal[False] | Checkpointing, BeforeValidator(_full_if_true)] = Field(
         default=False,
-        description="Recompute activations in the backward pass: less memory, about one third more computation.",
+        description="Recompute activations in the backward pass, which takes less memory. full (or true): all of them, "
+        "for about one third more computation; selective: all except the results of matrix products and attention, "
+        "for little more computation; every_other_layer: all of every other layer.",
+    )
+    compile_layers: bool = Field(
+        default=False,
+        description="Compile the forward and the backward pass of the decoder layers with torch.compile, which is "
+        "faster after the first steps; needs a C++ compiler (and triton on GPUs). Not in NeMo-RL.",
     )
     cpu_offload: bool = Field(
         default=False,
         description="Keep parameters and optimizer state in host memory instead of GPU memory; needs GPUs.",
+    )
+    lora_cfg: Annotated[LoraConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=LoraConfig, description="Training of adapters only."
+    )
+
+
+class DynamicBatchingConfig(Section):
+    """Micro-batches with a limit of tokens instead of a number of rows; for rows of one conversation each."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Put rows of about the same length into a micro-batch, as many as train_mb_tokens allows, and cut "
+        "off the padding that all of them have. Needs policy.sequence_packing.enabled=false.",
+    )
+    train_mb_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Maximum number of tokens in a micro-batch, padding included; null means "
+        "policy.max_total_sequence_length x policy.train_micro_batch_size.",
+    )
+    sequence_length_round: PositiveInt = Field(
+        default=64, description="Divisor of the lengths that rows are cut to; few different lengths run faster."
     )
 
 
@@ -287,6 +279,9 @@ class PolicyConfig(Section):
     sequence_packing: PackingConfig = Field(
         default_factory=PackingConfig, description="Packing of documents into rows."
     )
+    dynamic_batching: Annotated[DynamicBatchingConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=DynamicBatchingConfig, description="Micro-batches by number of tokens."
+    )
     compiled_graph: CompiledGraphConfig = Field(
         default_factory=CompiledGraphConfig, description="Calls of the workers through compiled graphs."
     )
@@ -295,6 +290,17 @@ class PolicyConfig(Section):
         description="Number of tokens for which logits and loss are computed at once, which bounds their memory; "
         "null computes a whole micro-batch at once. Not in NeMo-RL.",
     )
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Largest number of tokens in a micro-batch."""
+        budget = self.dynamic_batching.train_mb_tokens if self.dynamic_batching.enabled else None
+        return budget or self.max_total_sequence_length * self.train_micro_batch_size
+
+    @property
+    def micro_batch_divisor(self) -> int:
+        """Number that the rows of a worker in each step must divide by."""
+        return 1 if self.dynamic_batching.enabled else self.train_micro_batch_size
 
     @model_validator(mode="after")
     def _tokenizer_from_one_place(self) -> PolicyConfig:

@@ -27,7 +27,16 @@ from raylane.sft.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.model import RunModel
 from raylane.sft.storage import Place
 
-__all__ = ["collect", "has_optimizer", "is_written", "load_state", "on_rank_zero", "save_state", "write"]
+__all__ = [
+    "collect",
+    "has_optimizer",
+    "is_written",
+    "load_failure",
+    "load_state",
+    "on_rank_zero",
+    "save_state",
+    "write",
+]
 
 T = TypeVar("T")
 
@@ -94,13 +103,13 @@ def load_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer 
     try:
         load(state, storage_reader=reader, planner=FitPlanner())
     except CheckpointException as error:
-        raise _load_failure(folder, error) from error
+        raise load_failure(folder, error) from error
     if optimizer is not None:
         set_optimizer_state_dict(model.causal_lm, optimizer, state["optimizer"], options=_FLAT)
     return int(state["step"].item())
 
 
-def _load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
+def load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
     """Return the error for the failures on the ranks: another model's folder, unreadable, or damaged.
 
     Only damage makes a run fall back to an earlier checkpoint. Causes that may disappear by themselves (permissions,

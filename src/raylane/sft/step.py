@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from raylane.sft.dynamic import TokenBudget, divide
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import RunModel, SupervisedModel, fsdp
 from raylane.sft.parallel import ParallelDims
@@ -55,7 +56,7 @@ def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> Counts:
 def backward(
     model: RunModel,
     batch: BatchDict,
-    rows: int,
+    rows: int | TokenBudget,
     loss_fn: LossFunction,
     counts: Counts,
     device: torch.device,
@@ -63,11 +64,13 @@ def backward(
 ) -> float:
     """Leave the gradients of the global mean loss in `.grad`; return that loss, the same on all workers.
 
-    With `reduce_each` gradients are reduced after every micro-batch, so each worker keeps only its shard of them.
-    Otherwise they are reduced once, after the last one, and each worker keeps whole float32 gradients until then.
+    `rows` is the number of rows in a micro-batch, or the limit of its tokens. With `reduce_each` gradients are reduced
+    after every micro-batch, so each worker keeps only its shard of them. Otherwise they are reduced once, after the
+    last one, and each worker keeps whole float32 gradients until then.
     """
     mesh = model.mesh
     if isinstance(model, PipelinedModel):
+        assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
         total = model.run(batch, rows, loss_fn, mesh.fsdp.size() / max(1, counts.supervised), device)
         model.sum_tied_gradients()
     else:
@@ -81,7 +84,7 @@ def backward(
 def _backward_each(
     model: SupervisedModel,
     batch: BatchDict,
-    rows: int,
+    rows: int | TokenBudget,
     loss_fn: LossFunction,
     counts: Counts,
     device: torch.device,
@@ -93,7 +96,7 @@ def _backward_each(
     scale = (1 if shards is None else model.mesh.fsdp.size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
-    parts = list(batch.micro_batches(rows))
+    parts = divide(batch, rows)
     for i, part in enumerate(parts):
         if shards is not None:
             # Without this, FSDP would reduce in every backward pass; only the last one needs to.
@@ -162,7 +165,7 @@ def optimize(
     model: RunModel,
     optimizer: torch.optim.Optimizer,
     batch: BatchDict,
-    rows: int,
+    rows: int | TokenBudget,
     loss_fn: LossFunction,
     max_norm: float | None,
     device: torch.device,

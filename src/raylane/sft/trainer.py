@@ -29,9 +29,10 @@ from raylane.sft.config import CheckpointingConfig, RunConfig
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import lock_folders
 from raylane.sft.metrics import MetricsLog
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.places import check_places, fetch_models
 from raylane.sft.policy import Policy
-from raylane.sft.rows import RowSource, open_rows
+from raylane.sft.rows import RowSource
 from raylane.sft.run_record import RunRecord
 from raylane.sft.storage import Place
 from raylane.workers.batch import BatchDict
@@ -94,7 +95,7 @@ def run(config: RunConfig) -> RunResult:
 
 def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
     prepared = prepare(config)
-    rows = open_rows(prepared.train, config.policy, prepared.pad_id)
+    rows = open_training_rows(prepared, config)
     total = order.total_steps(
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
@@ -319,12 +320,9 @@ class Trainer:
         """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
             return self._policy.train_step_nowait(self.done)
-        rows = order.batch_rows(
-            self._rows.num_rows,
-            self._config.policy.train_global_batch_size,
-            self._config.sft.seed,
-            self.done,
-            self._config.data.shuffle,
+        config = self._config
+        rows = self._rows.step_rows(
+            config.policy.train_global_batch_size, config.sft.seed, self.done, config.data.shuffle
         )
         return self._policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
 

@@ -27,7 +27,9 @@ def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
     Keeps a copy of this worker's weights and optimizer state in host memory during the block. Tensors stay the same
     objects; gradients are dropped. Works after an exception too.
     """
-    tensors = [_local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    # Frozen weights do not change, and may be most of the model.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = [_local(tensor) for tensor in (*trained, *model.buffers())]
     copies = [_copy(tensor) for tensor in tensors]
     state = {parameter: _copies(values) for parameter, values in optimizer.state.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

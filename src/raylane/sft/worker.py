@@ -24,7 +24,9 @@ from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.delivery import Copies
+from raylane.sft.dynamic import TokenBudget, division
 from raylane.sft.loss import CrossEntropy, LossFunction
+from raylane.sft.mixing import open_training_rows
 from raylane.sft.model import RunModel, release_gathered
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
@@ -74,7 +76,8 @@ class SftWorker:
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
-        Returns facts for the log: the number of parameters, of parameters held by this worker, and of training rows.
+        Returns facts for the log: the number of parameters, of those that are trained (fewer with LoRA), of parameters
+        held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
         config, prepared = self._copies.here(config, prepared)
@@ -86,7 +89,7 @@ class SftWorker:
         self._model: RunModel = build_model(hf_config, policy, self._mesh, self._device, config.sft.seed)
         self._optimizer = make_optimizer(self._model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
-        self._train: RowSource = open_rows(prepared.train, policy, prepared.pad_id)
+        self._train: RowSource = open_training_rows(prepared, config)
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
@@ -96,11 +99,13 @@ class SftWorker:
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
         local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
-        number = torch.tensor(sum(p.numel() for p in parameters if p is not self._model.tied_copy))
+        own = [p for p in parameters if p is not self._model.tied_copy]
+        numbers = torch.tensor([sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)])
         if self._mesh.pp_group is not None:
-            dist.all_reduce(number, group=self._mesh.pp_group)
+            dist.all_reduce(numbers, group=self._mesh.pp_group)
         return {
-            "parameters": int(number),
+            "parameters": int(numbers[0]),
+            "parameters_trained": int(numbers[1]),
             "parameters_held": sum(part.numel() for part in local_parts),
             "train_rows": self._train.num_rows,
         }
@@ -117,19 +122,19 @@ class SftWorker:
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
         batch = self._read_ahead.take(number)
-        return self._step(batch, number, self._loss, self._config.policy.train_micro_batch_size, started)
+        return self._step(batch, number, self._loss, division(self._config.policy), started)
 
     def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
-        return self._undone_step(batch, self._loss, self._config.policy.train_micro_batch_size)
+        return self._undone_step(batch, self._loss, division(self._config.policy))
 
     def train_batch(
         self,
         data: BatchDict,
         number: int,
         loss: str | None,
-        micro_batch_size: int,
+        micro_batch_size: int | None,
         eval_mode: bool,
         warm_up: bool = False,
     ) -> dict[str, float]:
@@ -138,16 +143,20 @@ class SftWorker:
         With `eval_mode` compute only the loss; with `warm_up` undo the step.
 
         `data` has input_ids, position_ids and labels, int64 [B, T], and any other tensors that the loss function reads.
-        `loss` names a function sent with `add_loss`; None means cross-entropy.
+        `loss` names a function sent with `add_loss`; None means cross-entropy. `micro_batch_size` None means as
+        configured.
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
+        rows = micro_batch_size or division(self._config.policy)
         if warm_up:
-            return self._undone_step(data, loss_fn, micro_batch_size)
+            return self._undone_step(data, loss_fn, rows)
         if not eval_mode:
-            return self._step(data, number, loss_fn, micro_batch_size, started)
+            return self._step(data, number, loss_fn, rows, started)
         counts = step.count(data, self._device, self._mesh.dims)
-        total = step.forward_only(self._model, data, micro_batch_size, loss_fn, self._device)
+        total = step.forward_only(
+            self._model, data, micro_batch_size or self._config.policy.micro_batch_divisor, loss_fn, self._device
+        )
         mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
         return {"loss": mean, "supervised_tokens": counts.supervised}
@@ -156,14 +165,14 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int) -> dict[str, float]:
+    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int | TokenBudget) -> dict[str, float]:
         with state_kept(self._model, self._optimizer):
             metrics = self._step(batch, 0, loss_fn, rows, time.perf_counter())
         self._end_other_work()
         return metrics
 
     def _step(
-        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int, started: float
+        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int | TokenBudget, started: float
     ) -> dict[str, float]:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
@@ -221,14 +230,15 @@ class SftWorker:
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
-    def gradients(self, data: BatchDict, micro_batch_size: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
         For tests and inspection; gathers one parameter after the other, so that no GPU holds the whole model.
         """
         counts = step.count(data, self._device, self._mesh.dims)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
-        loss = step.backward(self._model, data, micro_batch_size, self._loss, counts, self._device, reduce_each)
+        rows = micro_batch_size or division(self._config.policy)
+        loss = step.backward(self._model, data, rows, self._loss, counts, self._device, reduce_each)
         found = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
@@ -245,12 +255,8 @@ class SftWorker:
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self._config.policy
-        rows = order.batch_rows(
-            self._train.num_rows,
-            policy.train_global_batch_size,
-            self._config.sft.seed,
-            number,
-            self._config.data.shuffle,
+        rows = self._train.step_rows(
+            policy.train_global_batch_size, self._config.sft.seed, number, self._config.data.shuffle
         )
         return _read_batch(self._train, order.rank_slice(rows, self._mesh.reader, self._mesh.dims.readers))
 

@@ -1,0 +1,150 @@
+"""LoRA: frozen projections with a trained low-rank product beside each of them (Hu et al., arXiv:2106.09685).
+
+    y = base(x) + alpha / r * lora_B(lora_A(x))        base [out, in] frozen, lora_A [r, in], lora_B [out, r]
+
+`base`, `lora_A` and `lora_B` are plain nn.Linear modules, which FSDP2 and tensor-parallel plans can shard. `adapt` runs
+before sharding, on the meta device too; `initialise` runs after it and fills the adapters. Called by `model`, `state`
+and `export`; `adapter_files` reads and writes the adapters alone.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from raylane.errors import ConfigError
+from raylane.sft.overrides import suggest
+from raylane.sft.sharded import divided, whole
+
+if TYPE_CHECKING:
+    from raylane.sft.schema_lora import LoraConfig
+
+__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "initialise", "merged_parameters"]
+
+_BASE = ".base."
+"""Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and its adapter."""
+
+    def __init__(self, base: nn.Linear, settings: LoraConfig) -> None:
+        super().__init__()
+        self.settings = settings
+        self.scale = settings.alpha / settings.dim
+        self.base = base
+        # On the device of the base, which may be meta. float32 masters, as for all trained weights.
+        where: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
+        self.lora_A = nn.Linear(base.in_features, settings.dim, **where)
+        self.lora_B = nn.Linear(settings.dim, base.out_features, **where)
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the projection [..., out] of x [..., in]."""
+        before = self.settings.dropout_position == "pre"
+        low = self.lora_B(self.lora_A(self.dropout(x) if before else x))
+        base: Tensor = self.base(x)
+        added: Tensor = low if before else self.dropout(low)
+        return base + added * self.scale
+
+    def merged(self) -> Tensor:
+        """Return the weight [out, in] of one linear layer that computes the same, sharded as the base. Collective."""
+        weight = self.base.weight.detach()
+        product = whole(self.lora_B.weight.detach()) @ whole(self.lora_A.weight.detach()) * self.scale
+        return weight + divided(product, weight)
+
+
+def adapt(causal_lm: nn.Module, settings: LoraConfig) -> None:
+    """Freeze all weights and put an adapter beside each chosen linear layer; does nothing unless LoRA is enabled.
+
+    The adapters have undefined values until `initialise`. ConfigError if a pattern of `settings` matches nothing.
+    """
+    if not settings.enabled:
+        return
+    chosen = _chosen(causal_lm, settings)
+    causal_lm.requires_grad_(False)
+    for name in chosen:
+        parent, _, last = name.rpartition(".")
+        base = causal_lm.get_submodule(name)
+        assert isinstance(base, nn.Linear)
+        setattr(causal_lm.get_submodule(parent), last, LoraLinear(base, settings))
+
+
+def _chosen(causal_lm: nn.Module, settings: LoraConfig) -> list[str]:
+    """Return the names of the linear layers to adapt."""
+    key = "policy.dtensor_cfg.lora_cfg"
+    # The loss uses the head by itself, and its weight may be the embedding's.
+    head = causal_lm.get_output_embeddings()  # type: ignore[operator]
+    names = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear) and one is not head]
+    for option in ("target_modules", "exclude_modules"):
+        for pattern in getattr(settings, option):
+            if not any(_matches(name, pattern) for name in names):
+                known = sorted({name.rpartition(".")[2] for name in names})
+                raise ConfigError(
+                    f"{key}.{option}: {pattern!r} matches no linear layer of this {type(causal_lm).__name__} (the "
+                    f"output head cannot be adapted); {suggest(pattern, known)}. Linear layers: {', '.join(known)}",
+                    key=f"{key}.{option}",
+                )
+    wanted = settings.target_modules or ("*",)
+    chosen = [name for name in names if any(_matches(name, one) for one in wanted)]
+    chosen = [name for name in chosen if not any(_matches(name, one) for one in settings.exclude_modules)]
+    if not chosen:
+        raise ConfigError(
+            f"{key}.exclude_modules={list(settings.exclude_modules)} leaves no linear layer to adapt; remove a name",
+            key=f"{key}.exclude_modules",
+        )
+    return chosen
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def adapted(causal_lm: nn.Module) -> dict[str, LoraLinear]:
+    """Return the adapted layers by the name of the linear layer that each replaced; empty without LoRA."""
+    return {name: one for name, one in causal_lm.named_modules() if isinstance(one, LoraLinear)}
+
+
+def initialise(causal_lm: nn.Module, seed: int) -> None:
+    """Fill all adapters with their initial values, a function of `seed` and the name of the layer alone."""
+    for name, layer in adapted(causal_lm).items():
+        # A generator for each layer: the values depend neither on the order nor on the division among workers.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+        first = torch.empty(layer.lora_A.weight.shape)
+        if layer.settings.lora_A_init == "kaiming":
+            nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
+        else:
+            nn.init.xavier_normal_(first, generator=generator)
+        fill(layer.lora_A.weight, first)
+        fill(layer.lora_B.weight, torch.zeros(layer.lora_B.weight.shape))
+
+
+def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of the model without adapters, by the names that they have in its files."""
+    layers = adapted(causal_lm).values()
+    skipped = {id(part.weight) for layer in layers for part in (layer.lora_A, layer.lora_B)}
+    named = causal_lm.named_parameters()
+    return {_plain(name, causal_lm): one for name, one in named if id(one) not in skipped}
+
+
+def merged_parameters(causal_lm: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of the model with its adapters added in, by the names in its files. Collective."""
+    weights = {name: parameter.detach() for name, parameter in base_parameters(causal_lm).items()}
+    return weights | {f"{name}.weight": layer.merged() for name, layer in adapted(causal_lm).items()}
+
+
+def _plain(name: str, causal_lm: nn.Module) -> str:
+    """Return the name of a parameter before its layer was adapted."""
+    owner, base, last = name.rpartition(_BASE)
+    return f"{owner}.{last}" if base and isinstance(causal_lm.get_submodule(owner), LoraLinear) else name
+
+
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Copy whole values, equal on all workers, into a parameter; of a sharded one each worker keeps its part."""
+    with torch.no_grad():
+        parameter.copy_(divided(values.to(parameter.device), parameter))

@@ -1,0 +1,20 @@
+"""Whole tensors of sharded ones and back, for operations that need a whole matrix. Called by `lora` and `muon`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = ["divided", "whole"]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be sharded as a whole one. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(values: Tensor, like: Tensor) -> Tensor:
+    """Return whole values sharded as `like`, without communication."""
+    if not isinstance(like, DTensor):
+        return values
+    return distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,127 @@
+"""Micro-batches by number of tokens: which rows go together, and the numbers of the static division."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from raylane.errors import ConfigError
+from raylane.sft.data import prepare
+from raylane.sft.dynamic import TokenBudget, divide, division
+from raylane.sft.nemo_rl import translate
+from raylane.sft.worker import SftWorker
+from raylane.workers.batch import BatchDict
+from sft import tiny_run
+
+UNPACKED = {"policy.sequence_packing": {"enabled": False}}
+DYNAMIC = {**UNPACKED, "policy.dynamic_batching": {"enabled": True, "train_mb_tokens": 96, "sequence_length_round": 4}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker():
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+            patch.setenv(name, str(value))
+        worker = SftWorker("cpu")
+        yield worker
+        worker.teardown()
+
+
+def start(worker, folder, changes):
+    config = tiny_run.config_of(folder, changes)
+    prepared = prepare(config)
+    worker.setup(config, prepared, 8)
+    return tiny_run.global_batch(config, prepared)
+
+
+def rows_of(lengths, row_tokens):
+    ids = torch.zeros(len(lengths), row_tokens, dtype=torch.int64)
+    documents = torch.full_like(ids, -1)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = row + 1
+        documents[row, :length] = 0
+    return BatchDict(input_ids=ids, document_ids=documents, names=[f"row {row}" for row in range(len(lengths))])
+
+
+def test_rows_of_similar_length_go_together(worker):
+    parts = divide(rows_of([7, 2, 6, 3], 8), TokenBudget(12, 2))
+    assert [tuple(part["input_ids"].shape) for part in parts] == [(1, 8), (2, 6), (1, 2)]
+    assert [part["names"] for part in parts] == [["row 0"], ["row 2", "row 3"], ["row 1"]]
+    assert parts[1]["input_ids"][1].tolist() == [4, 4, 4, 0, 0, 0]
+
+
+def test_rows_are_never_longer_than_they_were(worker):
+    (part,) = divide(rows_of([5, 6], 6), TokenBudget(16, 4))
+    assert tuple(part["input_ids"].shape) == (2, 6)
+
+
+def test_rows_of_padding_and_rows_without_documents_are_kept(worker):
+    (part,) = divide(rows_of([0, 0], 6), TokenBudget(16, 1))
+    assert tuple(part["input_ids"].shape) == (2, 1)
+    whole = BatchDict(input_ids=torch.ones(2, 6, dtype=torch.int64))
+    assert [tuple(part["input_ids"].shape) for part in divide(whole, TokenBudget(6, 1))] == [(1, 6), (1, 6)]
+
+
+def test_fixed_number_of_rows_is_the_plain_division(worker):
+    assert [part.size for part in divide(rows_of([1, 2, 3, 4], 8), 2)] == [2, 2]
+
+
+@pytest.mark.parametrize("sharding", [{}, {"policy.dtensor_cfg.shard_parameters": "always"}])
+def test_gradients_and_losses_equal_the_static_division(worker, folder, sharding):
+    batch = start(worker, folder, {**UNPACKED, **sharding})
+    wanted = worker.gradients(batch, None)
+    losses = [worker.train_step(number)["loss"] for number in range(6)]
+    start(worker, folder, {**DYNAMIC, **sharding})
+    parts = divide(batch, division(worker._config.policy))
+    assert all(part["input_ids"].numel() <= 96 for part in parts)
+    assert sum(part["input_ids"].numel() for part in parts) < batch["input_ids"].numel() / 2, "padding is cut off"
+    tiny_run.assert_same(worker.gradients(batch, None), wanted)
+    assert [worker.train_step(number)["loss"] for number in range(6)] == pytest.approx(losses, abs=1e-5)
+    assert worker.evaluate()["loss"] < losses[0]
+    assert worker.warm_up(2, 64)["loss"] > 0
+
+
+def test_parallel_division_of_rows_is_kept(folder):
+    parallel = {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True}
+    config = tiny_run.config_of(folder, {**DYNAMIC, "policy.dtensor_cfg": parallel, "cluster.num_workers": 4})
+    assert division(config.policy) == TokenBudget(96, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"policy.sequence_packing": {"enabled": True}}, r"sequence_packing\.enabled=true exclude each other"),
+        ({"policy.dynamic_batching.train_mb_tokens": 63}, r"train_mb_tokens=63 has no room for a row of .*=64 tokens"),
+        ({"policy.dynamic_batching.sequence_length_round": 100}, r"rounded up to 100 .*; use at least 100"),
+        (
+            {"policy.dtensor_cfg.pipeline_parallel_size": 2, "cluster.num_workers": 2},
+            "dynamic_batching.enabled=true does not work in a pipeline",
+        ),
+        ({"policy.train_global_batch_size": 9, "cluster.num_workers": 2}, "no multiple of"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(folder, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        tiny_run.config_of(folder, {**DYNAMIC, **changes})
+
+
+def test_micro_batch_size_does_not_limit_the_batch(folder):
+    config = tiny_run.config_of(folder, {**DYNAMIC, "policy.train_global_batch_size": 9})
+    assert config.policy.micro_batch_divisor == 1
+
+
+def test_keys_of_nemo_rl_are_those_of_raylane():
+    section = {"enabled": True, "train_mb_tokens": 4096, "sequence_length_round": 64}
+    made = translate({"policy": {"dynamic_batching": {**section, "logprob_mb_tokens": 4096}}})
+    assert made.document == {"policy": {"dynamic_batching": section}}
+    assert not made.problems
