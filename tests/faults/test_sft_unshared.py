@@ -46,7 +46,6 @@ def test_training_without_a_shared_folder_saves_and_resumes(tmp_path: Path) -> N
                 break
         timer.cancel()
     text = "\n".join(heard)
-    print(text)
     assert "is not shared: files that the driver writes there are not seen on" in text, text
     assert "said: state of 2 workers" in text, text
     assert "said: interrupted with [2]" in text, text
