@@ -89,8 +89,6 @@ def _build(
         read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path))
     if settings.compile_layers:
         compile_layers(causal_lm, device)
-    if tied and stage is not None:
-        model.tied_copy = causal_lm.get_output_embeddings().weight
     return model
 
 

@@ -36,8 +36,11 @@ class RunModel(nn.Module):
     causal_lm: Any
     """transformers' model, or the part of it that this worker holds, with the parameter names of the whole model."""
     mesh: WorkerMesh
-    tied_copy: nn.Parameter | None = None
-    """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
+        return None
 
 
 class SupervisedModel(RunModel):
@@ -146,8 +149,14 @@ class StageModel(SupervisedModel):
         super().__init__(causal_lm, mesh)
         self.number = number
         self.is_first, self.is_last = number == 0, number == count - 1
+        self._is_tied = self.is_last and causal_lm.config.tie_word_embeddings
         self.loss_fn: LossFunction = CrossEntropy()
         """Loss of the next forward passes of the last stage."""
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
+        return self.causal_lm.get_output_embeddings().weight if self._is_tied else None
 
     def forward(self, incoming: Tensor, **tensors: Tensor) -> Tensor:  # type: ignore[override]
         """Return the hidden states [B, t, H] for the next stage, or of the last stage the summed loss, float32 [1].

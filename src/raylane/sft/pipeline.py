@@ -50,13 +50,19 @@ class PipelinedModel(RunModel):
         self.causal_lm = merged([stage.causal_lm for stage in stages])
         """One tree of all parameters here, under their names in the whole model; not for calls."""
         self.mesh = mesh
-        self.tied_copy = stages[-1].tied_copy
         self._count = count
         self._schedule = schedule
         self._device = device
         self._plans: dict[tuple[Any, ...], Any] = {}
         """torch's schedules, by number and shape of the micro-batches."""
         self._scale = 1.0
+
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
+        last = self.stages[-1]
+        assert isinstance(last, StageModel)
+        return last.tied_copy
 
     def run(
         self, batch: BatchDict, rows: int, loss_fn: LossFunction, scale: float | None, device: torch.device

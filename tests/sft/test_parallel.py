@@ -1,0 +1,196 @@
+"""Every parallel layout computes what one process computes: losses, gradients, and weights after training.
+
+The reference is `reference_loop`, which shares no code with raylane. Data: 24 conversations that pack into exactly 8
+rows, and every step uses all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from raylane.sft.data import open_rows, prepare
+from raylane.sft.model_config import model_config
+from raylane.sft.parallel import ParallelDims
+from sft import reference_loop, tiny_run
+from sft.ranks import Ranks
+
+pytestmark = pytest.mark.processes
+
+CONVERSATIONS, PACKED_ROWS, ROW_TOKENS, STEPS, EPS = 24, 8, 128, 3, 1e-4
+
+TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
+REPLICAS = "dp_replicate_size"
+FSDP = {"shard_parameters": "always"}
+SP = {"sequence_parallel": True}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "fsdp2": (2, FSDP),
+    "tp2": (2, {TP: 2}),
+    "tp2-sp": (2, {TP: 2, **SP}),
+    "cp2": (2, {CP: 2}),
+    "pp2": (2, {PP: 2}),
+    "pp2-gpipe": (2, {PP: 2, "pipeline_schedule": "gpipe"}),
+    "pp2-interleaved": (2, {PP: 2, "pipeline_schedule": "interleaved_1f1b"}),
+    "pp2-zero-bubble": (2, {PP: 2, "pipeline_schedule": "interleaved_zero_bubble"}),
+    "dp4": (4, {}),
+    "fsdp4": (4, FSDP),
+    "hsdp2x2": (4, {REPLICAS: 2, **FSDP}),
+    "cp4": (4, {CP: 4}),
+    "dp2-tp2": (4, {TP: 2, **SP}),
+    "dp2-cp2": (4, {CP: 2}),
+    "dp2-pp2": (4, {PP: 2}),
+    "tp2-cp2": (4, {TP: 2, CP: 2, **SP}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, **SP}),
+    "cp2-pp2": (4, {CP: 2, PP: 2}),
+    "pp2-dp2-cp2-tp2": (16, {PP: 2, CP: 2, TP: 2, **SP}),
+}
+QUICK = ("tp2-pp2", "dp2-cp2", "hsdp2x2")
+"""Layouts of four workers that together use every axis; `make test` runs these."""
+
+
+def write_data(folder: Path) -> None:
+    chooser = random.Random(5)
+    for name, count in (("train", CONVERSATIONS), ("validation", 8)):
+        lines = []
+        for i in range(count):
+            words = chooser.choices(tiny_run.WORDS, k=7)
+            question = {"role": "user", "content": "say " + " ".join(words)}
+            answer = {"role": "assistant", "content": " ".join(words[: 5 + i % 2])}
+            lines.append(json.dumps({"messages": [question, answer]}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def changes_of(world: int, layout: Mapping[str, Any], packing: bool, model_type: str = "qwen3") -> dict[str, Any]:
+    return {
+        "cluster.num_workers": world,
+        "policy.max_total_sequence_length": ROW_TOKENS,
+        "policy.sequence_packing.enabled": packing,
+        "policy.train_global_batch_size": PACKED_ROWS if packing else CONVERSATIONS,
+        "policy.train_micro_batch_size": 1,
+        "policy.hf_config_overrides.num_hidden_layers": 4,
+        "policy.hf_config_overrides.model_type": model_type,
+        # AdamW divides each gradient by its own size. With a small eps the rounding errors of gradients near zero would
+        # decide about whole steps.
+        "policy.optimizer.kwargs": {"lr": 1e-3, "eps": EPS},
+        "policy.scheduler": {"name": "constant"},
+        **{f"policy.dtensor_cfg.{key}": value for key, value in layout.items()},
+    }
+
+
+class Reference:
+    """Loss, gradients and weights of the independent loop."""
+
+    def __init__(self, folder: Path, model_type: str = "qwen3") -> None:
+        config = tiny_run.config_of(folder, changes_of(1, {}, packing=True, model_type=model_type))
+        prepared = prepare(config)
+        assert open_rows(prepared.train, config.policy, prepared.pad_id).num_rows == PACKED_ROWS
+        data = reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir)
+        hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
+        model = reference_loop.new_model(hf_config, config.sft.seed)
+        self.loss = reference_loop.backward(model, data)
+        self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        self.losses = reference_loop.train(model, data, STEPS, config.policy.optimizer.kwargs.lr, EPS, max_norm=1.0)
+        self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+def ranks_of(world: int) -> Iterator[Ranks]:
+    with Ranks(world) as ranks:
+        yield ranks
+
+
+two = pytest.fixture(scope="module", name="two")(lambda: (yield from ranks_of(2)))
+four = pytest.fixture(scope="module", name="four")(lambda: (yield from ranks_of(4)))
+
+
+def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return loss, gradients, losses of some steps, and the weights after them. Runs on every rank."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    dims = ParallelDims.of(config)
+    loss, gradients = worker.gradients(worker.own_rows(0), 1)
+    losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
+    weights = {}
+    for name, parameter in worker._model.causal_lm.named_parameters():
+        weights[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+    place = dims.coordinates(worker._rank)
+    if sum(place.values()) > place["pp"]:  # another rank has the same weights
+        gradients, weights = {}, {}
+    return {"loss": loss, "gradients": gradients, "losses": losses, "weights": weights}
+
+
+def assert_equal(found: list[dict[str, Any]], wanted: Reference) -> None:
+    """Assert that losses, gradients and weights of all ranks differ from the reference by less than 1e-5."""
+    for of_rank in found:
+        assert abs(of_rank["loss"] - wanted.loss) < 1e-5
+        assert max(abs(a - b) for a, b in zip(of_rank["losses"], wanted.losses, strict=True)) < 1e-5
+    for kind in ("gradients", "weights"):
+        ours = {name: value for of_rank in found for name, value in of_rank[kind].items()}
+        theirs: dict[str, torch.Tensor] = getattr(wanted, kind)
+        assert set(ours) == set(theirs)
+        for name, value in theirs.items():
+            difference = float((ours[name] - value).abs().max())
+            assert difference < 1e-5, (kind, name, difference, float(value.abs().max()))
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_layouts_equal_one_process(four: Ranks, folder: Path, reference: Reference, layout: str) -> None:
+    world, changes = LAYOUTS[layout]
+    assert_equal(four.run(computed, folder, changes_of(world, changes, packing=True)), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world == 2])
+def test_two_workers_equal_one_process(
+    two: Ranks, folder: Path, reference: Reference, layout: str, packing: bool
+) -> None:
+    assert_equal(two.run(computed, folder, changes_of(2, LAYOUTS[layout][1], packing)), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
+@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world == 4])
+def test_four_workers_equal_one_process(
+    four: Ranks, folder: Path, reference: Reference, layout: str, packing: bool
+) -> None:
+    assert_equal(four.run(computed, folder, changes_of(4, LAYOUTS[layout][1], packing)), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text"])
+def test_every_family_equals_one_process(four: Ranks, folder: Path, model_type: str) -> None:
+    wanted = Reference(folder, model_type)
+    for layout in ("tp2-pp2", "tp2-cp2"):
+        changes = changes_of(4, LAYOUTS[layout][1], packing=True, model_type=model_type)
+        assert_equal(four.run(computed, folder, changes), wanted)
+
+
+@pytest.mark.slow
+def test_sixteen_workers_equal_one_process(folder: Path, reference: Reference) -> None:
+    world, layout = LAYOUTS["pp2-dp2-cp2-tp2"]
+    with Ranks(world) as ranks:
+        for packing in (True, False) if os.environ.get("FULL") else (True,):
+            assert_equal(ranks.run(computed, folder, changes_of(world, layout, packing)), reference)
