@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from raylane.errors import ConfigError
 from raylane.sft.data import prepare
@@ -86,19 +87,55 @@ def test_token_budget_equals_one_process(ranks, folder, layout):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
 
-def test_adapters_equal_those_without_context_parallelism(ranks, folder):
-    plain, divided = config_of(folder, LORA), config_of(folder, LORA, PARALLEL["cp"])
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def train_and_save(worker, config, prepared, folder):
+    """Return the losses of some steps on one rank; write the model and its adapters."""
+    losses = train(worker, config, prepared)
+    worker.save_hf(str(folder))
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp-sp", "cp"])
+def test_adapters_equal_those_of_undivided_layers(ranks, folder, tmp_path, layout):
+    plain, divided = config_of(folder, LORA), config_of(folder, LORA, PARALLEL[layout])
+    prepared = prepare(plain)
+    wanted = ranks.run(train_and_save, plain, prepared, tmp_path / "plain")[0]
+    found = ranks.run(train_and_save, divided, prepared, tmp_path / "divided")
+    assert all(losses == pytest.approx(wanted, abs=2e-5) for losses in found)
+    for file in ("model-00001-of-00001.safetensors", "adapter/adapter_model.safetensors"):
+        mine, theirs = load_file(tmp_path / "plain" / file), load_file(tmp_path / "divided" / file)
+        assert sorted(mine) == sorted(theirs)
+        for name, tensor in mine.items():
+            torch.testing.assert_close(theirs[name], tensor, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("options", [MUON, LORA])
+def test_shards_of_divided_layers_equal_whole_ones(ranks, four, folder, options):
+    """Two workers divide each matrix, and two divide the parts once more."""
+    plain = config_of(folder, options)
     prepared = prepare(plain)
     wanted = ranks.run(train, plain, prepared)[0]
-    assert ranks.run(train, divided, prepared)[0] == pytest.approx(wanted, abs=2e-5)
+    both = config_of(folder, {**options, "policy.dtensor_cfg.shard_parameters": "always"}, PARALLEL["tp-sp"])
+    four_workers = both.model_copy(update={"cluster": both.cluster.model_copy(update={"num_workers": 4})})
+    for losses in four.run(train, four_workers, prepared):
+        assert losses == pytest.approx(wanted, abs=2e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
-def test_adapters_refuse_divided_layers(folder, layout):
-    with pytest.raises(
-        ConfigError, match=r"lora_cfg\.enabled=true does not work with (tensor|pipeline)_parallel_size=2"
-    ):
-        config_of(folder, LORA, PARALLEL[layout])
+@pytest.mark.parametrize(
+    ("layout", "changes", "told"),
+    [
+        ("pp", {}, r"lora_cfg\.enabled=true does not work with pipeline_parallel_size=2"),
+        ("tp", {"policy.dtensor_cfg.lora_cfg.dropout": 0.1}, r"dropout=0\.1 does not work with tensor_parallel_size=2"),
+    ],
+)
+def test_adapters_refuse_what_would_be_wrong(folder, layout, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        config_of(folder, {**LORA, **changes}, PARALLEL[layout])
 
 
 @pytest.mark.parametrize("layout", ["tp-sp", "cp", "pp"])
