@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +34,7 @@ class RecordingPolicy:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.next_step = 0
+        self.saving: Saved | None = None
 
     def train_step_nowait(self, number):
         self.events.append(f"send {number}")
@@ -66,6 +65,18 @@ class RecordingPolicy:
         self.events.append(f"save {self.next_step}{' hf' if with_hf else ''} {sorted(metrics)}")
         return Saved(self.next_step, Path(f"nowhere/step_{self.next_step}"), metrics, {})
 
+    save_ended = False
+
+    def save_nowait(self, metrics):
+        self.events.append(f"begin to save {self.next_step}")
+        self.saving = Saved(self.next_step, Path(f"nowhere/step_{self.next_step}"), metrics, {})
+
+    def finish_save(self):
+        if self.saving is not None:
+            self.events.append(f"finish {self.saving.step}")
+        saved, self.saving, self.save_ended = self.saving, None, False
+        return saved
+
     def load(self, path):
         self.next_step = int(path.name.removeprefix("step_"))
         return self.next_step
@@ -91,6 +102,7 @@ class NoLog:
 
 def trainer_of(tmp_path, total, stop=None, **changes):
     overlap = changes.pop("overlap", True)
+    is_async = changes.pop("is_async", False)
     sft = {"max_num_steps": total, **{key: value for key, value in changes.items() if key != "save_period"}}
     config = build_config(
         {
@@ -101,7 +113,11 @@ def trainer_of(tmp_path, total, stop=None, **changes):
                 "compiled_graph": {"overlap_communication": overlap},
             },
             "data": {"train": "x.jsonl", "validation_fraction": 0.1},
-            "checkpointing": {"checkpoint_dir": str(tmp_path), "save_period": changes.get("save_period", 0)},
+            "checkpointing": {
+                "checkpoint_dir": str(tmp_path),
+                "save_period": changes.get("save_period", 0),
+                "is_async": is_async,
+            },
         }
     )
     policy = RecordingPolicy()
@@ -214,6 +230,50 @@ def test_stop_request_finishes_steps_and_saves(tmp_path):
     assert events[-2:] == ["read 3", "save 4 ['train:loss']"]
 
 
+def test_async_save_ends_between_steps_and_before_the_next(tmp_path):
+    trainer, events = trainer_of(tmp_path, 6, save_period=2, steps_in_flight=1, is_async=True)
+    read = trainer._policy.result
+
+    def end_with_step_2(future):
+        trainer._policy.save_ended = future == 2
+        return read(future)
+
+    trainer._policy.result = end_with_step_2
+    trainer.fit()
+    saves = [event for event in events if not event.startswith("send")]
+    assert saves == [
+        "read 0",
+        "read 1",
+        "begin to save 2",
+        "read 2",
+        "finish 2",
+        "read 3",
+        "begin to save 4",
+        "read 4",
+        "read 5",
+        "finish 4",
+        "save 6 hf ['train:loss']",
+    ]
+    assert trainer.saved.step == 6
+
+
+@pytest.mark.parametrize("error", [WorkerLostError("rank 1 died", rank=1), KeyboardInterrupt(), ValueError("bug")])
+def test_failed_step_waits_for_the_async_save(tmp_path, error):
+    trainer, events = trainer_of(tmp_path, 6, save_period=2, is_async=True, max_restarts=0)
+    send = trainer._policy.train_step_nowait
+
+    def fail_at_step_3(number):
+        if number == 3:
+            raise error
+        return send(number)
+
+    trainer._policy.train_step_nowait = fail_at_step_3
+    with pytest.raises(type(error)):
+        trainer.fit()
+    assert events[-1] == "finish 2"
+    assert trainer.saved.step == 2
+
+
 @pytest.mark.parametrize("saved_at", [4, 7])
 def test_a_run_that_is_at_its_end_already_trains_no_more(tmp_path, saved_at):
     trainer, events = trainer_of(tmp_path, 4, val_at_end=True)
@@ -262,24 +322,3 @@ def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_ray_that_cannot_be_reached_is_named():
-    """In a process of its own: this one may have a Ray already."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    program = """
-import sys
-from raylane.errors import ConfigError
-from raylane.sft.trainer import _connect_to_ray
-try:
-    with _connect_to_ray(None):
-        pass
-except ConfigError as error:
-    print(error)
-"""
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=540)
-    assert f"the Ray cluster at RAY_ADDRESS={address} cannot be reached" in done.stdout, done.stderr[-2000:]

@@ -346,9 +346,9 @@ def test_load_of_a_prepared_value_runs_no_code(worker, folder, tmp_path, monkeyp
     """Values that are no tensors are pickles of their own inside the data files."""
     start(worker, folder)
     state = {"model": dict(worker._model.causal_lm.named_parameters()), "step": Opener(tmp_path / "was_run")}
-    monkeypatch.setattr(state_module, "_state", lambda *_: state)
+    monkeypatch.setattr(state_module, "collect", lambda *_: state)
     worker.save_state(str(tmp_path / "state"), 0)
-    monkeypatch.setattr(state_module, "_state", lambda *_: {**state, "step": 0})
+    monkeypatch.setattr(state_module, "collect", lambda *_: {**state, "step": 0})
     with pytest.raises(CheckpointDamagedError, match="Weights only load failed"):
         worker.load_state(str(tmp_path / "state"))
     assert not (tmp_path / "was_run").exists()

@@ -41,6 +41,7 @@ def load(args: argparse.Namespace) -> RunConfig:
     """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
     from raylane.errors import ConfigError
     from raylane.sft.config import load_config
+    from raylane.sft.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     words = [word for word in (args.config, *args.overrides) if word is not None]
@@ -50,7 +51,8 @@ def load(args: argparse.Namespace) -> RunConfig:
         raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
     config = load_config(path, words)
     set_up_logging(config.logger.log_level)
-    return config
+    check_places(config)
+    return fetch_models(config)
 
 
 def set_up_logging(level: str) -> None:

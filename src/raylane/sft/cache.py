@@ -62,8 +62,7 @@ class TokenCache:
             sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
         except (OSError, ValueError, EOFError) as error:
             raise DataError(
-                f"token cache {folder} cannot be read on this machine: {error}. With several nodes, data.cache_dir "
-                "must be on storage that they share"
+                f"token cache {folder} cannot be read on this machine: {error}. Delete it and run the command again"
             ) from error
         valid = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and int(offsets[0]) == 0
         valid = valid and bool((np.diff(offsets) > 0).all())

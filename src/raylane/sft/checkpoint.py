@@ -11,8 +11,9 @@ A checkpoint is written under a name that is never read, then marked complete, t
 
     workers: step_N.partial/state  ->  driver: run.json, COMPLETE, fsync  ->  rename to step_N
 
-Decisions are plain functions. Only the driver renames and removes folders, so it must see the same folder as the
-workers. No torch, no Ray. Called by `policy` and `trainer`.
+In storage without renames the marker alone decides (`publishing` has both ways). Decisions are plain functions. Only
+the driver renames and removes folders, so it must see the same folder as the workers. No torch, no Ray. Called by
+`policy` and `trainer`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import json
 import logging
 import math
 import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
+from raylane.sft import storage
+from raylane.sft.publishing import MARKER, publishing
+from raylane.sft.storage import Place
 
 if TYPE_CHECKING:
     from raylane.sft.config import CheckpointingConfig
@@ -41,7 +43,9 @@ __all__ = [
     "commit",
     "commit_export",
     "differences",
+    "discard",
     "discard_partial",
+    "exported",
     "fall_back",
     "find",
     "keep",
@@ -54,13 +58,6 @@ __all__ = [
     "refuse_other_owner",
     "remove",
 ]
-
-MARKER = "COMPLETE"
-HF_FOLDER = "hf"
-_NAME = re.compile(r"step_(\d+)$")
-
-_PARTIAL = re.compile(r"(step_\d+)(?:\.old)?\.partial$")
-"""Names used by `commit`. `remove` uses another name, so that `recover` never restores a removed checkpoint."""
 
 _log = logging.getLogger(__name__)
 
@@ -101,15 +98,15 @@ class Saved:
 
     step: int
     """Number of optimizer steps applied to its weights; also the number of the next step, counted from 0."""
-    path: Path
-    """Folder of the checkpoint."""
+    path: Place
+    """Folder of the checkpoint: a local path or a URL."""
     metrics: Mapping[str, float]
     """Metrics at this step, e.g. {"val:loss": 4.5, "train:loss": 4.6}; metrics not measured here are missing."""
     config: Mapping[str, Any]
     """Configuration as plain values, and under "prepared" the hash of the tokenised data."""
 
 
-def read(path: Path) -> Saved:
+def read(path: Place) -> Saved:
     """Return the checkpoint in this folder; CheckpointError if the folder is missing or unfinished.
 
     CheckpointDamagedError if its description cannot be read, or if a file of its state is missing or has another size
@@ -137,7 +134,7 @@ def read(path: Path) -> Saved:
         raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     # Sizes, not checksums: reading tens of gigabytes at every start would cost minutes, and a truncated file, the
     # usual damage, has another size.
-    found = _sizes(path)
+    found = _state_sizes(path)
     wrong = [
         f"{name} has {found.get(name, 'no')} bytes, {size} were written"
         for name, size in sizes.items()
@@ -148,28 +145,21 @@ def read(path: Path) -> Saved:
     return saved
 
 
-def list_saved(folder: Path) -> list[Saved]:
+def list_saved(folder: Place) -> list[Saved]:
     """Return the complete checkpoints in a folder by ascending step; other folders are ignored."""
-    return sorted((read(path) for path in _complete(folder)), key=lambda saved: saved.step)
+    return sorted((read(path) for path in publishing(folder).complete(folder)), key=lambda saved: saved.step)
 
 
-def list_whole(folder: Path) -> tuple[list[Saved], list[CheckpointDamagedError]]:
+def list_whole(folder: Place) -> tuple[list[Saved], list[CheckpointDamagedError]]:
     """Return the complete undamaged checkpoints by ascending step, and the errors of the damaged ones."""
     whole: list[Saved] = []
     damaged: list[CheckpointDamagedError] = []
-    for path in _complete(folder):
+    for path in publishing(folder).complete(folder):
         try:
             whole.append(read(path))
         except CheckpointDamagedError as error:
             damaged.append(error)
     return sorted(whole, key=lambda saved: saved.step), damaged
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Return the folders that have the name of a checkpoint and a completeness marker, in no particular order."""
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if _NAME.match(path.name) and (path / MARKER).is_file()]
 
 
 def find(settings: CheckpointingConfig) -> Saved | None:
@@ -181,17 +171,18 @@ def find(settings: CheckpointingConfig) -> Saved | None:
     if settings.resume == "never":
         return None
     if settings.resume != "auto":
-        saved = read(Path(settings.resume))
+        saved = read(storage.at(settings.resume))
         refuse_other_owner(saved.path, settings)
         return saved
-    for path in _complete(Path(settings.checkpoint_dir)):
+    folder = storage.at(settings.checkpoint_dir)
+    for path in publishing(folder).complete(folder):
         refuse_other_owner(path, settings)
-    whole, damaged = list_whole(Path(settings.checkpoint_dir))
+    whole, damaged = list_whole(folder)
     # Renaming the only checkpoints would make the next start train from the beginning without a word.
     if damaged and not whole:
         raise _all_damaged(settings, damaged[0])
     for damage in damaged:
-        put_aside(Path(damage.fields["path"]), damage)
+        put_aside(storage.at(damage.fields["path"]), damage)
     return whole[-1] if whole else None
 
 
@@ -200,7 +191,7 @@ def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDam
 
     Only for `checkpointing.resume=auto`. CheckpointDamagedError if there is no earlier one.
     """
-    earlier = [one for one in list_whole(Path(settings.checkpoint_dir))[0] if one.step < saved.step]
+    earlier = [one for one in list_whole(storage.at(settings.checkpoint_dir))[0] if one.step < saved.step]
     if settings.resume != "auto":
         raise damage
     if not earlier:
@@ -218,29 +209,25 @@ def _all_damaged(settings: CheckpointingConfig, damage: CheckpointDamagedError) 
     )
 
 
-def put_aside(path: Path, damage: CheckpointDamagedError) -> Path:
-    """Rename a damaged checkpoint to step_N.damaged, which is never read or removed; return the new path."""
-    # An earlier damaged checkpoint of the same step may exist; find a free name.
-    taken = {other.name for other in path.parent.iterdir()}
-    names = (f"{path.name}.damaged{count or ''}" for count in range(len(taken) + 1))
-    aside = path.rename(path.with_name(next(name for name in names if name not in taken)))
-    _log.warning("%s; renamed to %s, and the run resumes from an earlier checkpoint", damage, aside)
+def put_aside(path: Place, damage: CheckpointDamagedError) -> Place:
+    """Make a damaged checkpoint invisible: it is never read or removed; return its new path."""
+    aside, done = publishing(path).put_aside(path, str(damage))
+    _log.warning("%s; %s, and the run resumes from an earlier checkpoint", damage, done)
     return aside
 
 
-def refuse_other_owner(path: Path, settings: CheckpointingConfig) -> None:
+def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
     """Raise CheckpointError if a checkpoint has files of another user, unless the configuration allows it.
 
     Weights are loaded without any examination of what the model does; only the user can decide whom to trust.
     """
     if settings.allow_other_owner:
         return
-    for one in (path, path / "run.json", *(path / "state").glob("*"), path / "state" / ".metadata"):
-        try:
-            owner = one.stat().st_uid
-        except OSError:  # `read` reports a missing file
-            continue
-        if owner != os.geteuid():
+    state = path / "state"
+    files = [*state.iterdir()] if state.is_dir() else []
+    for one in (path, path / "run.json", *files):
+        owner = publishing(path).owner(one)
+        if owner is not None and owner != os.geteuid():
             raise CheckpointError(
                 f"{one} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that user, "
                 "set checkpointing.allow_other_owner=true; otherwise set another checkpointing.checkpoint_dir",
@@ -249,26 +236,12 @@ def refuse_other_owner(path: Path, settings: CheckpointingConfig) -> None:
             )
 
 
-def recover(folder: Path) -> list[Path]:
-    """Restore the names of complete checkpoints whose replacement was interrupted; return their paths.
+def recover(folder: Place) -> list[Place]:
+    """Complete the replacements of checkpoints that were interrupted; return the paths that are visible again.
 
-    Replacing a checkpoint of the same step takes two renames (`commit`). A process that ends between them leaves the
-    new one as step_N.partial and the old one as step_N.old.partial, both complete, and no step_N. The newer one is
-    restored. Call this before `find` and `discard_partial`, and never while another run writes to the same folder.
+    Call this before `find` and `discard_partial`, and never while another run writes to the same folder.
     """
-    found = []
-    for path in sorted(folder.glob("step_*.partial")) if folder.is_dir() else []:
-        match = _PARTIAL.match(path.name)
-        if match is None or path.is_symlink() or not (path / MARKER).is_file():
-            continue
-        final = folder / match[1]
-        newer = folder / f"{match[1]}.partial"
-        # Nothing to do if step_N exists; and step_N.old.partial is used only without a complete step_N.partial.
-        if final.exists() or (path != newer and (newer / MARKER).is_file()):
-            continue
-        path.rename(final)
-        found.append(final)
-    return found
+    return publishing(folder).recover(folder)
 
 
 def refuse_later(settings: CheckpointingConfig, start: int) -> None:
@@ -277,7 +250,7 @@ def refuse_later(settings: CheckpointingConfig, start: int) -> None:
     They belong to another run. Checkpoints of this run would count as older, would be removed first, and would not be
     resumed from.
     """
-    later = [saved.path.name for saved in list_saved(Path(settings.checkpoint_dir)) if saved.step > start]
+    later = [saved.path.name for saved in list_saved(storage.at(settings.checkpoint_dir)) if saved.step > start]
     if later:
         raise CheckpointError(
             f"{settings.checkpoint_dir} holds {', '.join(later)}, and this run starts at step {start} "
@@ -287,92 +260,65 @@ def refuse_later(settings: CheckpointingConfig, start: int) -> None:
         )
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Create and return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
-    partial = folder / f"step_{step}.partial"
-    _clear(partial)
-    # A new folder has no files of an earlier attempt, whose shards would be read together with the new ones.
-    partial.mkdir(parents=True)
-    return partial.resolve()
+def begin(folder: Place, step: int) -> Place:
+    """Return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
+    return publishing(folder).begin(folder, f"step_{step}")
 
 
-def commit(partial: Path, step: int, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Saved:
-    """Complete a written checkpoint: add run.json, mark it complete and rename it to step_N.
-
-    A complete checkpoint of the same step is replaced: it is renamed away first, so that an incomplete one never has
-    the name step_N. `recover` repairs an interruption between the two renames.
-    """
-    final = partial.with_name(f"step_{step}")
+def commit(partial: Place, step: int, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Saved:
+    """Complete a written checkpoint: add run.json and publish it. A complete one of the same step is replaced."""
+    way = publishing(partial)
     run = {
         "step": step,
         "metrics": dict(metrics),
         "config": dict(config),
         "versions": {name: version(name) for name in ("raylane", "torch", "transformers", "ray", "numpy")},
-        "files": _sizes(partial),
+        "files": _state_sizes(partial),
     }
-    # Order matters: a folder with the marker must have everything else on disk already, even after a power cut.
-    _write_durably(partial / "run.json", json.dumps(run, indent=2))
-    _write_durably(partial / MARKER, "")
-    _sync_folder(partial)
-    # A folder cannot replace another one in one rename, hence two of them.
-    if final.exists():
-        old = partial.with_name(f"step_{step}.old.partial")
-        _clear(old)
-        final.rename(old)
-        partial.rename(final)
-        _sync_folder(final.parent)
-        shutil.rmtree(old)
-    else:
-        partial.rename(final)
-        _sync_folder(final.parent)
-    return read(final)
+    way.write(partial / "run.json", json.dumps(run, indent=2))
+    return read(way.publish(partial, f"step_{step}"))
 
 
-def _sizes(path: Path) -> dict[str, int]:
-    """Return file name -> size in bytes for all files of the state."""
-    files = sorted((path / "state").rglob("*"))
-    return {str(file.relative_to(path)): file.stat().st_size for file in files if file.is_file()}
+def _state_sizes(path: Place) -> dict[str, int]:
+    """Return file name -> size in bytes for all files of the state, with names that start at the checkpoint."""
+    sizes = publishing(path).sizes(path / "state")
+    return {f"state/{name}": size for name, size in sorted(sizes.items())}
 
 
-def _clear(path: Path) -> None:
-    """Remove a folder or a symbolic link of that name, never the target of a link."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+def begin_export(saved: Saved) -> Place:
+    """Return a place for the Hugging Face folder of a complete checkpoint; nothing exists there."""
+    return publishing(saved.path).begin_export(saved.path)
 
 
-def begin_export(saved: Saved) -> Path:
-    """Return a path beside a complete checkpoint for its Hugging Face folder; nothing exists at this path."""
-    partial = saved.path.with_name(f"{saved.path.name}.hf.partial").resolve()
-    _clear(partial)
-    return partial
+def commit_export(saved: Saved, partial: Place) -> Place:
+    """Make a finished Hugging Face folder part of its checkpoint, replacing an earlier one; return its path."""
+    return publishing(saved.path).publish_export(saved.path, partial)
 
 
-def commit_export(saved: Saved, partial: Path) -> Path:
-    """Move a finished Hugging Face folder into its checkpoint, replacing an earlier one; return the new path."""
-    final = saved.path / HF_FOLDER
-    _clear(final)
-    partial.rename(final)
-    _sync_folder(saved.path)
-    return final
+def exported(saved: Saved | None) -> Place | None:
+    """Return the Hugging Face folder of a checkpoint, None if there is none."""
+    return None if saved is None else publishing(saved.path).exported(saved.path)
 
 
-def discard_partial(folder: Path) -> list[Path]:
+def discard(place: Place) -> None:
+    """Remove what was written to a place of `begin` or `begin_export`; a failure to remove it is ignored."""
+    # Frees the space if the disk is full; otherwise `discard_partial` does it at the next start.
+    with suppress(OSError):
+        publishing(place).clear(place)
+
+
+def discard_partial(folder: Place) -> list[Place]:
     """Remove the leftovers of killed runs and return their paths. No other run may write to the folder meanwhile."""
-    found = sorted(folder.glob("step_*.partial")) if folder.is_dir() else []
+    way = publishing(folder)
+    found = way.leftovers(folder)
     for path in found:
-        _clear(path)
+        way.clear(path)
     return found
 
 
 def remove(saved: Saved) -> None:
-    """Delete a checkpoint. It is renamed first, so that an interrupted removal leaves nothing that looks complete."""
-    # discard_partial deletes this name if the removal is interrupted.
-    doomed = saved.path.with_name(f"{saved.path.name}.removed.partial")
-    _clear(doomed)
-    saved.path.rename(doomed)
-    shutil.rmtree(doomed)
+    """Delete a checkpoint; an interrupted removal leaves nothing that looks complete."""
+    publishing(saved.path).remove(saved.path)
 
 
 def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Saved], list[Saved]]:
@@ -404,20 +350,3 @@ def _value_at(tree: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _write_durably(path: Path, text: str) -> None:
-    """Write a text and wait until it is on the disk, so that the marker never survives a power cut alone."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk, so that a power cut does not undo a rename."""
-    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -17,11 +17,12 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
+from raylane.sft import storage
 from raylane.sft.cache import TokenCache, write_cache
 from raylane.sft.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.messages import Conversation, is_held_out, read_conversations
@@ -220,12 +221,13 @@ def _digest_files(paths: Iterable[str | Path]) -> str:
     digest = hashlib.sha256()
     for path in paths:
         try:
-            if not Path(path).is_file() and not Path(path).is_dir() and Path(path).exists():
+            place = storage.at(path)
+            if not place.is_file() and not place.is_dir() and place.exists():
                 raise DataError(
                     f"data file {path} is a pipe or device, and raylane reads data more than once. Write it to a file"
                 )
-            with Path(path).open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            with place.open("rb") as file:
+                digest.update(hashlib.file_digest(cast("Any", file), "sha256").digest())
         except OSError as error:
             raise DataError(
                 f"cannot read data file {path}: {error.strerror or error}. Check data.train and data.validation"

@@ -13,18 +13,21 @@ import pathlib
 import pickle
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
+from raylane.sft.storage import OPTIONS, Place, Stream, Url, os_errors
 
-__all__ = ["CodeFreeReader", "FitPlanner"]
+__all__ = ["CodeFreeReader", "FitPlanner", "state_writer"]
 
 # Classes and functions in the `.metadata` of torch 2.13 (listed with pickletools), besides `torch.<dtype>`.
 _METADATA_CLASSES = {
@@ -54,11 +57,52 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+class _UrlFiles(FileSystem):
+    """torch's access to fsspec, with errors as OSError.
+
+    The errors of storage libraries are of many classes. While a checkpoint is loaded, every other exception counts as
+    damage, and a network failure must not make a run put a good checkpoint aside.
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file; an exception while it is written removes it."""
+        with os_errors(path):
+            inner = super().create_stream(path, mode)
+            stream = inner.__enter__()
+        try:
+            yield Stream(path, stream)
+        except BaseException as error:
+            inner.__exit__(type(error), error, error.__traceback__)
+            raise
+        with os_errors(path):  # the last part of a file is written when it is closed
+            inner.__exit__(None, None, None)
+
+
+class _UrlWriter(FsspecWriter):
+    """torch's writer for fsspec, with errors as OSError."""
+
+    def __init__(self, url: str) -> None:
+        # Storage has a file when it is closed; the alternative is os.sync(), which waits for all disks of the machine.
+        super().__init__(url, sync_files=False)
+        self.fs = _UrlFiles()  # type: ignore[assignment]
+        self.path = self.fs.init_path(url, **OPTIONS)
+
+
+def state_writer(folder: Place) -> FileSystemWriter:
+    """Return a new writer of a DCP folder at this place."""
+    return _UrlWriter(str(folder)) if isinstance(folder, Url) else FileSystemWriter(folder)
+
+
 class CodeFreeReader(FileSystemReader):
     """torch's reader of a DCP folder, with an unpickler of `.metadata` that cannot run code."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Place) -> None:
+        super().__init__(str(path))
+        if isinstance(path, Url):
+            self.fs = _UrlFiles()  # type: ignore[assignment]
+            self.path = self.fs.init_path(str(path), **OPTIONS)
+        self._folder = path
         self._metadata: Metadata | None = None
         """Metadata of the folder; None before the first read."""
 
@@ -74,24 +118,23 @@ class CodeFreeReader(FileSystemReader):
         return self._metadata
 
     def _read(self) -> Metadata:
-        path = pathlib.Path(self.path) / ".metadata"
+        path = self._folder / ".metadata"
         try:
-            file = path.open("rb")
+            content = path.read_bytes()
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read by process {os.getpid()} on {socket.gethostname()}: {error.strerror}. With "
-                "several nodes, checkpointing.checkpoint_dir must be on storage that they share",
+                f"{path} cannot be read by process {os.getpid()} on {socket.gethostname()}: {error.strerror or error}. "
+                "With several nodes, checkpointing.checkpoint_dir must be on storage that they share",
                 path=str(path),
             ) from error
-        with file:
-            try:
-                found = _MetadataUnpickler(file).load()
-            except CheckpointError as error:
-                raise CheckpointError(f"{path} is refused: {error}", path=str(path)) from error
-            except Exception as error:  # unpickling arbitrary bytes can raise almost any exception
-                raise CheckpointDamagedError(
-                    f"{path} is damaged: {error!r}. Resume from an earlier checkpoint", path=str(path)
-                ) from error
+        try:
+            found = _MetadataUnpickler(io.BytesIO(content)).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is refused: {error}", path=str(path)) from error
+        except Exception as error:  # unpickling arbitrary bytes can raise almost any exception
+            raise CheckpointDamagedError(
+                f"{path} is damaged: {error!r}. Resume from an earlier checkpoint", path=str(path)
+            ) from error
         if not isinstance(found, Metadata):
             raise CheckpointDamagedError(f"{path} holds a {type(found).__name__}, not metadata", path=str(path))
         found.storage_meta = found.storage_meta or StorageMeta()

@@ -31,6 +31,7 @@ from raylane.sft.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.hf_folder import file_numbers, write_beside
 from raylane.sft.lora import adapt, adapted, base_parameters
 from raylane.sft.model_config import model_config
+from raylane.sft.publishing import HF_FOLDER
 from raylane.sft.state import load_failure
 
 __all__ = ["Form", "export_checkpoint"]
@@ -106,7 +107,7 @@ def _source(saved: Saved, config: RunConfig) -> _Source:
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
         start = None if policy.model_name is None else Path(policy.model_name)
         return _Source(hf_config, prepared.tokenizer_dir, prepared.end_ids, start)
-    written = saved.path / checkpoint.HF_FOLDER
+    written = Path(str(saved.path)) / HF_FOLDER
     if (written / "config.json").is_file():
         hf_config = AutoConfig.from_pretrained(written, local_files_only=True, trust_remote_code=False)
         return _Source(hf_config, written, (), written)

@@ -1,10 +1,10 @@
 """Files of a Hugging Face folder: config, generation settings, tokenizer, and the division of weights into files.
 
     folder/config.json, generation_config.json, tokenizer files     written here
-           model-00001-of-00003.safetensors, ...                    written by `state.save_hf` or `export`
+           model-00001-of-00003.safetensors, ...                    written by `hf_export` or `export`
            adapter/                                                 LoRA adapters alone (`adapter_files`)
 
-Called by `state.save_hf` on rank 0, and by `export`.
+Called by `hf_export` on rank 0, and by `export`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import DataError
+from raylane.sft import storage
+from raylane.sft.storage import Place
 
 __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversations"]
 
@@ -54,7 +56,7 @@ def read_conversations(
     """Yield the conversations of JSONL files, one file after the other; blank lines are skipped."""
     for path in paths:
         empty = True
-        for number, line in _lines(Path(path)):
+        for number, line in _lines(storage.at(path)):
             if line.strip():
                 empty = False
                 yield parse_conversation(line, f"{path}:{number}", messages_key, pair_keys)
@@ -64,10 +66,10 @@ def read_conversations(
             )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Place) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with path.open("r", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 yield number, line
     except UnicodeDecodeError as error:

@@ -199,7 +199,6 @@ RULES: tuple[Rule, ...] = (
         )
         for name in ("is_peft", "peft_config")
     ),
-    Rule("checkpointing.is_async", _anything, "the run waits for its checkpoints"),
     # ------------------------------------------------------------------------------------------- logger and cluster
     Rule("logger.mlflow_enabled", _off, "MLflow is off", "MLflow is not supported; metrics.jsonl is always written"),
     Rule("logger.mlflow", _anything, "MLflow is not supported"),

@@ -10,19 +10,21 @@ Needs an initialised Ray. Called by `trainer`, and by programs that build their 
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft import checkpoint
+from raylane.sft import checkpoint, delivery, state, storage
 from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import check_model_folder, micro_batches
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
-from raylane.sft.worker import SftWorker
+from raylane.sft.storage import Place
+from raylane.sft.worker import SAVE_ENDED, SftWorker
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerOptions
@@ -87,6 +89,27 @@ def _refuse_unshifted(batch: BatchDict) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Unfinished:
+    """Checkpoint that is being written."""
+
+    step: int
+    folder: Place
+    partial: Place
+    metrics: Mapping[str, float]
+
+
+@contextmanager
+def _save_errors(step: int, folder: Place) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"step {step} cannot be saved in {folder}: {error}. Check its free space and permissions",
+            path=str(folder),
+        ) from error
+
+
 class Policy:
     """Workers that hold a model and train it; the constructor waits until they are ready.
 
@@ -104,6 +127,10 @@ class Policy:
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""
         self._next = 0
         """Number of the step that `train` runs next."""
+        self._saving: _Unfinished | None = None
+        """Checkpoint that `save_nowait` has begun; None if there is none."""
+        self.save_ended = False
+        """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
@@ -118,7 +145,7 @@ class Policy:
         )
         self._setup = (_with_absolute_paths(config), prepared, total_steps)
         try:
-            self.facts: dict[str, Any] = self._call_one("setup", *self._setup)
+            self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
             self._group.shutdown(timeout_s=10)
@@ -226,9 +253,17 @@ class Policy:
         Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
         """
         self._group.recover()
+        self._saving, self.save_ended = None, False
         self._losses.clear()
         self._next = 0
-        self.facts = self._call_one("setup", *self._setup)
+        self.facts = self._set_up()
+
+    def _set_up(self) -> dict[str, Any]:
+        """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
+        config, prepared, _ = self._setup
+        copies = delivery.provide(config, prepared, self._group.node_ids)
+        self._call_one("use_copies", copies)
+        return dict(self._call_one("setup", *self._setup))
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
@@ -240,6 +275,8 @@ class Policy:
         Waits at most `timeout_s` seconds (None: `sft.step_timeout_s`); after WorkerCallError you may wait again.
         """
         metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
+        # Reported with a step, because a call of its own would wait behind the steps in flight.
+        self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
         return metrics
 
     def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
@@ -264,37 +301,66 @@ class Policy:
         Face folder after the state is complete: if that export raises CheckpointError, the checkpoint is still there
         and can be resumed from.
         """
-        settings = self._config.checkpointing
-        folder = Path(settings.checkpoint_dir)
-        try:
-            saved = self._write(folder, metrics)
-            # Old checkpoints are removed only after the new one is complete.
-            whole, damaged = checkpoint.list_whole(folder)
-            for damage in damaged:  # never removed: the user may want to examine the files
-                _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
-            _, removable = checkpoint.keep(whole, settings)
-            for old in removable:
-                checkpoint.remove(old)
-        except OSError as error:
-            raise CheckpointError(
-                f"step {self._next} cannot be saved in {folder}: {error}. Check its free space and permissions",
-                path=str(folder),
-            ) from error
+        saved = self._complete(self._begin("save_state", metrics))
         if with_hf:
             self.export(saved)
         return saved
 
-    def _write(self, folder: Path, metrics: Mapping[str, float]) -> Saved:
-        """Write and complete the checkpoint of the current step; on failure remove its partial folder."""
-        partial = checkpoint.begin(folder, self._next)
-        try:
-            self._call_one("save_state", str(partial / "state"), self._next)
-            return checkpoint.commit(partial, self._next, metrics, self._description())
-        except (OSError, RaylaneError):
-            shutil.rmtree(partial, ignore_errors=True)  # frees the space again if the disk is full
-            raise
+    def save_nowait(self, metrics: Mapping[str, float]) -> None:
+        """Begin to save the state after the last step that was sent, as `save` does, while further steps run.
 
-    def export(self, saved: Saved) -> Path:
+        Waits only until all workers have copied their state. Call `finish_save` before the next save; `save_ended` is
+        True as soon as it need not wait.
+        """
+        assert self._saving is None, "finish_save comes first"
+        self._saving = self._begin("begin_save", metrics)
+
+    def finish_save(self) -> Saved | None:
+        """Wait until what `save_nowait` began is a complete checkpoint; return it, None if nothing was begun.
+
+        After the loss of a worker the checkpoint is still completed if all workers had written their files by then.
+        """
+        if self._saving is None:
+            return None
+        unfinished, self._saving, self.save_ended = self._saving, None, False
+        try:
+            self._call_one("finish_save")
+        except RaylaneError:
+            if not state.is_written(unfinished.partial / "state"):
+                checkpoint.discard(unfinished.partial)
+                raise
+        return self._complete(unfinished)
+
+    def _begin(self, method: str, metrics: Mapping[str, float]) -> _Unfinished:
+        """Let the workers write the state of the current step; on failure remove its partial folder."""
+        folder = storage.at(self._config.checkpointing.checkpoint_dir)
+        with _save_errors(self._next, folder):
+            partial = checkpoint.begin(folder, self._next)
+            try:
+                self._call_one(method, str(partial / "state"), self._next)
+            except (OSError, RaylaneError):
+                checkpoint.discard(partial)  # frees the space again if the disk is full
+                raise
+        return _Unfinished(self._next, folder, partial, dict(metrics))
+
+    def _complete(self, written: _Unfinished) -> Saved:
+        """Complete a checkpoint whose state is written, then remove old ones."""
+        settings = self._config.checkpointing
+        with _save_errors(written.step, written.folder):
+            try:
+                saved = checkpoint.commit(written.partial, written.step, written.metrics, self._description())
+            except (OSError, RaylaneError):
+                checkpoint.discard(written.partial)
+                raise
+            # Old checkpoints are removed only after the new one is complete.
+            whole, damaged = checkpoint.list_whole(written.folder)
+            for damage in damaged:  # never removed: the user may want to examine the files
+                _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
+            for old in checkpoint.keep(whole, settings)[1]:
+                checkpoint.remove(old)
+        return saved
+
+    def export(self, saved: Saved) -> Place:
         """Add the current model to the checkpoint of this step as its folder `hf`; return that folder.
 
         The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
@@ -305,7 +371,7 @@ class Policy:
             self._call_one("save_hf", str(partial))
             return checkpoint.commit_export(saved, partial)
         except (OSError, RaylaneError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            checkpoint.discard(partial)
             if isinstance(error, WorkerLostError):  # a trainer starts the workers again
                 raise
             raise CheckpointError(
@@ -315,17 +381,17 @@ class Policy:
                 path=str(saved.path),
             ) from error
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write the model as a Hugging Face folder at any path, independent of checkpoints."""
-        self._call_one("save_hf", str(Path(folder).resolve()))
+    def save_hf(self, folder: str | Place) -> None:
+        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints."""
+        self._call_one("save_hf", str(storage.at(folder).resolve()))
 
-    def load(self, path: str | Path) -> int:
+    def load(self, path: str | Place) -> int:
         """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
 
         Runs no code from the folder. Raises CheckpointDamagedError if its files are incomplete, CheckpointError if they
         belong to another user (`checkpointing.allow_other_owner`) or to another model.
         """
-        saved = checkpoint.read(Path(path))
+        saved = checkpoint.read(storage.at(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
         for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
@@ -335,11 +401,14 @@ class Policy:
     def _description(self) -> dict[str, Any]:
         # Paths of the data may change, e.g. on another machine; the weights of the files matter.
         weights = list(self._config.data.train_weights)
-        return {
+        plain = {
             **dump(self._config),
             "prepared": self._data_key,
             "train_weights": None if set(weights) == {1.0} else weights,
         }
+        # Environment variables may hold keys of storage, and checkpoints are passed on.
+        plain["cluster"]["env_vars"] = dict.fromkeys(plain["cluster"]["env_vars"], "(hidden)")
+        return plain
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""

@@ -111,14 +111,15 @@ class DataConfig(Section):
     """The conversations to train on: JSON Lines with OpenAI-style messages. Paths start at the working directory."""
 
     train: Annotated[tuple[str | TrainFile, ...], BeforeValidator(_one_or_many), Field(min_length=1)] = Field(
-        description="Path of a JSONL file, or a list of paths and of {path, weight}. weight is the number of times "
+        description="Path or URL (e.g. s3://bucket/file.jsonl) of a JSONL file, or a list of such places and of "
+        "{path, weight}. weight is the number of times "
         "that the rows of a file are used in an epoch: 2 uses each row twice, 0.5 uses one half of the rows in an "
         "epoch and the other half in the next one; a path alone has weight 1. If a weight is not 1, each file is "
         "packed by itself. NeMo-RL: data.train.data_path, which is accepted too."
     )
     validation: str | None = Field(
         default=None,
-        description="Path of a JSONL file that is used for validation only; null means none. NeMo-RL: "
+        description="Path or URL of a JSONL file that is used for validation only; null means none. NeMo-RL: "
         "data.validation.data_path, which is accepted too.",
     )
     validation_fraction: Fraction = Field(
@@ -196,7 +197,10 @@ class CheckpointingConfig(Section):
 
     enabled: bool = Field(default=True, description="Save checkpoints.")
     checkpoint_dir: str = Field(
-        default="runs/checkpoints", description="Folder that holds the checkpoints, one folder step_N each."
+        default="runs/checkpoints",
+        description="Folder that holds the checkpoints, one folder step_N each. A local path (with several nodes on "
+        "storage that they share), or a URL of storage: file://, s3:// (needs raylane[s3]), or another one that fsspec "
+        "knows. Nothing prevents two runs from writing to one URL.",
     )
     metric_name: Literal["val:loss", "train:loss"] = Field(
         default="val:loss",
@@ -218,6 +222,12 @@ class CheckpointingConfig(Section):
         default=0,
         description="Number of steps between two checkpoints; 0 saves only at the end of the run and on SIGTERM.",
     )
+    is_async: bool = Field(
+        default=False,
+        description="Write checkpoints while the next steps run. Each worker first copies its weights and optimizer "
+        "state to CPU memory (12 bytes per parameter that it holds). The last checkpoint of a run, and the one on "
+        "SIGTERM, are waited for.",
+    )
     save_optimizer: bool = Field(
         default=True,
         description="Save the optimizer state too. false saves weights only, about one third of the size; the "
@@ -227,10 +237,15 @@ class CheckpointingConfig(Section):
         default=True,
         description="Write the model as a Hugging Face folder at the end of the run. NeMo-RL: save_consolidated.",
     )
+    hf_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None,
+        description="Data type of the weights in the Hugging Face folder; null means that of policy.precision. "
+        "float32 keeps all bits of the master weights. Not in NeMo-RL.",
+    )
     resume: str = Field(
         default="auto",
         description='Checkpoint to resume from. "auto": the newest complete checkpoint in checkpoint_dir, or a '
-        'new run if there is none; "never": a new run; any other text: path of a checkpoint folder.',
+        'new run if there is none; "never": a new run; any other text: path or URL of a checkpoint folder.',
     )
     allow_other_owner: bool = Field(
         default=False,
@@ -270,6 +285,14 @@ class LoggerConfig(Section):
 class ClusterConfig(Section):
     """The workers: one process each, with one GPU or none."""
 
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        description='Ray cluster to run on. "auto": the cluster that this machine is a node of; host:port: the cluster '
+        'whose head listens there; "local": a new Ray on this machine that ends with the run; null: the cluster in the '
+        "environment variable RAY_ADDRESS, or as local if that is not set. Not in NeMo-RL, which has the last "
+        "behaviour.",
+    )
     num_workers: PositiveInt = Field(
         default=1,
         description="Total number of workers. Unset or null: one for each GPU (gpus_per_node x num_nodes), or one "

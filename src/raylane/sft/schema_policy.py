@@ -33,7 +33,7 @@ class TokenizerConfig(Section):
 
     name: str | None = Field(
         default=None,
-        description="Path of a Hugging Face tokenizer folder; null means the tokenizer in policy.model_name, or "
+        description="Path or URL of a Hugging Face tokenizer folder; null means the tokenizer in policy.model_name, or "
         "the tokenizer that train_vocab_size trains.",
     )
     train_vocab_size: Annotated[int, Field(ge=300)] | None = Field(
@@ -240,8 +240,8 @@ class PolicyConfig(Section):
 
     model_name: str | None = Field(
         default=None,
-        description="Path of a Hugging Face model folder to start from; null starts from random weights, and then "
-        "hf_config_overrides.model_type is required.",
+        description="Path or URL of a Hugging Face model folder to start from; null starts from random weights, and "
+        "then hf_config_overrides.model_type is required.",
     )
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig, description="Tokenizer and chat template.")
     train_global_batch_size: PositiveInt = Field(

@@ -1,4 +1,4 @@
-"""State that workers write to and read from a checkpoint: torch DCP for training, safetensors for Hugging Face.
+"""Training state that workers write to and read from a checkpoint, as torch DCP.
 
 All functions are collective: every worker calls them with the same arguments and writes or reads its own shards. Called
 by `worker`; `checkpoint` handles folder names, completeness and retention.
@@ -7,16 +7,13 @@ by `worker`; `checkpoint` handles folder names, completeness and retention.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -26,13 +23,20 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft import lora
-from raylane.sft.adapter_files import adapter_tensors, write_adapter
-from raylane.sft.dcp import CodeFreeReader, FitPlanner
-from raylane.sft.hf_folder import ADAPTER_FOLDER, file_numbers, write_beside
+from raylane.sft.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.model import RunModel
+from raylane.sft.storage import Place
 
-__all__ = ["has_optimizer", "load_failure", "load_state", "save_hf", "save_state"]
+__all__ = [
+    "collect",
+    "has_optimizer",
+    "is_written",
+    "load_failure",
+    "load_state",
+    "on_rank_zero",
+    "save_state",
+    "write",
+]
 
 T = TypeVar("T")
 
@@ -41,19 +45,33 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _OPTIMIZER_NOTE = "optimizer.json"
 
 
-def save_state(folder: Path, model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+def save_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
     """Write weights, optimizer (unless None) and step as torch DCP. Waits until all workers have written.
 
     No random state is saved: each step seeds its own random numbers (`worker.SftWorker`).
     """
+    write(folder, collect(model, optimizer, step), has_optimizer=optimizer is not None)
+
+
+def write(folder: Place, state: dict[str, Any], *, has_optimizer: bool, group: dist.ProcessGroup | None = None) -> None:
+    """Write what `collect` returned, or a copy of it. The ranks agree through `group`, None for the default one."""
     failed = f"the state could not be written to {folder}"
     with _checkpoint_errors(failed, folder):
-        save(_state(model, optimizer, step), checkpoint_id=folder)
-    note = json.dumps({"optimizer": optimizer is not None})
-    _on_rank_zero(failed, folder, lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"))
+        save(state, storage_writer=state_writer(folder), process_group=group)
+    # Written after all other files: `is_written` looks for it.
+    note = json.dumps({"optimizer": has_optimizer})
+    on_rank_zero(failed, folder, lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"), group)
 
 
-def has_optimizer(folder: Path) -> bool:
+def is_written(folder: Place) -> bool:
+    """Return True if all ranks have written their files to this folder. Not collective."""
+    try:
+        return "optimizer" in json.loads((folder / _OPTIMIZER_NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def has_optimizer(folder: Place) -> bool:
     """Return True if the optimizer was saved; CheckpointError on all ranks if one rank finds no state folder."""
 
     def read() -> bool:
@@ -72,13 +90,13 @@ def has_optimizer(folder: Path) -> bool:
     return _on_every_rank(read)
 
 
-def load_state(folder: Path, model: RunModel, optimizer: torch.optim.Optimizer | None) -> int:
+def load_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer | None) -> int:
     """Read weights and, if given, optimizer in place, on any number of workers; return the step.
 
     Runs no code from the folder. Raises CheckpointError if the folder belongs to another model, optimizer or program
     (nothing was read then), CheckpointDamagedError if one of its files cannot be read.
     """
-    state = _state(model, optimizer, 0)
+    state = collect(model, optimizer, 0)
     reader = CodeFreeReader(folder)
     # Read the metadata first: inside torch's `load` its errors would become an AssertionError.
     _on_every_rank(reader.read_metadata)
@@ -91,7 +109,7 @@ def load_state(folder: Path, model: RunModel, optimizer: torch.optim.Optimizer |
     return int(state["step"].item())
 
 
-def load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
+def load_failure(folder: Place, error: CheckpointException) -> CheckpointError:
     """Return the error for the failures on the ranks: another model's folder, unreadable, or damaged.
 
     Only damage makes a run fall back to an earlier checkpoint. Causes that may disappear by themselves (permissions,
@@ -112,47 +130,17 @@ def load_failure(folder: Path, error: CheckpointException) -> CheckpointError:
     return CheckpointDamagedError(f"{folder} is damaged: {reasons}. Resume from an earlier checkpoint", **where)
 
 
-def _state(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+def collect(model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> dict[str, Any]:
+    """Return weights, optimizer (unless None) and step by name, not copied."""
     state: dict[str, Any] = {"model": dict(model.causal_lm.named_parameters()), "step": torch.tensor(step)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model.causal_lm, optimizer, options=_FLAT)
     return state
 
 
-def save_hf(
-    folder: Path, model: RunModel, tokenizer_dir: Path, end_ids: Sequence[int] = (), start: Path | None = None
+def on_rank_zero(
+    failed: str, folder: Place, write: Callable[[], object], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write a Hugging Face folder: float32 safetensors with index, config, generation config, tokenizer, template.
-
-    `end_ids` are the tokens that end a turn, at which `generate` will stop. `start` is the folder that the weights came
-    from; its other generation settings are kept. LoRA adapters are added into the weights, and also written by
-    themselves in PEFT's format, in the folder `adapter`.
-
-    Every worker writes its shards and rank 0 joins them, so no process holds the whole model. Waits until all files are
-    written.
-    """
-    weights = lora.merged_parameters(model.causal_lm)
-    writer = HuggingFaceStorageWriter(
-        str(folder),
-        fqn_to_index_mapping=file_numbers(weights),
-        save_distributed=True,
-        enable_consolidation=True,
-    )
-    failed = f"the model could not be written to {folder}"
-    with _checkpoint_errors(failed, folder):
-        save(weights, storage_writer=writer)
-    adapters = adapter_tensors(model.causal_lm)
-
-    def write() -> None:
-        shutil.rmtree(folder / "sharded", ignore_errors=True)  # DCP's shards, already joined into the final files
-        write_beside(folder, model.causal_lm, tokenizer_dir, end_ids, start)
-        if adapters:
-            write_adapter(folder / ADAPTER_FOLDER, model.causal_lm, adapters, start, torch.float32)
-
-    _on_rank_zero(failed, folder, write)
-
-
-def _on_rank_zero(failed: str, folder: Path, write: Callable[[], object]) -> None:
     """Run `write` on rank 0 and wait for it on all ranks; if it fails, raise CheckpointError on all ranks.
 
     Catches every exception: libraries that write files also raise ValueError, TypeError and their own classes. An
@@ -166,7 +154,7 @@ def _on_rank_zero(failed: str, folder: Path, write: Callable[[], object]) -> Non
             reason = [str(error)]
         except Exception as error:
             reason = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(reason, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(reason, src=0, group=group, device=torch.device("cpu"))
     if reason[0] is not None:
         raise CheckpointError(f"{failed}: {reason[0]}", path=str(folder), ranks=[0])
 
@@ -192,7 +180,7 @@ def _on_every_rank(read: Callable[[], T]) -> T:
 
 
 @contextmanager
-def _checkpoint_errors(failed: str, folder: Path) -> Iterator[None]:
+def _checkpoint_errors(failed: str, folder: Place) -> Iterator[None]:
     """Translate DCP's error, a BaseException that holds the failure of each rank, to CheckpointError."""
     try:
         yield

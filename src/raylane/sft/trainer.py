@@ -12,9 +12,7 @@ Before a validation or a save the driver waits for all steps in flight.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -23,10 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerLostError
-from raylane.sft import checkpoint, order, sample
+from raylane.errors import CheckpointDamagedError, CheckpointError, WorkerLostError
+from raylane.sft import checkpoint, order, ray_session, sample, storage
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import CheckpointingConfig, RunConfig
@@ -34,9 +30,11 @@ from raylane.sft.data import PreparedData, prepare
 from raylane.sft.folders import lock_folders
 from raylane.sft.metrics import MetricsLog
 from raylane.sft.mixing import open_training_rows
+from raylane.sft.places import check_places, fetch_models
 from raylane.sft.policy import Policy
 from raylane.sft.rows import RowSource
 from raylane.sft.run_record import RunRecord
+from raylane.sft.storage import Place
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
@@ -46,8 +44,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_SAMPLE_PARAMETERS = 200_000_000
 """Largest number of parameters for which the driver loads the finished model to print a sample answer."""
-_CONNECT_TIMEOUT_S = 15.0
-"""Time in seconds in which a Ray cluster must accept a connection."""
 _PROGRESS_METRICS = (
     "loss",
     "grad_norm",
@@ -72,9 +68,9 @@ class RunResult:
     """Training loss of the last step; None if this run made no step."""
     val_loss: float | None
     """Loss of the last validation; None if there was none."""
-    checkpoint: Path | None
+    checkpoint: Place | None
     """Folder of the last checkpoint; None if none was saved."""
-    hf_dir: Path | None
+    hf_dir: Place | None
     """Folder of the model in Hugging Face format; None if it was not written."""
     sample: sample.Sample | None
     """A prompt from the data and the model's answer to it; None if no sample was made."""
@@ -85,12 +81,14 @@ class RunResult:
 def run(config: RunConfig) -> RunResult:
     """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
 
-    Connects to Ray if needed: to the cluster in RAY_ADDRESS, otherwise to a new local Ray that ends with the run.
-    SIGTERM ends the run after the steps in flight, with a checkpoint.
+    Connects to Ray if needed: to the cluster at `cluster.address` or in RAY_ADDRESS, otherwise to a new local Ray that
+    ends with the run. SIGTERM ends the run after the steps in flight, with a checkpoint.
 
     Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
     WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
     """
+    check_places(config)
+    config = fetch_models(config)
     with RunRecord(config) as record:
         return _run_recorded(config, record)
 
@@ -102,8 +100,9 @@ def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
         rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
     )
     folders = {"logger.log_dir": config.logger.log_dir}
-    if config.checkpointing.enabled:
-        folders["checkpointing.checkpoint_dir"] = config.checkpointing.checkpoint_dir
+    # Storage behind a URL has no locks.
+    if config.checkpointing.enabled and not storage.is_url(config.checkpointing.checkpoint_dir):
+        folders["checkpointing.checkpoint_dir"] = str(storage.at(config.checkpointing.checkpoint_dir))
     # The folders are locked before the search for a checkpoint: another run must not replace it in between.
     with lock_folders(folders), MetricsLog(config.logger, config.logger.log_dir) as log:
         resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
@@ -115,7 +114,7 @@ def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
 
 def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
     """Return the checkpoint that the run starts from, None for a new run. Repairs an interrupted replacement first."""
-    for path in checkpoint.recover(Path(settings.checkpoint_dir)):
+    for path in checkpoint.recover(storage.at(settings.checkpoint_dir)):
         _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
     resumed = checkpoint.find(settings)
     checkpoint.refuse_later(settings, resumed.step if resumed else 0)
@@ -136,7 +135,7 @@ def resume_advice(config: RunConfig) -> str:
     """Return a sentence that tells what the same command would do after this run. Reads the checkpoint folder."""
     settings = config.checkpointing
     try:
-        whole = checkpoint.list_whole(Path(settings.checkpoint_dir))[0] if settings.enabled else []
+        whole = checkpoint.list_whole(storage.at(settings.checkpoint_dir))[0] if settings.enabled else []
     except CheckpointError as error:
         return f"The checkpoint to resume from is not known: {error}"
     if not whole:
@@ -155,7 +154,7 @@ def _run_locked(
     with ExitStack() as stack:
         # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
         with _block_sigterm():
-            stack.enter_context(_connect_to_ray(config))
+            stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
         with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
             way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
@@ -211,7 +210,7 @@ class Trainer:
     def _discard_partial(self) -> None:
         """Remove checkpoints that were being written when a run or its workers ended."""
         if self._config.checkpointing.enabled:
-            for path in checkpoint.discard_partial(Path(self._config.checkpointing.checkpoint_dir)):
+            for path in checkpoint.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
 
     def _load(self, saved: Saved) -> tuple[Saved, int]:
@@ -242,10 +241,32 @@ class Trainer:
                 self._run_steps()
                 return
             except WorkerLostError as error:
+                self._finish_last_save()
                 if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
                 lost = error
+            except BaseException:
+                self._finish_last_save()
+                raise
+
+    def _finish_last_save(self) -> None:
+        """Wait for a checkpoint that is being written when the steps end by an error; a second error is only logged."""
+        try:
+            self._finish_save()
+        except Exception as error:
+            _log.warning("the checkpoint that was being written is lost: %s", error)
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        saved = self._policy.finish_save()
+        if saved is not None:
+            self._note_saved(saved)
+
+    def _note_saved(self, saved: Saved) -> None:
+        self.saved = saved
+        self._restarts = 0
+        _log.info("saved %s", saved.path)
 
     def _restart(self, lost: WorkerLostError) -> None:
         """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
@@ -318,6 +339,8 @@ class Trainer:
         number, future = self._in_flight.popleft()
         metrics = self._policy.result(future)
         step = number + 1  # the log and the checkpoints count finished steps
+        if self._policy.save_ended:
+            self._finish_save()
         self.losses["train:loss"] = metrics["loss"]
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
@@ -338,8 +361,16 @@ class Trainer:
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
 
     def _save(self, *, with_hf: bool) -> None:
-        """Save a checkpoint of the current step, or add to an existing one what is missing from it."""
-        if self.saved is not None and self.saved.step == self.done and (not with_hf or hf_dir(self.saved) is not None):
+        """Save a checkpoint of the current step, or add to an existing one what is missing from it.
+
+        With `checkpointing.is_async` only the last checkpoint of a run is waited for.
+        """
+        self._finish_save()
+        if (
+            self.saved is not None
+            and self.saved.step == self.done
+            and (not with_hf or checkpoint.exported(self.saved) is not None)
+        ):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
         if self.done in self._validations:
@@ -350,15 +381,10 @@ class Trainer:
                 self._policy.export(self.saved)
                 return
             metrics = {**self.saved.metrics, **metrics}
-        self.saved = self._policy.save(metrics, with_hf=with_hf)
-        self._restarts = 0
-        _log.info("saved %s", self.saved.path)
-
-
-def hf_dir(saved: Saved | None) -> Path | None:
-    """Return the Hugging Face folder of a checkpoint, None if there is none."""
-    folder = saved.path / "hf" if saved is not None else None
-    return folder if folder is not None and folder.is_dir() else None
+        if self._config.checkpointing.is_async and self.done < self.total_steps and not self._stop.requested:
+            self._policy.save_nowait(metrics)
+        else:
+            self._note_saved(self._policy.save(metrics, with_hf=with_hf))
 
 
 class StopRequest:
@@ -405,50 +431,11 @@ def _block_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextmanager
-def _connect_to_ray(config: RunConfig) -> Iterator[None]:
-    """Provide an initialised Ray: the caller's, the cluster in RAY_ADDRESS, or a local one that ends with the block."""
-    if ray.is_initialized():
-        yield
-        return
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it Ray prints a warning at every start
-    level = logging.WARNING
-    if address := os.environ.get("RAY_ADDRESS"):
-        _refuse_unreachable(address)
-        ray.init(logging_level=level)
-    else:
-        # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
-        wanted = config.cluster.num_workers * config.cluster.cpus_per_worker
-        cpus = max(wanted, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raise ConfigError if nothing accepts connections at RAY_ADDRESS=host:port.
-
-    Checked here because Ray itself retries for minutes.
-    """
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon or not port.isdecimal():  # e.g. "auto"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"the Ray cluster at RAY_ADDRESS={address} cannot be reached: {error}. Start it, correct RAY_ADDRESS, or "
-            "unset it to run on this machine alone"
-        ) from error
-
-
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
     """Return the result of a finished run; ask the model for a sample answer."""
-    folder = hf_dir(trainer.saved)
+    folder = checkpoint.exported(trainer.saved)
     shown = None
-    if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
+    if isinstance(folder, Path) and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
             shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)

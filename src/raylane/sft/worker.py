@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from raylane.sft import order, selfcheck, state, step
+from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
+from raylane.sft.background import BackgroundSave
 from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
+from raylane.sft.delivery import Copies
 from raylane.sft.dynamic import TokenBudget, division
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
@@ -33,7 +35,10 @@ from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
-__all__ = ["SftWorker"]
+__all__ = ["SAVE_ENDED", "SftWorker"]
+
+SAVE_ENDED = "save_ended"
+"""Key in the metrics of a step after which `finish_save` need not wait."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +65,13 @@ class SftWorker:
         """Time when the last step ended (`time.perf_counter` seconds); None if the worker did other work since."""
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
+        self._copies = Copies()
+        self._background: BackgroundSave | None = None
+        """Writer of checkpoints beside the training; None before the first such checkpoint."""
+
+    def use_copies(self, copies: Copies) -> None:
+        """Read data and model from these folders in the next `setup`."""
+        self._copies = copies
 
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
@@ -68,6 +80,7 @@ class SftWorker:
         held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
+        config, prepared = self._copies.here(config, prepared)
         self._config, self._prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
@@ -187,7 +200,9 @@ class SftWorker:
         waited = 0.0 if self._idle_since is None else started - self._idle_since
         self._idle_since = done
         total = waited + done - started
+        ended = {SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}
         return {
+            **ended,
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
@@ -250,12 +265,26 @@ class SftWorker:
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
-        state.save_state(Path(folder), self._model, optimizer, next_step)
+        state.save_state(storage.at(folder), self._model, optimizer, next_step)
         self._end_other_work()
+
+    def begin_save(self, folder: str, next_step: int) -> None:
+        """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
+        if self._background is None:
+            self._background = BackgroundSave()
+        optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
+        self._background.start(storage.at(folder), self._model, optimizer, next_step)
+        self._end_other_work()
+
+    def finish_save(self) -> None:
+        """Wait until all ranks have written what `begin_save` began."""
+        assert self._background is not None
+        self._background.finish()
+        self._idle_since = None
 
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
-        path = Path(folder)
+        path = storage.at(folder)
         optimizer = self._optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
@@ -266,13 +295,15 @@ class SftWorker:
 
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        start = self._config.policy.model_name
-        state.save_hf(
-            Path(folder),
+        policy = self._config.policy
+        start = policy.model_name
+        hf_export.save_hf(
+            storage.at(folder),
             self._model,
             self._prepared.tokenizer_dir,
             self._prepared.end_ids,
             None if start is None else Path(start),
+            getattr(torch, self._config.checkpointing.hf_dtype or policy.precision),
         )
         self._end_other_work()
 

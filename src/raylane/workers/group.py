@@ -85,6 +85,8 @@ class WorkerGroup:
         """Actor handles by rank; empty after `shutdown`."""
         self._env: list[dict[str, str]] = []
         """Environment variables of each worker, by rank."""
+        self._node_ids: tuple[str, ...] = ()
+        """Ray's ID of each worker's node, by rank."""
         self._placement: PlacementGroup | None = None
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
@@ -120,6 +122,11 @@ class WorkerGroup:
     def size(self) -> int:
         """Number of workers."""
         return self._sharding.size
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """Ray's ID of the node that each worker was placed on, by rank."""
+        return self._node_ids
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
@@ -317,7 +324,8 @@ class WorkerGroup:
         starting = GroupFuture(
             f"{self._class.__name__}.starting", plan_some(self._sharding), RefCalls(seats), self._failures
         )
-        self._env = _rank_variables(self._first_results(starting, deadline))
+        located = self._first_results(starting, deadline)
+        self._env, self._node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
         self._first_results(self._construct(range(self.size)), deadline)
 
     def _construct(self, ranks: Iterable[int]) -> GroupFuture:

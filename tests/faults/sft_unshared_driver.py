@@ -1,0 +1,104 @@
+"""The driver of `test_sft_unshared`, run inside the head's namespace: a node of the run sees none of its files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import ray
+from tests.s3_server import variables
+from tests.sft import tiny_run
+
+from raylane.errors import ConfigError
+from raylane.sft import checkpoint, trainer
+from raylane.sft.metrics import read_metrics
+from raylane.sft.storage import Url
+
+STEPS = 6
+
+
+def say(text: str) -> None:
+    print(f"said: {text} ({time.monotonic():.0f} s)", flush=True)
+
+
+def train(folder: Path, name: str, environment: dict[str, str], **changes: object) -> dict[int, float]:
+    config = tiny_run.config_of(
+        folder,
+        {
+            "cluster.address": environment["RAYLANE_TEST_CLUSTER"],
+            "cluster.num_workers": 2,
+            "cluster.num_nodes": 2,
+            # The name of this machine stands for an address that the namespaces do not have.
+            "cluster.env_vars": {"GLOO_SOCKET_IFNAME": "eth0", **environment},
+            "sft.max_num_steps": STEPS,
+            "checkpointing.save_period": 2,
+            "checkpointing.checkpoint_dir": f"s3://bucket/{name}",
+            "logger.log_dir": str(folder / name),
+            **changes,
+        },
+    )
+    trainer.run(config)
+    lines = read_metrics(f"{config.logger.log_dir}/metrics.jsonl")
+    return {line["step"]: line["train:loss"] for line in lines if "train:loss" in line}
+
+
+def interrupt_after(step: int) -> None:
+    read = trainer.Trainer._read_oldest
+
+    def read_and_stop(self: trainer.Trainer) -> None:
+        read(self)
+        if self.done == step:
+            trainer.Trainer._read_oldest = read  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+    trainer.Trainer._read_oldest = read_and_stop  # type: ignore[method-assign]
+
+
+def main(address: str, folder: Path, endpoint: str) -> None:
+    environment = variables(endpoint)
+    os.environ.update(environment)
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    deadline = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) < 2:
+        assert time.monotonic() < deadline, "the other node did not come"
+        time.sleep(0.1)
+    ray.shutdown()
+    environment["RAYLANE_TEST_CLUSTER"] = f"{address}:6399"
+    tiny_run.write_data(folder)
+    try:
+        train(folder, "local", environment, **{"checkpointing.checkpoint_dir": str(folder / "local/saved")})
+    except ConfigError as error:
+        say(f"refused: {error}")
+    whole = train(folder, "whole", environment)
+    saved = checkpoint.list_saved(Url("s3://bucket/whole"))[-1]
+    say(f"state of {len([name for name in (saved.path / 'state').sizes() if name.endswith('.distcp')])} workers")
+    exported = checkpoint.exported(saved)
+    assert exported is not None
+    # The model of one run is the start of the next: a local folder of the driver that the other node does not see.
+    base = folder / "base"
+    for name in exported.sizes():
+        base.mkdir(exist_ok=True)
+        (base / name).write_bytes((exported / name).read_bytes())
+    changes = {
+        "policy.model_name": str(base),
+        "policy.hf_config_overrides": {},
+        "policy.tokenizer": {},
+        "sft.max_num_steps": 1,
+    }
+    tuned = train(folder, "tuned", environment, **changes)
+    assert max(tuned.values()) < whole[1], "the other node started from random weights"
+    interrupt_after(3)
+    try:
+        train(folder, "broken", environment)
+    except KeyboardInterrupt:
+        say(f"interrupted with {[one.step for one in checkpoint.list_saved(Url('s3://bucket/broken'))]}")
+    assert train(folder, "broken", environment) == whole, "bit for bit"
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    free = ray.available_resources().get("CPU")
+    say(f"done, {free} of {ray.cluster_resources()['CPU']} CPUs are free")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

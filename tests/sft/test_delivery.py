@@ -1,0 +1,61 @@
+"""Copies of folders on nodes that do not have them: when one is made, and what is refused."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from raylane.sft import delivery
+from raylane.sft.delivery import Receiver, list_files
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with files, and an empty temporary folder of this "node"."""
+    monkeypatch.setattr(delivery.tempfile, "gettempdir", lambda: str(tmp_path / "node"))
+    (tmp_path / "node").mkdir()
+    made = tmp_path / "data-1"
+    (made / "train").mkdir(parents=True)
+    (made / "prepared.json").write_text("{}")
+    (made / "train/tokens.bin").write_bytes(bytes(range(250)))
+    (made / "train/empty").touch()
+    return made
+
+
+def copy(folder, listing) -> str:
+    receiver = Receiver()
+    assert receiver.find(f"{folder}-of-the-driver", listing) is None
+    for name, block in delivery._blocks(folder, listing):
+        receiver.write(name, block)
+    return receiver.finish()
+
+
+def test_find_takes_a_folder_that_the_node_sees(folder):
+    assert Receiver().find(str(folder), list_files(folder)) == str(folder)
+
+
+def test_copy_has_the_same_files_and_is_found_again(folder, monkeypatch):
+    monkeypatch.setattr(delivery, "_BLOCK_BYTES", 100)
+    listing = list_files(folder)
+    assert listing == {"prepared.json": 2, "train/empty": 0, "train/tokens.bin": 250}
+    blocks = [(name, len(block)) for name, block in delivery._blocks(folder, listing)]
+    assert blocks == [("prepared.json", 2), ("train/empty", 0), *(("train/tokens.bin", n) for n in (100, 100, 50))]
+    made = copy(folder, listing)
+    assert Receiver().find(f"{folder}-of-the-driver", listing) == made
+    assert list_files(delivery.Path(made)) == listing
+    assert np.fromfile(f"{made}/train/tokens.bin", np.uint8).tolist() == list(range(250))
+    assert not [name for name in os.listdir(os.path.dirname(made)) if "draft" in name]
+
+
+def test_copy_of_another_content_is_not_taken(folder):
+    made = copy(folder, list_files(folder))
+    (folder / "prepared.json").write_text("{ }")
+    assert copy(folder, list_files(folder)) != made
+
+
+def test_folder_of_another_user_is_refused(folder, tmp_path, monkeypatch):
+    (tmp_path / f"node/raylane-{os.geteuid()}").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"is a link, or other users can write to it"):
+        delivery.own_folder()
