@@ -219,15 +219,20 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
 
 
 def adapter_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Yield the kinds of parallelism that LoRA does not work with."""
+    """Yield the settings that LoRA does not work with."""
     settings = policy.dtensor_cfg
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(settings, name)
-        if settings.lora_cfg.enabled and size > 1:
-            yield (
-                f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with {name}={size} yet; set {name} to 1 "
-                "(FSDP2 divides the frozen weights too), or enabled to false"
-            )
+    if not settings.lora_cfg.enabled:
+        return
+    if (pp := settings.pipeline_parallel_size) > 1:
+        yield (
+            f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with pipeline_parallel_size={pp} yet; set the "
+            "size to 1 (FSDP2 divides the frozen weights too), or enabled to false"
+        )
+    if settings.lora_cfg.dropout and (tp := settings.tensor_parallel_size) > 1:
+        yield (
+            f"policy.dtensor_cfg.lora_cfg.dropout={settings.lora_cfg.dropout:g} does not work with "
+            f"tensor_parallel_size={tp}, whose workers would drop different values; set dropout to 0, or the size to 1"
+        )
 
 
 def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:
