@@ -12,7 +12,7 @@ from raylane.errors import ConfigError
 from raylane.sft import layout, tensor_parallel
 from raylane.sft.parallel import AXES, ParallelDims
 from raylane.sft.stage_modules import Layers
-from raylane.sft.stages import Action, actions, layer_ranges, own_stages, stages_per_worker
+from raylane.sft.stages import layer_ranges, own_stages, stages_per_worker
 from sft import tiny_run
 
 
@@ -50,23 +50,6 @@ def test_workers_hold_every_nth_stage() -> None:
     assert [own_stages(worker, 2, 3) for worker in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert stages_per_worker("interleaved_1f1b", None) == 2
     assert stages_per_worker("1f1b", None) == 1
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_schedules_run_every_pass_once_and_forward_first(schedule: str, stage: int) -> None:
-    order = actions(schedule, stage, 3, 5)
-    assert sorted(order) == sorted(Action(forward, i) for forward in (True, False) for i in range(5))
-    assert all(order.index(Action(True, i)) < order.index(Action(False, i)) for i in range(5))
-
-
-def test_1f1b_keeps_no_more_micro_batches_than_stages() -> None:
-    for stage in range(3):
-        held = most = 0
-        for action in actions("1f1b", stage, 3, 8):
-            held += 1 if action.forward else -1
-            most = max(most, held)
-        assert most == 3 - stage
 
 
 def test_layers_keep_their_numbers() -> None:

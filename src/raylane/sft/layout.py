@@ -191,11 +191,6 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
             f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
         )
-    if settings.pipeline_edges == "raylane" and schedule in INTERLEAVED:
-        yield (
-            f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules 1f1b and gpipe, not {schedule}; set "
-            "pipeline_edges=torch, or another pipeline_schedule"
-        )
     if settings.reduce_every_micro_batch:
         yield (
             "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
