@@ -194,3 +194,36 @@ def test_sixteen_workers_equal_one_process(folder: Path, reference: Reference) -
     with Ranks(world) as ranks:
         for packing in (True, False) if os.environ.get("FULL") else (True,):
             assert_equal(ranks.run(computed, folder, changes_of(world, layout, packing)), reference)
+
+
+def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> float:
+    """Train two steps, save, and return the loss of the step after. Runs on every rank."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    for number in range(2):
+        worker.train_step(number)
+    worker.save_state(state, 2)
+    return float(worker.train_step(2)["loss"])
+
+
+def resumed(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> list[float]:
+    """Load a state and return the losses of the next two steps. Runs on every rank."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    start = worker.load_state(state)
+    return [worker.train_step(number)["loss"] for number in range(start, start + 2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["tp2-pp2", "hsdp2x2", "dp2-cp2"])
+def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
+    """Weights and the optimizer's averages come over, or the second loss would differ."""
+    state = str(tmp_path / "state")
+    losses = four.run(trained_and_saved, folder, changes_of(4, LAYOUTS[source][1], packing=True), state)
+    found = {}
+    for layout in ("dp4", "tp2-cp2", "dp2-pp2", "tp2-pp2", "hsdp2x2"):
+        changes = changes_of(4, LAYOUTS[layout][1], packing=True)
+        found[layout] = four.run(resumed, folder, changes, state)[0]
+    for layout, (first, second) in found.items():
+        assert abs(first - losses[0]) < 1e-5, layout
+        assert abs(second - found["dp4"][1]) < 1e-5, layout

@@ -49,7 +49,7 @@ def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: 
     numbers = own_stages(mesh.stage, mesh.dims.pp, per_worker)
     stages = [_build(hf_config, policy, mesh, device, seed, (number, count)) for number in numbers]
     of_pipeline = [stage for stage in stages if isinstance(stage, StageModel)]
-    return PipelinedModel(of_pipeline, count, mesh, settings.pipeline_schedule, settings.pipeline_edges, device)
+    return PipelinedModel(of_pipeline, count, mesh, settings.pipeline_schedule, device)
 
 
 def _build(

@@ -191,11 +191,6 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
             f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
         )
-    if settings.pipeline_edges == "raylane" and schedule in INTERLEAVED:
-        yield (
-            f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules 1f1b and gpipe, not {schedule}; set "
-            "pipeline_edges=torch, or another pipeline_schedule"
-        )
     if settings.reduce_every_micro_batch:
         yield (
             "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
@@ -219,15 +214,20 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
 
 
 def adapter_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Yield the kinds of parallelism that LoRA does not work with."""
+    """Yield the settings that LoRA does not work with."""
     settings = policy.dtensor_cfg
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(settings, name)
-        if settings.lora_cfg.enabled and size > 1:
-            yield (
-                f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with {name}={size} yet; set {name} to 1 "
-                "(FSDP2 divides the frozen weights too), or enabled to false"
-            )
+    if not settings.lora_cfg.enabled:
+        return
+    if (pp := settings.pipeline_parallel_size) > 1:
+        yield (
+            f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with pipeline_parallel_size={pp} yet; set the "
+            "size to 1 (FSDP2 divides the frozen weights too), or enabled to false"
+        )
+    if settings.lora_cfg.dropout and (tp := settings.tensor_parallel_size) > 1:
+        yield (
+            f"policy.dtensor_cfg.lora_cfg.dropout={settings.lora_cfg.dropout:g} does not work with "
+            f"tensor_parallel_size={tp}, whose workers would drop different values; set dropout to 0, or the size to 1"
+        )
 
 
 def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:

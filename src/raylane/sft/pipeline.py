@@ -1,7 +1,6 @@
 """A model in pipeline stages: runs the micro-batches of a step through them, forward and backward.
 
-torch.distributed.pipelining does the work, with any of its schedules; or raylane's own edges carry activations and
-gradients (`edges`). Both give the same sums of gradients. Made by `build`, called by `step`. B, T, H as in `loss`.
+torch.distributed.pipelining does the work, with any of its schedules. Made by `build`, called by `step`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class PipelinedModel(RunModel):
     """The stages of a model that this worker holds."""
 
     def __init__(
-        self, stages: list[StageModel], count: int, mesh: WorkerMesh, schedule: str, edges: str, device: torch.device
+        self, stages: list[StageModel], count: int, mesh: WorkerMesh, schedule: str, device: torch.device
     ) -> None:
         """Take the stages of this worker, of `count` stages in all."""
         super().__init__()

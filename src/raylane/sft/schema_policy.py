@@ -127,12 +127,6 @@ class DTensorConfig(Section):
         description="Number of pipeline stages of each worker; null means 2 with an interleaved schedule and 1 "
         "otherwise. Not in NeMo-RL.",
     )
-    pipeline_edges: Literal["torch", "raylane"] = Field(
-        default="torch",
-        description="Carrier of activations and gradients between pipeline stages. torch: "
-        "torch.distributed.pipelining; raylane: edges of raylane, for 1f1b and gpipe with one stage per worker. Not in "
-        "NeMo-RL.",
-    )
     dp_replicate_size: PositiveInt = Field(
         default=1,
         description="Number of copies of the sharded model; each copy is held by the same number of workers.",

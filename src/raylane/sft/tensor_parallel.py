@@ -46,13 +46,15 @@ _NORMS = (
 def plan(modules: Iterable[str]) -> dict[str, str]:
     """Return the treatment of each module of a decoder layer that has parameters, by its name in the layer.
 
-    `columns`, `rows`, `head_norm` or `norm`. Raises ConfigError for a module that no plan knows.
+    `columns`, `rows`, `head_norm`, `norm`, or `whole` for a module that is not divided. Raises ConfigError for a module
+    that no plan knows.
     """
     known = {
         **dict.fromkeys(_COLUMNS, "columns"),
         **dict.fromkeys(_ROWS, "rows"),
         **dict.fromkeys(_HEAD_NORMS, "head_norm"),
         **dict.fromkeys(_NORMS, "norm"),
+        **_of_adapters(),
     }
     names = list(modules)
     if unknown := [name for name in names if name not in known]:
@@ -62,6 +64,15 @@ def plan(modules: Iterable[str]) -> dict[str, str]:
             "llama, qwen2, qwen3, gemma, gemma2, gemma3_text or mistral"
         )
     return {name: known[name] for name in names}
+
+
+def _of_adapters() -> dict[str, str]:
+    """Return the treatment of the modules of `lora.LoraLinear`, whose inner size is never divided."""
+    found = {f"{name}.base": "columns" for name in _COLUMNS} | {f"{name}.base": "rows" for name in _ROWS}
+    # Of columns, every worker computes the whole inner values and its own columns of the output. Of rows, every worker
+    # has its own part of the input, and the output has whole tokens or, like that of norms, divided ones.
+    found |= {f"{name}.lora_A": "whole" for name in _COLUMNS} | {f"{name}.lora_B": "columns" for name in _COLUMNS}
+    return found | {f"{name}.lora_A": "rows" for name in _ROWS} | {f"{name}.lora_B": "norm" for name in _ROWS}
 
 
 def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -94,7 +105,8 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         with_parameters = [name for name, module in layer.named_modules() if list(module.parameters(recurse=False))]
         treatment = plan(with_parameters)
         # Without sequence parallelism the norms see whole rows on every worker, so plain weights get whole gradients.
-        divided = {name: styles[how] for name, how in treatment.items() if how != "norm" or sequence_parallel}
+        plain = ("whole",) if sequence_parallel else ("whole", "norm")
+        divided = {name: styles[how] for name, how in treatment.items() if how not in plain}
         if sequence_parallel:
             divided["mlp"] = PrepareModuleInput(
                 input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True

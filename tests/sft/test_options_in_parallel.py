@@ -1,0 +1,145 @@
+"""Training options together with tensor, context and pipeline parallelism: the numbers of one plain model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from raylane.errors import ConfigError
+from raylane.sft.data import prepare
+from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
+from sft import tiny_run
+from sft.ranks import Ranks
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+PARALLEL = {
+    "tp": {"tensor_parallel_size": 2},
+    "tp-sp": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "cp": {"context_parallel_size": 2},
+    "pp": {"pipeline_parallel_size": 2},
+}
+MUON = {"policy.optimizer.name": "muon", "policy.optimizer.groups": [{"pattern": "embed", "lr_scale": 0.3}]}
+BUDGET = {
+    "policy.sequence_packing": {"enabled": False},
+    "policy.dynamic_batching": {"enabled": True, "train_mb_tokens": 96, "sequence_length_round": 4},
+}
+LORA = {"policy.dtensor_cfg.lora_cfg": {"enabled": True, "dim": 3, "alpha": 6}}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_run.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def config_of(folder, changes, parallel=None):
+    keys = {f"policy.dtensor_cfg.{key}": value for key, value in (parallel or {}).items()}
+    return tiny_run.config_of(folder, {**changes, "cluster.num_workers": 2, "policy.train_micro_batch_size": 1, **keys})
+
+
+def train(worker, config, prepared):
+    """Return the losses of some steps on one rank."""
+    worker.setup(config, prepared, 8)
+    return [worker.train_step(number)["loss"] for number in range(STEPS)]
+
+
+def one_process(config, prepared):
+    """Return the losses of a plain model that one process trains with the optimizer of the run."""
+    holder = torch.nn.Module()
+    model = holder.causal_lm = tiny_run.reference_model(config, prepared)
+    settings, policy = config.policy.optimizer, config.policy
+    optimizer, losses = make_optimizer(holder, settings), []
+    for step in range(STEPS):
+        set_learning_rate(optimizer, learning_rate(step, settings.kwargs.lr, policy.scheduler, 8))
+        loss, _ = tiny_run.reference_gradients(model, tiny_run.global_batch(config, prepared, step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_muon_equals_one_process(ranks, folder, layout):
+    config = config_of(folder, MUON, PARALLEL[layout])
+    prepared = prepare(config)
+    wanted = one_process(config, prepared)
+    for losses in ranks.run(train, config, prepared):
+        assert losses == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp-sp", "cp"])
+def test_token_budget_equals_one_process(ranks, folder, layout):
+    config = config_of(folder, BUDGET, PARALLEL[layout])
+    prepared = prepare(config)
+    wanted = one_process(config, prepared)
+    for losses in ranks.run(train, config, prepared):
+        assert losses == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def train_and_save(worker, config, prepared, folder):
+    """Return the losses of some steps on one rank; write the model and its adapters."""
+    losses = train(worker, config, prepared)
+    worker.save_hf(str(folder))
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["tp", "tp-sp", "cp"])
+def test_adapters_equal_those_of_undivided_layers(ranks, folder, tmp_path, layout):
+    plain, divided = config_of(folder, LORA), config_of(folder, LORA, PARALLEL[layout])
+    prepared = prepare(plain)
+    wanted = ranks.run(train_and_save, plain, prepared, tmp_path / "plain")[0]
+    found = ranks.run(train_and_save, divided, prepared, tmp_path / "divided")
+    assert all(losses == pytest.approx(wanted, abs=2e-5) for losses in found)
+    for file in ("model-00001-of-00001.safetensors", "adapter/adapter_model.safetensors"):
+        mine, theirs = load_file(tmp_path / "plain" / file), load_file(tmp_path / "divided" / file)
+        assert sorted(mine) == sorted(theirs)
+        for name, tensor in mine.items():
+            torch.testing.assert_close(theirs[name], tensor, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("options", [MUON, LORA])
+def test_shards_of_divided_layers_equal_whole_ones(ranks, four, folder, options):
+    """Two workers divide each matrix, and two divide the parts once more."""
+    plain = config_of(folder, options)
+    prepared = prepare(plain)
+    wanted = ranks.run(train, plain, prepared)[0]
+    both = config_of(folder, {**options, "policy.dtensor_cfg.shard_parameters": "always"}, PARALLEL["tp-sp"])
+    four_workers = both.model_copy(update={"cluster": both.cluster.model_copy(update={"num_workers": 4})})
+    for losses in four.run(train, four_workers, prepared):
+        assert losses == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "told"),
+    [
+        ("pp", {}, r"lora_cfg\.enabled=true does not work with pipeline_parallel_size=2"),
+        ("tp", {"policy.dtensor_cfg.lora_cfg.dropout": 0.1}, r"dropout=0\.1 does not work with tensor_parallel_size=2"),
+    ],
+)
+def test_adapters_refuse_what_would_be_wrong(folder, layout, changes, told):
+    with pytest.raises(ConfigError, match=told):
+        config_of(folder, {**LORA, **changes}, PARALLEL[layout])
+
+
+@pytest.mark.parametrize("layout", ["tp-sp", "cp", "pp"])
+def test_selective_checkpointing_equals_one_process(ranks, folder, layout):
+    config = config_of(folder, {"policy.dtensor_cfg.activation_checkpointing": "selective"}, PARALLEL[layout])
+    prepared = prepare(config)
+    assert ranks.run(train, config, prepared)[0] == pytest.approx(one_process(config, prepared), abs=2e-5)
