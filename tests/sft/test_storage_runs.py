@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 import yaml
+from safetensors.torch import load_file
 from tests.s3_server import Server, s3_server
 from tests.sft import tiny_run
 
@@ -19,6 +21,7 @@ from raylane.errors import ConfigError
 from raylane.sft import checkpoint, storage, trainer
 from raylane.sft.config import dump
 from raylane.sft.data import prepare
+from raylane.sft.export import export_checkpoint
 from raylane.sft.metrics import read_metrics
 from raylane.sft.places import check_places, fetch_models
 from raylane.sft.storage import Url
@@ -108,6 +111,11 @@ def test_killed_run_resumes_from_storage_with_equal_losses(ray_session, folder, 
     assert result.checkpoint == BUCKET / "whole/step_30"
     assert result.hf_dir == BUCKET / "whole/step_30/hf"
     assert [one.step for one in checkpoint.list_saved(BUCKET / "whole")] == [25, 30]
+    assert result.sample is not None
+    again = export_checkpoint(result.checkpoint, folder / "exported")
+    with storage.local_copy(result.hf_dir) as written:
+        kept, read = (load_file(one / "model-00001-of-00001.safetensors") for one in (written, again))
+    assert all(torch.equal(read[name], tensor) for name, tensor in kept.items())
     config = config_in(folder, server, "killed")
     kill_after(folder, config, 12)
     # A run that is killed while it saves leaves such files.

@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder and print its path."""
     import torch
 
+    from raylane.sft import storage
     from raylane.sft.export import export_checkpoint
 
-    print(export_checkpoint(Path(args.checkpoint), Path(args.out), args.form, getattr(torch, args.dtype)))
+    print(export_checkpoint(storage.at(args.checkpoint), Path(args.out), args.form, getattr(torch, args.dtype)))
     return 0

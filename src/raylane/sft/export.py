@@ -33,6 +33,7 @@ from raylane.sft.lora import adapt, adapted, base_parameters
 from raylane.sft.model_config import model_config
 from raylane.sft.publishing import HF_FOLDER
 from raylane.sft.state import load_failure
+from raylane.sft.storage import Place
 
 __all__ = ["Form", "export_checkpoint"]
 
@@ -53,7 +54,7 @@ class _Source:
     """Folder whose generation settings are kept, None for none."""
 
 
-def export_checkpoint(path: Path, out: Path, form: Form = "merged", dtype: torch.dtype = torch.float32) -> Path:
+def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torch.dtype = torch.float32) -> Path:
     """Write the model of the checkpoint folder `path` (step_N) to the new folder `out`; return `out`.
 
     "merged" is a whole Hugging Face folder, with LoRA adapters added into the weights; "adapter" is a PEFT folder with
@@ -107,8 +108,8 @@ def _source(saved: Saved, config: RunConfig) -> _Source:
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
         start = None if policy.model_name is None else Path(policy.model_name)
         return _Source(hf_config, prepared.tokenizer_dir, prepared.end_ids, start)
-    written = Path(str(saved.path)) / HF_FOLDER
-    if (written / "config.json").is_file():
+    written = saved.path / HF_FOLDER
+    if isinstance(written, Path) and (written / "config.json").is_file():
         hf_config = AutoConfig.from_pretrained(written, local_files_only=True, trust_remote_code=False)
         return _Source(hf_config, written, (), written)
     raise CheckpointError(
@@ -131,7 +132,7 @@ def _on_meta(hf_config: Any, config: RunConfig) -> Any:
 Read = Callable[[str, torch.Size], Tensor]
 
 
-def _reader(folder: Path) -> Read:
+def _reader(folder: Place) -> Read:
     """Return a function that reads one tensor of a state folder, float32, by its name and shape."""
     reader = CodeFreeReader(folder)
     reader.read_metadata()  # its own errors, before `load` wraps them

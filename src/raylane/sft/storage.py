@@ -14,6 +14,7 @@ import functools
 import importlib
 import io
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from raylane.errors import ConfigError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["OPTIONS", "Place", "Stream", "Url", "at", "download", "is_url", "os_errors", "require"]
+__all__ = ["OPTIONS", "Place", "Stream", "Url", "at", "download", "is_url", "local_copy", "os_errors", "require"]
 
 OPTIONS = {"use_listings_cache": False}
 """Options of every fsspec file system: a cached listing would miss what other processes wrote meanwhile."""
@@ -269,3 +270,15 @@ def download(url: Url, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         with os_errors(url):
             filesystem(url).get_file(f"{url.text}/{name}", str(target))
+
+
+@contextmanager
+def local_copy(place: Place) -> Iterator[Path]:
+    """Yield a local folder with the files at this place: the folder itself, or a copy until the end of the block."""
+    if isinstance(place, Path):
+        yield place
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        download(place, folder)
+        yield folder

@@ -435,10 +435,12 @@ def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunRes
     """Return the result of a finished run; ask the model for a sample answer."""
     folder = checkpoint.exported(trainer.saved)
     shown = None
-    if isinstance(folder, Path) and parameters <= _MAX_SAMPLE_PARAMETERS:
+    if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
-            shown = sample.answer(folder, sample.first_prompt(TokenCache.open(held_out)), prepared.end_ids)
+            prompt = sample.first_prompt(TokenCache.open(held_out))
+            with storage.local_copy(folder) as hf_dir:
+                shown = sample.answer(hf_dir, prompt, prepared.end_ids)
         except Exception as error:  # the run is complete and saved, so this must not turn it into a failure
             _log.warning("the model in %s was saved, but no sample answer could be made: %r", folder, error)
     return RunResult(
