@@ -198,6 +198,45 @@ def test_sixteen_workers_equal_one_process(folder: Path, reference: Reference) -
             assert_equal(ranks.run(computed, folder, changes_of(world, layout, packing)), reference)
 
 
+def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    """Return the answers of the model after some steps. Runs on every rank."""
+    config = tiny_run.config_of(folder, {**changes, "sft.sample_tokens": 6, "policy.optimizer.kwargs.lr": 1e-2})
+    worker.setup(config, prepare(config), STEPS)
+    for number in range(STEPS):
+        worker.train_step(number)
+    return worker.answer(prompts)
+
+
+@pytest.mark.slow
+def test_answers_are_the_same_on_every_layout(four: Ranks, folder: Path) -> None:
+    """Against `generate` of transformers, which continues one prompt at a time with a key-value cache."""
+    config = tiny_run.config_of(folder, changes_of(1, {}, packing=True))
+    prepared = prepare(config)
+    prompts = [
+        tokens[:length].tolist()
+        for length, (tokens, _) in zip(
+            (5, 9, 12), reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir), strict=False
+        )
+    ]
+    found = {
+        layout: four.run(answers, folder, changes_of(4, LAYOUTS[layout][1], packing=True), prompts)
+        for layout in ("dp4", "tp2-pp2", "tp2-cp2", "cp2-pp2")
+    }
+    first = found["dp4"][0]
+    assert [len(answer) for answer in first] == [6, 6, 6]
+    assert all(of_rank == first for of_layout in found.values() for of_rank in of_layout)
+    model = reference_loop.new_model(
+        model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0]), config.sft.seed
+    )
+    data = reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir)
+    reference_loop.train(model, data, STEPS, 1e-2, EPS, max_norm=1.0)
+    for prompt, answer in zip(prompts, first, strict=True):
+        made = model.eval().generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=list(prepared.end_ids)
+        )
+        assert made[0, len(prompt) :].tolist() == answer
+
+
 def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> float:
     """Train two steps, save, and return the loss of the step after. Runs on every rank."""
     config = tiny_run.config_of(folder, changes)

@@ -208,6 +208,19 @@ class ChatTokenizer:
             supervised[0] = False  # no token precedes it, so nothing can predict it
         return Encoded(tokens, supervised, len(spans), ended)
 
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of one message of the user, and of what the template puts before the answer to it."""
+        messages = [{"role": "user", "content": text}]
+        out = self.hf.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=True, **self._template_kwargs
+        )
+        return list(map(int, out["input_ids"]))
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens without special tokens and without space around it."""
+        text: str = self.hf.decode(tokens, skip_special_tokens=True)
+        return text.strip()
+
     def decode(self, tokens: np.ndarray) -> str:
         """Return the text of tokens int [n], special tokens included."""
         text: str = self.hf.decode(tokens.tolist(), skip_special_tokens=False)

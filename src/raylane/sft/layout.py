@@ -339,6 +339,11 @@ def validation_problems(config: RunConfig) -> Iterator[str]:
             f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 leave nothing to "
             "validate on; set one of the two"
         )
+    if config.sft.sample_prompts and not _validates(config):
+        yield (
+            f"sft.sample_prompts holds {len(config.sft.sample_prompts)} questions for every validation, but nothing "
+            "validates; set sft.val_period, or remove the questions"
+        )
     saving = config.checkpointing
     if saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and not _validates(config):
         yield (

@@ -24,9 +24,12 @@ from raylane.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from raylane.sft.config import LoggerConfig
 
-__all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics", "read_notes"]
+__all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics", "read_notes", "read_samples"]
 
 METRICS_FILE = "metrics.jsonl"
+
+_TEXTS = {"note", "prompt", "answer"}
+"""Keys of texts; a line with one of them holds no metrics."""
 
 
 class Sink(Protocol):
@@ -128,6 +131,11 @@ class MetricsLog:
         self._file.write(json.dumps({"step": step, "time_s": self._now(), "note": text}) + "\n")
         self._file.flush()
 
+    def sample(self, step: int, prompt: str, answer: str) -> None:
+        """Record an answer of the model during the run; `read_samples` returns them."""
+        self._file.write(json.dumps({"step": step, "time_s": self._now(), "prompt": prompt, "answer": answer}) + "\n")
+        self._file.flush()
+
     def _now(self) -> float:
         return round(time.perf_counter() - self._began, 3)
 
@@ -221,16 +229,29 @@ def _json_line(record: Mapping[str, float]) -> str:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Return the records of a metrics.jsonl without its notes; a last line that is being written is left out.
+    """Return the records of a metrics.jsonl without notes and answers; a last line that is being written is left out.
 
     DataError if another line is not a record of this module.
     """
-    return [{name: float(value) for name, value in record.items()} for record in _records(path) if "note" not in record]
+    return [
+        {name: float(value) for name, value in record.items()}
+        for record in _records(path)
+        if not _TEXTS.intersection(record)
+    ]
 
 
 def read_notes(path: str | Path) -> list[tuple[int, str]]:
     """Return (step, text) of each note of a metrics.jsonl, in the order in which they were written."""
     return [(int(record["step"]), str(record["note"])) for record in _records(path) if "note" in record]
+
+
+def read_samples(path: str | Path) -> list[tuple[int, str, str]]:
+    """Return (step, prompt, answer) of each answer in a metrics.jsonl, in the order in which they were written."""
+    return [
+        (int(record["step"]), str(record["prompt"]), str(record.get("answer", "")))
+        for record in _records(path)
+        if "prompt" in record
+    ]
 
 
 def _records(path: str | Path) -> list[dict[str, Any]]:
@@ -242,7 +263,7 @@ def _records(path: str | Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             for name, value in record.items():
-                if name != "note":
+                if name not in _TEXTS:
                     float(value)
             if not isinstance(record["step"], int | float):
                 raise TypeError(f"step is {record['step']!r}")

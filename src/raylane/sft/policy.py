@@ -269,6 +269,22 @@ class Policy:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
         return dict(self._call_one("evaluate"))
 
+    def answer(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the model's answers to tokenised prompts, at most `sft.sample_tokens` tokens each (greedy decoding).
+
+        ValueError if there is no room: prompt and answer must fit into policy.max_total_sequence_length tokens.
+        """
+        room = self._config.policy.max_total_sequence_length - self._config.sft.sample_tokens
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= room:
+                raise ValueError(
+                    f"prompt {number} has {len(prompt)} tokens, and policy.max_total_sequence_length less "
+                    f"sft.sample_tokens={self._config.sft.sample_tokens} leaves room for {room}; shorten the prompt, or "
+                    "lower sft.sample_tokens"
+                )
+        answers: list[list[int]] = self._call_one("answer", prompts)
+        return answers
+
     def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
         """Wait for a step that was sent and return its metrics, which are the same on all workers.
 

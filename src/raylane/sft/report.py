@@ -16,7 +16,7 @@ from typing import Any
 
 from raylane.errors import DataError
 from raylane.sft.config import differences
-from raylane.sft.metrics import METRICS_FILE, figure, read_metrics, read_notes
+from raylane.sft.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
 from raylane.sft.report_series import MAX_POINTS, TIMES, Records, thin
 from raylane.sft.report_text import escape, page, picture, table, write_file
 
@@ -24,6 +24,7 @@ __all__ = ["FACTS_FILE", "REPORT_FILE", "read_facts", "write_report"]
 
 REPORT_FILE, FACTS_FILE = "report.html", "report.json"
 _MAX_ROWS = 30
+_MAX_ANSWERS = 5
 _COLUMNS = {
     "train:loss": "training loss",
     "val:loss": "held-out loss",
@@ -55,6 +56,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     run_dir = Path(run_dir)
     try:
         records, notes = read_metrics(run_dir / METRICS_FILE), read_notes(run_dir / METRICS_FILE)
+        answers = read_samples(run_dir / METRICS_FILE)
     except OSError as error:
         raise DataError(
             f"cannot read {run_dir / METRICS_FILE}: {error.strerror or error}. Give the folder logger.log_dir of a run"
@@ -69,6 +71,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         table(_summary(records, facts)),
         *_curves(records),
         *_events(notes, facts),
+        *_answers(answers),
         *_sample(facts["sample"]),
         *_configuration(facts["config"]),
     ]
@@ -156,6 +159,18 @@ def _events(notes: Sequence[tuple[int, str]], facts: dict[str, Any]) -> list[str
         parts += ["<h2>Warnings</h2>", table(rows, ["time", "warning"])]
     if facts["more_warnings"]:
         parts.append(f"<p>{facts['more_warnings']:,} more warnings are not shown.</p>")
+    return parts
+
+
+def _answers(answers: Sequence[tuple[int, str, str]]) -> list[str]:
+    """Return the answers during the run: for each question the first ones and the last ones."""
+    if not answers:
+        return []
+    parts = ["<h2>Answers during the run</h2>"]
+    for prompt in dict.fromkeys(prompt for _, prompt, _ in answers):
+        rows = [(figure(step), answer) for step, asked, answer in answers if asked == prompt]
+        shown = rows if len(rows) <= 2 * _MAX_ANSWERS else [*rows[:_MAX_ANSWERS], ("...", ""), *rows[-_MAX_ANSWERS:]]
+        parts += [f"<p>asked</p><pre>{escape(prompt)}</pre>", table(shown, ["step", "answer"])]
     return parts
 
 

@@ -86,6 +86,16 @@ class SftConfig(Section):
         "keeps the workers busy while the driver reads metrics; 1 waits for each step. Not in "
         "NeMo-RL.",
     )
+    sample_prompts: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = Field(
+        default=(),
+        description="Questions that the model answers at every validation; the answers are in metrics.jsonl and in the "
+        "report. Not in NeMo-RL.",
+    )
+    sample_tokens: PositiveInt = Field(
+        default=32,
+        description="Maximum number of tokens in each of these answers. Each token takes one forward pass. Not in "
+        "NeMo-RL.",
+    )
     log_interval: PositiveInt = Field(default=10, description="Number of steps between two progress lines.")
     step_timeout_s: PositiveFloat | None = Field(
         default=None,

@@ -32,6 +32,7 @@ from raylane.sft.metrics import MetricsLog
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.places import check_places, fetch_models
 from raylane.sft.policy import Policy
+from raylane.sft.prompts import Prompts
 from raylane.sft.rows import RowSource
 from raylane.sft.run_record import RunRecord
 from raylane.sft.storage import Place
@@ -156,10 +157,11 @@ def _run_locked(
         with _block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
+        prompts = Prompts(config, prepared)
         with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
             way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
             _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
-            trainer = Trainer(config, policy, rows, log, total, stop)
+            trainer = Trainer(config, policy, rows, log, total, stop, prompts)
             trainer.resume_from(resumed)
             if (reason := policy.group.fallback_reason) is not None:
                 log.note(trainer.done, f"plain Ray calls instead of compiled graphs: {reason}")
@@ -173,9 +175,17 @@ class Trainer:
     """Loop over the steps of one run. Call `resume_from` once, then `fit` once."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, rows: RowSource, log: MetricsLog, total_steps: int, stop: StopRequest
+        self,
+        config: RunConfig,
+        policy: Policy,
+        rows: RowSource,
+        log: MetricsLog,
+        total_steps: int,
+        stop: StopRequest,
+        prompts: Prompts | None = None,
     ) -> None:
         self._config, self._policy, self._rows, self._log, self._stop = config, policy, rows, log, stop
+        self._prompts = prompts
         self.total_steps = total_steps
         self.saved: Saved | None = None
         """Last checkpoint of this run, or the checkpoint that the run resumed from."""
@@ -359,6 +369,8 @@ class Trainer:
         self.losses["val:loss"] = metrics["loss"]
         self._log.log(self.done, metrics, "val")
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
+        for prompt, answer in [] if self._prompts is None else self._prompts.answers(self._policy):
+            self._log.sample(self.done, prompt, answer)
 
     def _save(self, *, with_hf: bool) -> None:
         """Save a checkpoint of the current step, or add to an existing one what is missing from it.

@@ -25,6 +25,7 @@ from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.delivery import Copies
 from raylane.sft.dynamic import TokenBudget, division
+from raylane.sft.generation import generate
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model import RunModel, release_gathered
@@ -229,6 +230,13 @@ class SftWorker:
         loss = step.mean_loss(total, step.Counts(supervised, 0), dims)
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
+
+    def answer(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
+        ends, new_tokens = self._prepared.end_ids, self._config.sft.sample_tokens
+        answers = generate(self._model, prompts, new_tokens, ends, self._prepared.pad_id, self._device)
+        self._end_other_work()
+        return answers
 
     def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
