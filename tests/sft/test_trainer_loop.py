@@ -87,6 +87,9 @@ class CountedRows:
 
     num_rows = 24
 
+    def step_rows(self, *args):
+        return order.batch_rows(self.num_rows, *args)
+
     def rows(self, indices):
         return {"input_ids": np.asarray(indices)[:, None]}
 
