@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raylane.sft.data import open_rows, prepare
+from raylane.sft.generation import generate
 from raylane.sft.model_config import model_config
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.policy import Policy
@@ -198,13 +199,14 @@ def test_sixteen_workers_equal_one_process(folder: Path, reference: Reference) -
             assert_equal(ranks.run(computed, folder, changes_of(world, layout, packing)), reference)
 
 
-def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
-    """Return the answers of the model after some steps. Runs on every rank."""
-    config = tiny_run.config_of(folder, {**changes, "sft.sample_tokens": 6, "policy.optimizer.kwargs.lr": 1e-2})
+def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
+    """Return the answers of a new model, which never ends them, and those that end at its first choices."""
+    config = tiny_run.config_of(folder, changes)
     worker.setup(config, prepare(config), STEPS)
-    for number in range(STEPS):
-        worker.train_step(number)
-    return worker.answer(prompts)
+    endless = generate(worker._model, prompts, 6, (), 0, worker._device)
+    ended = generate(worker._model, prompts, 6, {endless[0][0], endless[1][2]}, 0, worker._device)
+    worker._end_other_work()
+    return [endless, ended]
 
 
 @pytest.mark.slow
@@ -222,18 +224,18 @@ def test_answers_are_the_same_on_every_layout(four: Ranks, folder: Path) -> None
         layout: four.run(answers, folder, changes_of(4, LAYOUTS[layout][1], packing=True), prompts)
         for layout in ("dp4", "tp2-pp2", "tp2-cp2", "cp2-pp2")
     }
-    first = found["dp4"][0]
+    first, ended = found["dp4"][0]
     assert [len(answer) for answer in first] == [6, 6, 6]
-    assert all(of_rank == first for of_layout in found.values() for of_rank in of_layout)
+    assert ended[0] == []
+    assert len(ended[1]) <= 2
+    assert all(a[: len(b)] == b for a, b in zip(first, ended, strict=True))
+    assert all(of_rank == [first, ended] for of_layout in found.values() for of_rank in of_layout)
     model = reference_loop.new_model(
         model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0]), config.sft.seed
     )
-    data = reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir)
-    reference_loop.train(model, data, STEPS, 1e-2, EPS, max_norm=1.0)
+    model.generation_config.eos_token_id = None
     for prompt, answer in zip(prompts, first, strict=True):
-        made = model.eval().generate(
-            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=list(prepared.end_ids)
-        )
+        made = model.eval().generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         assert made[0, len(prompt) :].tolist() == answer
 
 

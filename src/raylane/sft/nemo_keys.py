@@ -115,24 +115,9 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.dtensor_cfg.enabled", _on, "FSDP2 is always on", "it is always on; remove it"),
     Rule("policy.dtensor_cfg._v2", _anything, "there is one FSDP2 backend"),
     Rule(
-        "policy.dtensor_cfg.tensor_parallel_size",
-        _one,
-        _ONE_WAY,
-        "tensor parallelism is not supported yet; remove it, the workers then share the model with FSDP2",
-    ),
-    Rule(
-        "policy.dtensor_cfg.context_parallel_size",
-        _one,
-        _ONE_WAY,
-        "context parallelism is not supported yet; remove it",
-    ),
-    Rule(
         "policy.dtensor_cfg.expert_parallel_size", _one, _ONE_WAY, "expert parallelism is not supported yet; remove it"
     ),
     Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_WAY, "expert parallelism is not supported yet; remove it"),
-    Rule(
-        "policy.dtensor_cfg.sequence_parallel", _off, _ONE_WAY, "sequence parallelism is not supported yet; remove it"
-    ),
     Rule("policy.dtensor_cfg.custom_parallel_plan", _off, _ONE_WAY, "FSDP2 wraps each layer; remove it"),
     Rule("policy.dtensor_cfg.lora_cfg.use_triton", _anything, "the numbers are the same"),
     Rule("policy.dtensor_cfg.lora_cfg.lora_dtype", _off, "adapters are float32", "adapters are float32; remove it"),

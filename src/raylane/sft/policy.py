@@ -279,8 +279,8 @@ class Policy:
             if not 0 < len(prompt) <= room:
                 raise ValueError(
                     f"prompt {number} has {len(prompt)} tokens, and policy.max_total_sequence_length less "
-                    f"sft.sample_tokens={self._config.sft.sample_tokens} leaves room for {room}; shorten the prompt, or "
-                    "lower sft.sample_tokens"
+                    f"sft.sample_tokens={self._config.sft.sample_tokens} leaves room for {room}; shorten the prompt, "
+                    "or lower sft.sample_tokens"
                 )
         answers: list[list[int]] = self._call_one("answer", prompts)
         return answers
