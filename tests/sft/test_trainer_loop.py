@@ -87,6 +87,9 @@ class CountedRows:
 
     num_rows = 24
 
+    def step_rows(self, global_batch_size, seed, step, shuffle):
+        return order.batch_rows(self.num_rows, global_batch_size, seed, step, shuffle)
+
     def rows(self, indices):
         return {"input_ids": np.asarray(indices)[:, None]}
 
