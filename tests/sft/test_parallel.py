@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from raylane.sft.data import open_rows, prepare
 from raylane.sft.model_config import model_config
 from raylane.sft.parallel import ParallelDims
+from raylane.sft.policy import Policy
+from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
 from sft.ranks import Ranks
 
@@ -227,3 +229,37 @@ def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_p
     for layout, (first, second) in found.items():
         assert abs(first - losses[0]) < 1e-5, layout
         assert abs(second - found["dp4"][1]) < 1e-5, layout
+
+
+def losses_by_driver(folder: Path, layout: str, packing: bool, mode: str) -> list[float]:
+    """Return the losses of a run on Ray: the first steps with batches from the driver, the rest read by the workers."""
+    world, changes = LAYOUTS[layout]
+    changes = {**changes_of(world, changes, packing), "policy.compiled_graph.mode": mode}
+    config = tiny_run.config_of(folder, changes)
+    prepared = prepare(config)
+    with Policy(config, prepared, STEPS) as policy:
+        assert policy.group.compiled is (mode == "required")
+        rows = open_rows(prepared.train, config.policy, prepared.pad_id)
+        policy.warm_up(rows)
+        whole = BatchDict.from_arrays(rows.rows(list(range(rows.num_rows))))
+        losses = [policy.train(whole)["loss"]]
+        return losses + [policy.train_step(number)["loss"] for number in range(1, STEPS)]
+
+
+# `make test-all` runs one layout on Ray, and with FULL=1 all layouts of two and four workers.
+ON_RAY = [
+    (name, packing)
+    for name, (world, _) in LAYOUTS.items()
+    for packing in (True, False)
+    if (world <= 4 if os.environ.get("FULL") else name == "tp2-pp2" and packing)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["off", "required"])
+@pytest.mark.parametrize(("layout", "packing"), ON_RAY)
+def test_workers_of_ray_equal_one_process(
+    cluster: None, folder: Path, reference: Reference, layout: str, packing: bool, mode: str
+) -> None:
+    found = losses_by_driver(folder, layout, packing, mode)
+    assert max(abs(a - b) for a, b in zip(found, reference.losses, strict=True)) < 1e-5

@@ -9,9 +9,10 @@ import pytest
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config import RunConfig
+from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.model_config import ModelShape, model_config, model_shape
 from raylane.sft.parallel import keeps_gathered, shards_parameters
-from raylane.sft.planning import RowCount, estimate_memory, make_plan, num_validations, plan_run, render
+from raylane.sft.planning import RowCount, make_plan, num_validations, plan_run, render
 from sft.conversations import config, question, write_jsonl
 
 SHAPE = ModelShape("llama", 1000, 300, 2, 16, 32, 2, 1, 8, 400, 256)
@@ -141,6 +142,24 @@ def test_forecast_falls_with_each_memory_saving_option(tmp_path: Path) -> None:
     assert memory(tmp_path, policy={"loss_chunk_tokens": 64}).logits * 2 == base.logits
     offloaded = {"dtensor_cfg": {"cpu_offload": True}}
     assert memory(tmp_path, policy=offloaded, cluster={"gpus_per_node": 1}).optimizer == 0
+
+
+def test_forecast_falls_with_each_axis(tmp_path: Path) -> None:
+    """Two workers on any axis but that of copies hold half of what the axis divides."""
+    base = memory(tmp_path, policy={"precision": "bfloat16", "train_global_batch_size": 4})
+
+    def divided(**settings: Any) -> Memory:
+        policy = {"precision": "bfloat16", "train_global_batch_size": 4, "dtensor_cfg": settings}
+        return memory(tmp_path, policy=policy, cluster={"num_workers": 2})
+
+    by_heads = divided(tensor_parallel_size=2, sequence_parallel=True)
+    assert (2 * by_heads.parameters, 2 * by_heads.activations) == (base.parameters, base.activations)
+    assert 2 * by_heads.logits == base.logits
+    by_tokens = divided(context_parallel_size=2)
+    assert (2 * by_tokens.optimizer, 2 * by_tokens.activations) == (base.optimizer, base.activations)
+    by_layers = divided(pipeline_parallel_size=2)
+    assert 2 * by_layers.parameters == base.parameters
+    assert by_layers.activations == base.activations, "half of the layers, of two micro-batches"
 
 
 def test_rows_longer_than_the_model_can_place_are_refused(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from raylane.errors import CheckpointError, WorkerCallError
 from raylane.sft import checkpoint
 from raylane.sft import worker as worker_module
-from raylane.sft.data import prepare
 from raylane.sft.policy import Policy
 from sft import tiny_run
+from sft.worker_run import WorkerRun
 
 # The workers' processes do not have the tests on their path; loss functions travel with the calls instead.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -34,39 +34,20 @@ def twice_the_loss(logits, batch):
     return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
 
 
-class Run:
-    """A policy whose workers are set up again and again: starting processes is what costs time."""
+class Run(WorkerRun):
+    """Workers of one layout."""
 
     def __init__(self, folder, workers, changes):
-        self.folder, self.changes = folder, {"cluster.num_workers": workers, **changes}
-        self.config = tiny_run.config_of(folder, self.changes)
-        self.prepared = prepare(self.config)
-        self.policy = Policy(self.config, self.prepared, 8)
+        self.changes = {"cluster.num_workers": workers, **changes}
+        super().__init__(folder, workers, changes)
 
     def again(self):
         self.policy._call_one("setup", self.config, self.prepared, 8)
         self.policy._next = 0
 
-    def gradients(self, step=0, rows=2):
-        batch = tiny_run.global_batch(self.config, self.prepared, step)
-        parts, inner = batch.shard(self.policy._dims.world), self.policy._dims.dp_shard
-        axes = self.policy._dims.axes
-        future = self.policy.group.run_all_workers_sharded_data(
-            "gradients",
-            in_sharded_axes=axes,
-            output_is_replicated=axes,
-            common_kwargs={"micro_batch_size": rows},
-            data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
-        )
-        return self.policy.group.get_all_worker_results(future, 60)[0]
-
-    def losses(self, steps):
-        return [self.policy.train_step(number)["loss"] for number in steps]
-
     def own_losses(self):
         """Of a plain model's start weights, on the global batch of step 0."""
-        batch = tiny_run.global_batch(self.config, self.prepared)
-        return tiny_run.reference_gradients(tiny_run.reference_model(self.config, self.prepared), batch)
+        return tiny_run.reference_gradients(tiny_run.reference_model(self.config, self.prepared), self.batch())
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from sft import tiny_run
 class WorkerRun:
     """A policy of `workers` workers, and the configuration that they have now."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
+    def __init__(self, folder: Path, workers: int, changes: Mapping[str, Any] | None = None) -> None:
         self.folder, self.workers = folder, workers
-        self.config = tiny_run.config_of(folder, {"cluster.num_workers": workers})
+        self.config = tiny_run.config_of(folder, {"cluster.num_workers": workers, **(changes or {})})
         self.prepared = prepare(self.config)
         self.policy = Policy(self.config, self.prepared, 8)
 

@@ -76,6 +76,7 @@ def _build(
     _prepare(model, policy)
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, policy.dtensor_cfg.sequence_parallel)
+        lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     _shard(model, policy, mesh)
     if name is not None:
         model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)

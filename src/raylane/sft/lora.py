@@ -24,7 +24,7 @@ from raylane.sft.sharded import divided, whole
 if TYPE_CHECKING:
     from raylane.sft.schema_lora import LoraConfig
 
-__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "initialise", "merged_parameters"]
+__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "freeze", "initialise", "merged_parameters"]
 
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
@@ -66,13 +66,19 @@ def adapt(causal_lm: nn.Module, settings: LoraConfig) -> None:
     """
     if not settings.enabled:
         return
-    chosen = _chosen(causal_lm, settings)
-    causal_lm.requires_grad_(False)
-    for name in chosen:
+    for name in _chosen(causal_lm, settings):
         parent, _, last = name.rpartition(".")
         base = causal_lm.get_submodule(name)
         assert isinstance(base, nn.Linear)
         setattr(causal_lm.get_submodule(parent), last, LoraLinear(base, settings))
+    freeze(causal_lm)
+
+
+def freeze(causal_lm: nn.Module) -> None:
+    """Freeze all parameters of an adapted model except its adapters; a model without adapters stays as it is."""
+    if adapted(causal_lm):
+        for parameter in base_parameters(causal_lm).values():
+            parameter.requires_grad_(False)
 
 
 def _chosen(causal_lm: nn.Module, settings: LoraConfig) -> list[str]:

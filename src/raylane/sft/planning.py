@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.parallel import AXES, DATA_AXES, ParallelDims, keeps_gathered, shards_parameters
+from raylane.sft.parallel import AXES, DATA_AXES, ParallelDims, shards_parameters
 
 if TYPE_CHECKING:
     from raylane.sft.config import RunConfig
     from raylane.sft.data import PreparedData
     from raylane.sft.model_config import ModelShape
 
-__all__ = ["Memory", "RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
+__all__ = ["RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
 
 GIB = 2**30
 
@@ -34,24 +35,6 @@ class RowCount:
     tokens: int
     supervised: int
     efficiency: float  # fraction of the positions that hold a token
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Estimated bytes on each worker during training; `estimate_memory` describes each part."""
-
-    parameters: int
-    gradients: int
-    unreduced: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts, without the overhead of allocators and libraries."""
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -169,61 +152,6 @@ def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> floa
     per_token = 6 * shape.num_parameters + attention * config.policy.max_total_sequence_length
     again = {"full": 4 / 3, "every_other_layer": 7 / 6}.get(str(config.policy.dtensor_cfg.activation_checkpointing), 1)
     return positions * per_token * again
-
-
-def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
-    """Return the estimated bytes on each worker.
-
-    - parameters, gradients, optimizer: float32 master weights, gradients and the two averages of AdamW, sharded.
-    - unreduced: float32 gradients before reduction; of the whole model between micro-batches, or of one unit if each
-      micro-batch is reduced.
-    - gathered: two gathered units in the computing precision, the current one and the prefetched one; or all of a small
-      model (`parallel.keeps_gathered`).
-    - Without FSDP2 (`parallel.shards_parameters`), everything is whole, nothing is gathered, and `unreduced` is the
-      copy of all gradients that is summed over the workers.
-    - activations: tensors of one micro-batch that the backward pass needs.
-    - logits: logits of one loss chunk and their gradient, in float32.
-    """
-    policy = config.policy
-    dims = ParallelDims.of(config)
-    rounds = micro_batches(policy.train_global_batch_size, policy.micro_batch_divisor, dims.readers)
-    keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
-    shard = dims.dp_shard * dims.cp
-    shards = shards_parameters(policy, shard, shape.num_parameters)
-    own = -(-shape.num_parameters // shard) if shards else shape.num_parameters
-    # Only trained parameters have gradients and optimizer state. LoRA leaves few of them.
-    trained = shape.num_parameters if shape.num_trained is None else shape.num_trained
-    own_trained = -(-trained // shard) if shards else trained
-    unreduced = trained if keeps_whole else min(trained, shape.largest_unit)
-    gathered = shape.num_parameters if keeps_gathered(policy, shape.num_parameters) else 2 * shape.largest_unit
-    if not shards:
-        unreduced = trained if config.cluster.num_workers > 1 else 0
-    size = 2 if policy.precision == "bfloat16" else 4
-    tokens = policy.micro_batch_tokens
-    # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
-    # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
-    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
-    whole = 6 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim + 4 * shape.intermediate_size
-    checkpointing = policy.dtensor_cfg.activation_checkpointing
-    kept = whole * shape.num_layers
-    if checkpointing == "full":
-        kept = shape.hidden_size * shape.num_layers + whole
-    elif checkpointing == "every_other_layer":
-        kept = (shape.hidden_size + whole) * -(-shape.num_layers // 2)
-    elif checkpointing == "selective":  # the results of the seven projections and of attention
-        products = 3 * shape.hidden_size + (heads + shape.num_attention_heads) * shape.head_dim
-        kept = (products + 2 * shape.intermediate_size) * shape.num_layers + whole
-    chunk = min(policy.loss_chunk_tokens or tokens, tokens)
-    offloaded = policy.dtensor_cfg.cpu_offload
-    return Memory(
-        parameters=0 if offloaded else 4 * own,
-        gradients=0 if offloaded else 4 * own_trained,
-        unreduced=4 * unreduced,
-        optimizer=0 if offloaded else 8 * own_trained,
-        gathered=size * gathered if shards else 0,
-        activations=size * tokens * kept,
-        logits=2 * 4 * chunk * shape.vocab_size,
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ as text
