@@ -66,6 +66,7 @@ def write_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        # PEFT replaces these first values by those in the file.
         "init_lora_weights": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -74,6 +75,7 @@ def write_adapter(
 
 def _targets(causal_lm: nn.Module, layers: dict[str, LoraLinear]) -> list[str]:
     """Return the shortest names that select exactly the adapted layers: last parts (q_proj) or whole names."""
+    # PEFT compares the ends of names, so a last part would also select layers that were left out.
     parts = sorted({name.rpartition(".")[2] for name in layers})
     linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)]
     return sorted(layers) if any(name.rpartition(".")[2] in parts for name in linear) else parts
@@ -106,6 +108,7 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
                         "Use the model that the adapters were made for",
                         path=str(folder),
                     )
+                # Masters are float32, whatever the file holds.
                 fill(parameter, values.float())
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
@@ -128,6 +131,7 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
 
 def _check_config(config: dict[str, Any], dim: int, alpha: float, folder: Path) -> None:
     """Raise CheckpointError for adapters that compute something else than `lora.LoraLinear` with these settings."""
+    # DoRA, rank-stabilised scales and the like use the same tensors in another formula.
     for key in _UNSUPPORTED:
         if config.get(key):
             raise CheckpointError(

@@ -132,6 +132,7 @@ class PackedRows:
         if self.group is None:
             return keys, values
         both: Tensor = _GatherRows.apply(torch.cat([keys, values], dim=-1), self.group)  # type: ignore[no-untyped-call]
+        # One gather for both: half the messages.
         gathered = torch.split(both, [keys.shape[-1], values.shape[-1]], dim=-1)
         return gathered[0], gathered[1]
 
@@ -144,6 +145,7 @@ class _GatherRows(torch.autograd.Function):
         ctx.group, size = group, dist.get_world_size(group)
         parts = local.new_empty(size * local.shape[0], *local.shape[1:])
         _all_gather(parts, local.contiguous(), group=group)
+        # First chunks of all ranks in order, then second ones in reverse order: see `local_chunks`.
         halves = [part.chunk(2, dim=2) for part in parts.chunk(size)]
         return torch.cat([*(half[0] for half in halves), *(half[1] for half in reversed(halves))], dim=2)
 
@@ -151,6 +153,7 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         size = dist.get_world_size(ctx.group)
         chunks = gradients[0].chunk(2 * size, dim=2)
+        # The inverse of the order above. Every rank has a gradient for every key that its queries saw.
         parts = torch.cat([torch.cat([chunks[r], chunks[2 * size - 1 - r]], dim=2) for r in range(size)])
         local = parts.new_empty(parts.shape[0] // size, *parts.shape[1:])
         _reduce_scatter(local, parts, group=ctx.group)
@@ -180,6 +183,7 @@ def attend(
 
         plain: Any = sdpa_attention_forward
         return plain(module, query, key, value, attention_mask, dropout, scaling, **others)[0], None
+    # Gemma 2 scales by another number than the size of a head.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     key, value = packed_rows.gather(key, value)
     if _fits_varlen(query, dropout, softcap):
@@ -217,6 +221,7 @@ def _one_piece(
 ) -> Tensor:
     """Return the output [N, q, D] of queries [N, q, D] that are the last q of the k tokens of the keys [., k, D]."""
     q, k = query.shape[1], key.shape[1]
+    # Shorter documents never reach beyond the window.
     windowed = window is not None and k > window
     mask = None
     if softcap is not None or windowed or q not in (1, k):
@@ -227,6 +232,7 @@ def _one_piece(
             mask &= places[None] > own - window
     if softcap is not None:
         return _softcapped(query, key, value, mask, scale, dropout, softcap)
+    # Fewer key heads than query heads: the kernel repeats them without a copy.
     grouped = key.shape[0] != query.shape[0]
     out: Tensor = F.scaled_dot_product_attention(
         query[None],
@@ -265,6 +271,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: 
 
     taken, query_edges, key_edges = [], [0], [0]
     for row, (lengths, of_row) in enumerate(zip(rows.lengths, rows.pieces, strict=True)):
+        # Places of the documents in the row, whose keys are all here.
         begins = [sum(lengths[:number]) for number in range(len(lengths))]
         for piece in of_row:
             first = row * rows.row_tokens + begins[piece.document]

@@ -44,6 +44,7 @@ def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: 
     settings = policy.dtensor_cfg
     if mesh.dims.pp == 1:
         return _build(hf_config, policy, mesh, device, seed, None)
+    # A worker with several stages holds a model for each of them, without layers in common.
     per_worker = stages_per_worker(settings.pipeline_schedule, settings.pipeline_stages_per_worker)
     count = mesh.dims.pp * per_worker
     numbers = own_stages(mesh.stage, mesh.dims.pp, per_worker)

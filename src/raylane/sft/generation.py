@@ -62,6 +62,7 @@ def generate(
         ids = torch.full((rows, length), filler)
         labels = torch.full((rows, length), IGNORED)
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            # Filler behind the text changes nothing before it: attention is causal.
             text = [*prompt, *answer]
             ids[row, : len(text)] = torch.tensor(text)
             labels[row, len(text) - 1] = 0  # any label: only its place counts

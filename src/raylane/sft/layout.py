@@ -54,6 +54,7 @@ def check_model_folder(config: RunConfig) -> None:
         return
     path = Path(name) / "config.json"
     try:
+        # Overrides of the run win, as in `model_config`.
         shape = {**json.loads(path.read_text(encoding="utf-8")), **config.policy.hf_config_overrides}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Set policy.model_name to a Hugging Face folder") from error
@@ -80,6 +81,7 @@ def _nearest(value: int, multiple: int) -> str:
 def worker_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems in the number of workers: replicas, nodes and GPUs."""
     cluster, settings = config.cluster, config.policy.dtensor_cfg
+    # All four sizes together: the number of readers is what remains.
     world, group = cluster.num_workers, _group(config)
     if world % group:
         sizes = {
@@ -155,6 +157,8 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     lengths = {"policy.max_total_sequence_length": length}
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
         lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
+    # A context-parallel worker has two chunks of a row (`attention.local_chunks`), and sequence parallelism divides
+    # what a worker has among the tensor-parallel ones.
     divisor = (2 * cp if cp > 1 else 1) * (tp if settings.sequence_parallel else 1)
     for name, tokens in lengths.items():
         if tokens % divisor:
@@ -200,6 +204,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_gbs:
         counts["policy.compiled_graph.warmup_gbs"] = policy.compiled_graph.warmup_gbs
     per_round = policy.train_micro_batch_size * readers(config)
+    # What torch's schedules require (torch 2.13, torch/distributed/pipelining/schedules.py).
     step = pp if schedule in INTERLEAVED else 1
     least = pp if schedule != "gpipe" else 1
     for name, rows in counts.items():
@@ -403,12 +408,14 @@ def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[s
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         size = shape.get(key)
         if isinstance(size, int) and size % tp:
+            # Few numbers, so that the message stays readable.
             fitting = [n for n in range(1, size + 1) if size % n == 0]
             yield (
                 f"the model's {key}={size} does not divide by policy.dtensor_cfg.tensor_parallel_size={tp}; use "
                 f"{', '.join(map(str, fitting[:6]))}"
             )
     layers = shape.get("num_hidden_layers")
+    # Every stage needs a layer of its own.
     stages = pp * stages_per_worker(settings.pipeline_schedule, settings.pipeline_stages_per_worker)
     if pp > 1 and isinstance(layers, int) and layers < stages:
         yield (

@@ -56,6 +56,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     keeps_whole = rounds > 1 and not policy.dtensor_cfg.reduce_every_micro_batch
     shard = dims.dp_shard * dims.cp
     shards = shards_parameters(policy, shard, shape.num_parameters)
+    # Tensor and pipeline parallelism divide before FSDP2 does.
     held = -(-shape.num_parameters // (dims.tp * dims.pp))
     unit = -(-shape.largest_unit // dims.tp)
     own = -(-held // shard) if shards else held
@@ -71,6 +72,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     # Kept per token and layer: inputs of both norms and both blocks, q, k, v, the attention output, and gate, up and
     # their product. With checkpointing only the input of each layer is kept, and all tensors of one layer at a time.
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+    # Only sequence parallelism divides the stream between the blocks.
     between = shape.hidden_size // (dims.tp if policy.dtensor_cfg.sequence_parallel else 1)
     inner = (heads + shape.num_attention_heads) * shape.head_dim // dims.tp
     mlp = shape.intermediate_size // dims.tp
@@ -85,6 +87,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     elif checkpointing == "selective":  # the results of the seven projections and of attention
         kept = (3 * between + inner + 2 * mlp) * layers + whole
     if dims.pp > 1:
+        # A micro-batch waits for its backward pass until it has been through all later stages.
         kept *= rounds if policy.dtensor_cfg.pipeline_schedule == "gpipe" else min(rounds, dims.pp)
     chunk = min(policy.loss_chunk_tokens or tokens, tokens)
     offloaded = policy.dtensor_cfg.cpu_offload

@@ -138,10 +138,12 @@ class WorkerMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {"pp": dims.pp, "dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+        # An axis of one worker would cost process groups and name nothing.
         used = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
         # FSDP2 combines its mesh with that of tensor parallelism, so both must be parts of one mesh.
         whole = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
         pipelines = dims.groups("pp")
+        # Embedding and tied head are in the first and the last stage.
         ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
         return cls(
             dims=dims,

@@ -78,9 +78,11 @@ class PipelinedModel(RunModel):
             # torch's schedules want full rounds of micro-batches; rows without labels change no loss.
             batch = batch.pad(batch.size + -batch.size % (rows * self._count), fill={"labels": IGNORED})
         moved = batch.to(device)
+        # torch splits every argument into micro-batches, so only tensors can be passed.
         tensors = {name: values for name, values in moved.items() if isinstance(values, Tensor)}
         if device.type != "cpu":
             tensors |= {HOST + name: batch[name] for name in ("position_ids", "labels")}
+        # Later stages get hidden states from the stage before; all stages get the rest.
         first = [tensors["input_ids"]] if self.mesh.stage == 0 else []
         plan = self._plan(batch, rows, scale is not None)
         if scale is None:
@@ -98,6 +100,7 @@ class PipelinedModel(RunModel):
 
     def _plan(self, batch: BatchDict, rows: int, backward: bool) -> Any:
         """Return torch's schedule for batches of this shape."""
+        # The caller has padded or checked the batch.
         count, remainder = divmod(batch.size, rows)
         assert not remainder, "the caller checked that the rows divide into micro-batches"
         key = (count, rows, batch["input_ids"].shape[1], backward)
@@ -124,6 +127,7 @@ class PipelinedModel(RunModel):
         if parameter is None and self.mesh.stage == 0 and self.causal_lm.config.tie_word_embeddings:
             parameter = self.causal_lm.get_input_embeddings().weight
         if parameter is not None:
+            # Both copies are divided in the same way, so the parts of a worker belong together.
             gradient = parameter.grad
             assert gradient is not None, "every step uses embedding and head"
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

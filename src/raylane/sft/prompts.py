@@ -29,6 +29,7 @@ class Prompts:
             return  # loading a tokenizer takes a second
         self._tokenizer = ChatTokenizer.load(prepared.tokenizer_dir, template_kwargs=settings.chat_template_kwargs)
         self._tokens = [self._tokenizer.question(text) for text in self._texts]
+        # Checked here, before workers are started: a run would otherwise end at its first validation.
         room = config.policy.max_total_sequence_length - config.sft.sample_tokens
         for text, tokens in zip(self._texts, self._tokens, strict=True):
             if len(tokens) > room:

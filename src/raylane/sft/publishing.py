@@ -101,6 +101,7 @@ class Renaming(Publishing):
         """Return the folders that have the name of a checkpoint and a marker."""
         if not folder.is_dir():
             return []
+        # A name alone says nothing: a copy of a checkpoint can be interrupted too.
         return [path for path in folder.iterdir() if _is_whole_name(path.name) and (path / MARKER).is_file()]
 
     def begin(self, folder: Place, name: str) -> Place:

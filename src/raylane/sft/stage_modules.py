@@ -49,6 +49,7 @@ def keep_stage(causal_lm: Any, number: int, count: int) -> None:
     decoder.layers = Layers({i: decoder.layers[i] for i in kept})
     # The decoder looks up the type of a layer by its place among the layers that it has.
     config = copy.copy(decoder.config)
+    # transformers slices the layers with this number.
     config.num_hidden_layers = len(kept)
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[i] for i in kept]
@@ -64,6 +65,7 @@ def keep_stage(causal_lm: Any, number: int, count: int) -> None:
 
 def merged(models: list[Any]) -> Any:
     """Return one model with the modules of several stages of it, which share no module; the stages stay as they are."""
+    # Shallow copies with dictionaries of their own: the stages keep their modules, and share them with this tree.
     whole = copy.copy(models[0])
     whole._modules = dict(whole._modules)
     decoder = copy.copy(whole.get_decoder())

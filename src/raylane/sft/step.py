@@ -140,6 +140,7 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     """Clip the gradients of the whole model to `max_norm` (None: do not clip); return their norm before. Collective."""
     mesh = model.mesh
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # The same parameter on two workers counts once.
     copied = None if model.tied_copy is None else model.tied_copy.grad
     # torch combines only gradients on one device mesh, and tensor parallelism leaves some parameters on another one.
     by_mesh: dict[Any, list[Tensor]] = {}
@@ -151,11 +152,13 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
     if mesh.pp_group is not None:
+        # Each stage has other parameters.
         squared = norm.square()
         dist.all_reduce(squared, group=mesh.pp_group)
         norm = squared.sqrt()
     # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
     if max_norm is not None and not float(norm) + 1e-6 < max_norm:
+        # In place and without DTensor, which would refuse tensors of several meshes.
         local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
         torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)

@@ -104,6 +104,7 @@ class Url:
         """Return relative name -> size in bytes of all files below this URL, at any depth."""
         with os_errors(self):
             files = filesystem(self)
+            # fsspec's names begin with the bucket, not with the protocol.
             root = str(files._strip_protocol(self.text))
             found = cast("dict[str, Any]", files.find(self.text, detail=True))
         return {name.removeprefix(root).lstrip("/"): int(one["size"]) for name, one in sorted(found.items())}
@@ -129,6 +130,7 @@ class Url:
     def open(self, mode: str = "rb", encoding: str | None = None) -> IO[Any]:
         """Open the file; with an encoding as text. Close it: a written file exists only after that."""
         with os_errors(self):
+            # Always binary: libraries differ in what their text mode does.
             raw = Stream(self, filesystem(self).open(self.text, f"{mode[0]}b"))
         return raw if encoding is None else io.TextIOWrapper(cast("IO[bytes]", io.BufferedReader(raw)), encoding)  # type: ignore[return-value]
 

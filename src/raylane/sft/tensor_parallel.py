@@ -90,6 +90,7 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         parallelize_module,
     )
 
+    # Read before the modules are divided, which removes the tie.
     tied = causal_lm.config.tie_word_embeddings
     between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
@@ -175,10 +176,12 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: Any) -> Tensor:
+        # The largest logit of a token may be in the part of another worker.
         largest = logits.amax(dim=-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], float("-inf"))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         powers = (logits - largest[:, None]).exp()
         counted = labels != IGNORED
+        # Exactly one worker has the logit of a label; the others add 0.
         own = counted & (labels >= first) & (labels < first + logits.shape[-1])
         place = torch.where(own, labels - first, 0)
         taken = logits.gather(1, place[:, None])[:, 0] - largest if logits.shape[-1] else torch.zeros_like(largest)
@@ -191,5 +194,6 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         shares, place, own, counted = ctx.saved_tensors
         if shares.shape[-1]:
+            # Softmax minus one at the label.
             shares = shares.scatter_add(1, place[:, None], -own.to(shares.dtype)[:, None])
         return shares * counted[:, None] * gradients[0], None, None, None
