@@ -223,7 +223,9 @@ def _batch(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _readers(dims: ParallelDims) -> str:
-    return f"{dims.readers} workers" if dims.copies == 1 else f"{dims.readers} groups of {dims.copies} workers"
+    if dims.copies == 1:
+        return f"{dims.readers} workers"
+    return f"{dims.readers} group{'s' if dims.readers > 1 else ''} of {dims.copies} workers"
 
 
 def _steps(plan: RunPlan, config: RunConfig) -> str:

@@ -59,7 +59,9 @@ class SftWorker:
         torch.set_num_threads(num_threads)
         # gloo in a GPU run too: object broadcasts use CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        # torch warns whenever a tensor on two mesh axes is gathered, which is what norms and exports do.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the driver sent, by name."""
         self._idle_since: float | None = None
