@@ -39,7 +39,11 @@ def test_find_takes_a_folder_that_the_node_sees(folder):
 def test_copy_has_the_same_files_and_is_found_again(folder, monkeypatch):
     monkeypatch.setattr(delivery, "_BLOCK_BYTES", 100)
     listing = list_files(folder)
-    assert listing == {"prepared.json": 2, "train/empty": 0, "train/tokens.bin": 250}
+    assert {name: size for name, (size, _) in listing.items()} == {
+        "prepared.json": 2,
+        "train/empty": 0,
+        "train/tokens.bin": 250,
+    }
     blocks = [(name, len(block)) for name, block in delivery._blocks(folder, listing)]
     assert blocks == [("prepared.json", 2), ("train/empty", 0), *(("train/tokens.bin", n) for n in (100, 100, 50))]
     made = copy(folder, listing)
@@ -59,3 +63,13 @@ def test_folder_of_another_user_is_refused(folder, tmp_path, monkeypatch):
     (tmp_path / f"node/raylane-{os.geteuid()}").symlink_to(tmp_path)
     with pytest.raises(OSError, match=r"is a link, or other users can write to it"):
         delivery.own_folder()
+
+
+def test_a_folder_with_other_content_of_the_same_size_is_not_taken(tmp_path):
+    """A model that was trained further has the same names and sizes."""
+    (tmp_path / "model").mkdir()
+    listings = []
+    for content in (b"a" * 300_000, b"a" * 150_000 + b"b" * 150_000):
+        (tmp_path / "model/weights").write_bytes(content)
+        listings.append(list_files(tmp_path / "model"))
+    assert listings[0] != listings[1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from raylane.errors import ConfigError
@@ -130,3 +131,31 @@ def test_the_sizes_of_a_model_folder_are_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 8}')
     with pytest.raises(ConfigError, match=r"num_attention_heads=8 does not divide .*=3; use 1, 2, 4, 8"):
         layout.check_model_folder(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "micro", "message"),
+    [
+        (
+            {D + "context_parallel_size": 2},
+            (8, 62),
+            None,
+            r"rows of 62 tokens do not divide by 4.* pad them to 60 or 64",
+        ),
+        ({D + "tensor_parallel_size": 2, D + "sequence_parallel": True}, (8, 63), None, "do not divide by 2"),
+        ({D + "pipeline_parallel_size": 2}, (8, 64), 8, "a batch of 8 rows makes 1 micro-batches.* use 16 rows"),
+    ],
+)
+def test_batches_of_the_driver_that_do_not_fit_are_refused(
+    tmp_path: Path, changes: dict[str, Any], shape: tuple[int, int], micro: int | None, message: str
+) -> None:
+    config = tiny_run.config_of(tmp_path, {"cluster.num_workers": 2, **changes})
+    layout.check_batch(config, {"input_ids": torch.zeros(8, 64)}, None, evaluates=False)
+    with pytest.raises(ValueError, match=message):
+        layout.check_batch(config, {"input_ids": torch.zeros(shape)}, micro, evaluates=False)
+
+
+def test_lists_in_a_batch_for_a_pipeline_are_refused(tmp_path: Path) -> None:
+    config = tiny_run.config_of(tmp_path, {"cluster.num_workers": 2, D + "pipeline_parallel_size": 2})
+    with pytest.raises(ValueError, match="the batch holds lists: names; remove them"):
+        layout.check_batch(config, {"input_ids": torch.zeros(8, 64), "names": ["a"]}, None, evaluates=True)

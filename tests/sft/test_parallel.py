@@ -93,8 +93,9 @@ def changes_of(world: int, layout: Mapping[str, Any], packing: bool, model_type:
 class Reference:
     """Loss, gradients and weights of the independent loop."""
 
-    def __init__(self, folder: Path, model_type: str = "qwen3") -> None:
-        config = tiny_run.config_of(folder, changes_of(1, {}, packing=True, model_type=model_type))
+    def __init__(self, folder: Path, model_type: str = "qwen3", changes: Mapping[str, Any] | None = None) -> None:
+        own = {**changes_of(1, {}, packing=True, model_type=model_type), **(changes or {})}
+        config = tiny_run.config_of(folder, own)
         prepared = prepare(config)
         assert open_rows(prepared.train, config.policy, prepared.pad_id).num_rows == PACKED_ROWS
         data = reference_loop.documents(folder / "train.jsonl", prepared.tokenizer_dir)
@@ -237,6 +238,71 @@ def test_answers_are_the_same_on_every_layout(four: Ranks, folder: Path) -> None
     for prompt, answer in zip(prompts, first, strict=True):
         made = model.eval().generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
         assert made[0, len(prompt) :].tolist() == answer
+
+
+def evaluated_from_a_folder(worker: Any, folder: Path, changes: dict[str, Any], hf: str) -> tuple[float, float]:
+    """Return the validation losses of a new model, and of the folder that it was written to. Runs on every rank."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    before = worker.evaluate()["loss"]
+    worker.save_hf(hf)
+    # The tokenizer of the run, because only then is the data the same.
+    policy = {"model_name": hf, "hf_config_overrides": {}, "tokenizer": config.policy.tokenizer.model_dump()}
+    policy["tokenizer"]["train_vocab_size"] = None
+    policy["tokenizer"]["chat_template"] = None
+    start = {f"policy.{key}": value for key, value in policy.items()}
+    again = tiny_run.config_of(folder, {**changes_without_model(changes), **start})
+    worker.setup(again, prepare(again), STEPS)
+    return before, worker.evaluate()["loss"]
+
+
+def changes_without_model(changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in changes.items() if not key.startswith("policy.hf_config_overrides")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma", "gemma3_text"])
+def test_models_start_from_the_folders_that_they_were_written_to(
+    two: Ranks, folder: Path, tmp_path: Path, model_type: str
+) -> None:
+    for layout in ("tp2", "pp2"):
+        changes = changes_of(2, LAYOUTS[layout][1], packing=True, model_type=model_type)
+        for before, after in two.run(evaluated_from_a_folder, folder, changes, str(tmp_path / layout)):
+            assert abs(before - after) < 1e-5
+
+
+@pytest.mark.slow
+def test_vocabularies_that_do_not_divide_equal_one_process(two: Ranks, folder: Path) -> None:
+    """Logits of parts of different sizes; the self-check of `setup` passes through a loss function made from logits."""
+    odd = {"policy.hf_config_overrides.vocab_size": 331}
+    wanted = Reference(folder, changes=odd)
+    for layout in ("tp2", "tp2-sp"):
+        changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), **odd}
+        assert_equal(two.run(computed, folder, changes), wanted)
+
+
+def dtype_of_weights(worker: Any, folder: Path, changes: dict[str, Any]) -> str:
+    """Return the dtype in which a loss function gets a float32 tensor of a batch. Runs on every rank."""
+    config = tiny_run.config_of(folder, changes)
+    worker.setup(config, prepare(config), STEPS)
+    seen = []
+
+    def weighted(logits: torch.Tensor, batch: BatchDict) -> torch.Tensor:
+        seen.append(str(batch["weights"].dtype))
+        return logits.sum() * 0.0
+
+    batch = worker.own_rows(0)
+    batch["weights"] = torch.rand(batch["input_ids"].shape)
+    worker.add_loss("weighted", weighted)
+    worker.train_batch(batch, 0, "weighted", 1, False)
+    return ",".join(sorted(set(seen)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2", "pp2"])
+def test_loss_functions_get_tensors_as_they_were_sent(two: Ranks, folder: Path, layout: str) -> None:
+    changes = {**changes_of(2, LAYOUTS[layout][1], packing=True), "policy.precision": "bfloat16"}
+    assert set(two.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
 
 
 def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> float:

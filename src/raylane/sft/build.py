@@ -6,6 +6,7 @@ weights. Called by `worker`; collective.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +144,8 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
     if not shards_parameters(policy, mesh.fsdp.size(-1), num_parameters):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         model.gradient_sum = GradientSum(sum(trained), len(trained), torch.device(device_type))
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            model.to(device_type)  # FSDP2 would do it; weights of a folder are allocated there later
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"
@@ -158,7 +161,9 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
             offload_policy=offload,
             reshard_after_forward=not model.keeps_gathered,
         )
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
+    # The batch is no input of the network alone: a loss function gets its tensors as the caller made them.
+    outermost = dataclasses.replace(precision, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=outermost, offload_policy=offload)
 
 
 def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.device) -> None:
@@ -166,6 +171,9 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
     for name, module in model.named_modules():
         lost = [key for key in dict(module.named_buffers(recurse=False)) if key in module._non_persistent_buffers_set]
         if not lost:
+            continue
+        if lost == ["embed_scale"]:  # Gemma's embedding, which cannot be made from the configuration alone
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
             continue
         try:
             fresh = type(module)(config=hf_config)

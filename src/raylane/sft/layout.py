@@ -18,7 +18,7 @@ from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import PolicyConfig
 from raylane.sft.stages import INTERLEAVED, stages_per_worker
 
-__all__ = ["check_layout", "check_model_folder", "micro_batches", "readers", "shape_problems"]
+__all__ = ["check_batch", "check_layout", "check_model_folder", "micro_batches", "readers", "shape_problems"]
 
 DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Model types that tensor, context and pipeline parallelism are tested with."""
@@ -60,6 +60,53 @@ def check_model_folder(config: RunConfig) -> None:
         raise ConfigError(f"{path} cannot be read: {error}. Set policy.model_name to a Hugging Face folder") from error
     if problems := list(shape_problems(config.policy, shape)):
         raise ConfigError("; ".join(problems), problems=problems)
+
+
+def check_batch(config: RunConfig, batch: Mapping[str, Any], micro: int | None, *, evaluates: bool) -> None:
+    """Raise ValueError for a batch of the driver that the layout cannot divide; `micro` is its micro-batch size."""
+    settings = config.policy.dtensor_cfg
+    rows, tokens = batch["input_ids"].shape
+    if tokens % (divisor := row_divisor(config)):
+        raise ValueError(
+            f"rows of {tokens} tokens do not divide by {divisor}, as the context_parallel_size, tensor_parallel_size "
+            f"and sequence_parallel of policy.dtensor_cfg need; pad them to {_nearest(tokens, divisor)}"
+        )
+    if settings.pipeline_parallel_size == 1:
+        return
+    if lists := sorted(key for key, value in batch.items() if isinstance(value, list)):
+        raise ValueError(f"a pipeline takes tensors only, and the batch holds lists: {', '.join(lists)}; remove them")
+    size = micro or config.policy.train_micro_batch_size
+    if not evaluates and (problem := _pipeline_problem(config, rows, size)):
+        raise ValueError(f"a batch of {rows} rows {problem}, or a smaller mbs")
+
+
+def row_divisor(config: RunConfig) -> int:
+    """Return the number that must divide the length of rows.
+
+    A context-parallel worker has two chunks of a row (`attention.local_chunks`), and sequence parallelism divides what
+    a worker has among the tensor-parallel ones.
+    """
+    settings = config.policy.dtensor_cfg
+    cp, tp = settings.context_parallel_size, settings.tensor_parallel_size
+    return (2 * cp if cp > 1 else 1) * (tp if settings.sequence_parallel else 1)
+
+
+def _pipeline_problem(config: RunConfig, rows: int, micro: int) -> str | None:
+    """Return what a pipeline lacks for a batch of so many rows, or None; `micro` rows are one micro-batch."""
+    settings, per_round = config.policy.dtensor_cfg, micro * readers(config)
+    pp, schedule = settings.pipeline_parallel_size, settings.pipeline_schedule
+    # What torch's schedules require (torch 2.13, torch/distributed/pipelining/schedules.py).
+    step = pp if schedule in INTERLEAVED else 1
+    least = pp if schedule != "gpipe" else 1
+    number = rows // per_round
+    if rows % per_round or (number >= least and number % step == 0):
+        return None
+    needed = f"a multiple of {pp}" if step > 1 else f"at least {least}"
+    fitting = max(least, -(-number // step) * step) * per_round
+    return (
+        f"makes {number} micro-batches, but policy.dtensor_cfg.pipeline_schedule={schedule} on {pp} workers needs "
+        f"{needed}; use {fitting} rows"
+    )
 
 
 def micro_batches(global_batch_size: int, micro_batch_size: int, num_readers: int) -> int:
@@ -157,9 +204,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     lengths = {"policy.max_total_sequence_length": length}
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
         lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
-    # A context-parallel worker has two chunks of a row (`attention.local_chunks`), and sequence parallelism divides
-    # what a worker has among the tensor-parallel ones.
-    divisor = (2 * cp if cp > 1 else 1) * (tp if settings.sequence_parallel else 1)
+    divisor = row_divisor(config)
     for name, tokens in lengths.items():
         if tokens % divisor:
             cause = f"context_parallel_size={cp}" + (
@@ -203,19 +248,9 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
     counts = {"policy.train_global_batch_size": policy.train_global_batch_size}
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_gbs:
         counts["policy.compiled_graph.warmup_gbs"] = policy.compiled_graph.warmup_gbs
-    per_round = policy.train_micro_batch_size * readers(config)
-    # What torch's schedules require (torch 2.13, torch/distributed/pipelining/schedules.py).
-    step = pp if schedule in INTERLEAVED else 1
-    least = pp if schedule != "gpipe" else 1
     for name, rows in counts.items():
-        micro = rows // per_round
-        if rows % per_round == 0 and (micro < least or micro % step):
-            needed = f"a multiple of {pp}" if step > 1 else f"at least {least}"
-            fitting = max(least, -(-micro // step) * step) * per_round
-            yield (
-                f"{name}={rows} makes {micro} micro-batches, but policy.dtensor_cfg.pipeline_schedule={schedule} on "
-                f"{pp} workers needs {needed}; use {fitting} rows, or a smaller policy.train_micro_batch_size"
-            )
+        if problem := _pipeline_problem(config, rows, policy.train_micro_batch_size):
+            yield f"{name}={rows} {problem}, or a smaller policy.train_micro_batch_size"
 
 
 def adapter_problems(policy: PolicyConfig) -> Iterator[str]:

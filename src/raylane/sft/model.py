@@ -7,6 +7,7 @@ Made by `build`, called by `step` and `pipeline`. Knows nothing of Ray, data fil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,12 +23,19 @@ from raylane.workers.batch import BatchDict
 if TYPE_CHECKING:
     from raylane.sft.parallel import WorkerMesh
 
-__all__ = ["HOST", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered"]
+__all__ = ["HOST", "OnHost", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered"]
 
 HOST = "host_"
 """Prefix of the names of tensors that a pipeline stage gets in CPU memory too."""
 
 Chunks = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A batch in CPU memory. In an object of its own, because FSDP2 moves the tensors of dictionaries to the GPU."""
+
+    batch: BatchDict
 
 
 class RunModel(nn.Module):
@@ -68,7 +76,7 @@ class SupervisedModel(RunModel):
         batch: BatchDict,
         loss_fn: LossFunction | None,
         *,
-        host: BatchDict | None = None,
+        host: OnHost | None = None,
         hidden_only: bool = False,
         incoming: Tensor | None = None,
     ) -> Tensor:
@@ -81,19 +89,20 @@ class SupervisedModel(RunModel):
         No attention mask is passed. Documents are separated where `position_ids` restart, by raylane's attention as by
         transformers (masking_utils.find_packed_sequence_indices, 5.23), while any mask would connect them.
         """
-        host = batch if host is None else host
+        on_host = batch if host is None else host.batch
         whole_rows = hidden_only or self.mesh.cp_group is None
         chunks = [(0, batch["input_ids"].shape[1])] if whole_rows else self.mesh.chunks(batch["input_ids"].shape[1])
-        inputs = self._inputs(batch, host, chunks, whole_rows, incoming)
+        inputs = self._inputs(batch, on_host, chunks, whole_rows, incoming)
         if hidden_only or not self.has_head:
             return self._hidden(inputs)
         if isinstance(loss_fn, CrossEntropy):
             labels = attention.take_chunks(batch["labels"], chunks)
-            supervised = loss_fn.supervised(attention.take_chunks(host["labels"], chunks), labels.device)
+            supervised = loss_fn.supervised(attention.take_chunks(on_host["labels"], chunks), labels.device)
             return loss_fn.from_hidden(self._hidden(inputs), labels, self._summed, supervised)
         logits: Tensor = self.causal_lm(**inputs).logits
         if self.mesh.tp is not None:
-            logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp)
+            words = self.causal_lm.get_output_embeddings().weight.shape[0]
+            logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
         return logits if loss_fn is None else loss_fn(logits.float(), _local(batch, chunks))
 
     def _inputs(
@@ -169,7 +178,7 @@ class StageModel(SupervisedModel):
         out = super().forward(
             batch,
             self.loss_fn,
-            host=BatchDict(on_host) if on_host else None,
+            host=OnHost(BatchDict(on_host)) if on_host else None,
             incoming=None if self.is_first else incoming,
         )
         return torch.stack([out]) if self.is_last else out

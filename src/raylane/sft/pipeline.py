@@ -75,8 +75,10 @@ class PipelinedModel(RunModel):
             assert isinstance(stage, StageModel)
             stage.loss_fn = loss_fn
         if scale is None:
-            # torch's schedules want full rounds of micro-batches; rows without labels change no loss.
-            batch = batch.pad(batch.size + -batch.size % (rows * self._count), fill={"labels": IGNORED})
+            # torch's schedules want full rounds of micro-batches; a row without labels changes no loss.
+            real, missing = batch.size, -batch.size % (rows * self._count)
+            batch = batch.select([*range(real), *[real - 1] * missing])
+            batch["labels"][real:] = IGNORED
         moved = batch.to(device)
         # torch splits every argument into micro-batches, so only tensors can be passed.
         tensors = {name: values for name, values in moved.items() if isinstance(values, Tensor)}

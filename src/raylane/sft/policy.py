@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft import checkpoint, delivery, state, storage
 from raylane.sft.config import RunConfig, build_config, dump
-from raylane.sft.layout import check_model_folder, micro_batches
+from raylane.sft.layout import check_batch, check_model_folder, micro_batches
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.sft.storage import Place
@@ -193,6 +193,7 @@ class Policy:
 
     def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
         micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
+        check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
         parts = batch.shard(self._dims.readers)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard

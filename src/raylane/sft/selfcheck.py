@@ -21,7 +21,7 @@ from torch import Tensor
 
 from raylane.errors import ConfigError
 from raylane.sft.loss import IGNORED, CrossEntropy
-from raylane.sft.model import RunModel, SupervisedModel, release_gathered
+from raylane.sft.model import OnHost, RunModel, SupervisedModel, release_gathered
 from raylane.sft.pipeline import PipelinedModel
 from raylane.sft.rows import RowSource
 from raylane.sft.step import evaluating, forward_only
@@ -142,7 +142,7 @@ def _check_rows(model: SupervisedModel, pair: RowSource, device: torch.device, p
 def _hidden(model: SupervisedModel, source: RowSource, row: int, device: torch.device) -> Tensor:
     """Return the hidden states float32 [T, H] of one row."""
     batch = _row(source, row)
-    hidden: Tensor = model(batch.to(device), None, host=batch, hidden_only=True)[0].float()
+    hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0].float()
     return hidden
 
 

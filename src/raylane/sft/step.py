@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from raylane.sft.dynamic import TokenBudget, divide
 from raylane.sft.loss import IGNORED, LossFunction
-from raylane.sft.model import RunModel, SupervisedModel, fsdp
+from raylane.sft.model import OnHost, RunModel, SupervisedModel, fsdp
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.pipeline import PipelinedModel
 from raylane.workers.batch import BatchDict
@@ -103,7 +103,7 @@ def _backward_each(
             last = i == len(parts) - 1
             shards.set_requires_gradient_sync(reduce_each or last)
             shards.set_reshard_after_backward(last or not model.keeps_gathered)
-        loss = model(part.to(device), loss_fn, host=part)
+        loss = model(part.to(device), loss_fn, host=OnHost(part))
         (loss * scale).backward()
         total += loss.detach()
     return total
@@ -122,7 +122,7 @@ def forward_only(model: RunModel, batch: BatchDict, rows: int, loss_fn: LossFunc
         if isinstance(model, PipelinedModel):
             return model.run(batch, rows, loss_fn, None, device)
         for part in batch.micro_batches(rows):
-            total += model(part.to(device), loss_fn, host=part)
+            total += model(part.to(device), loss_fn, host=OnHost(part))
     return total
 
 

@@ -141,11 +141,20 @@ def _whole_rows(local: Tensor, mesh: DeviceMesh) -> Tensor:
     return whole
 
 
-def whole_vocabulary(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return logits [..., V] from the parts of the vocabulary [..., V / tp] of all workers."""
+def whole_vocabulary(local: Tensor, mesh: DeviceMesh, words: int) -> Tensor:
+    """Return logits [B, T, V] from the parts of the vocabulary of all workers; `words` is V."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    divided = DTensor.from_local(local, mesh, [Shard(local.ndim - 1)])
+    rows, tokens = local.shape[:2]
+    # With the whole shape: by itself DTensor takes all parts to be equally large.
+    divided = DTensor.from_local(
+        local,
+        mesh,
+        [Shard(2)],
+        run_check=False,
+        shape=torch.Size([rows, tokens, words]),
+        stride=(tokens * words, words, 1),
+    )
     whole: Tensor = divided.redistribute(mesh, [Replicate()]).to_local()
     return whole
 
