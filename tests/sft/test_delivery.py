@@ -65,7 +65,7 @@ def test_folder_of_another_user_is_refused(folder, tmp_path, monkeypatch):
         delivery.own_folder()
 
 
-def test_a_folder_with_other_content_of_the_same_size_is_not_taken(tmp_path):
+def test_other_content_of_the_same_size_is_noticed(tmp_path):
     """A model that was trained further has the same names and sizes."""
     (tmp_path / "model").mkdir()
     listings = []
