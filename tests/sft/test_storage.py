@@ -143,6 +143,15 @@ def test_download_copies_all_files(root, tmp_path):
         storage.download(root / "missing", tmp_path / "other")
 
 
+def test_other_content_of_the_same_size_is_another_version(root):
+    (root / "weights").write_bytes(b"old")
+    before = root.versions()
+    assert root.versions() == before
+    (root / "weights").write_bytes(b"new")
+    assert root.versions() != before
+    assert root.sizes() == {"weights": 3}
+
+
 def test_place_of_a_text_is_a_path_or_a_url(tmp_path):
     assert storage.at("runs/saved") == Path("runs/saved")
     assert storage.at(f"file://{tmp_path}/a%20b") == tmp_path / "a b"

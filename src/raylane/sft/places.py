@@ -46,7 +46,8 @@ def fetch_models(config: RunConfig) -> RunConfig:
     """Return the configuration with local folders in place of URLs of model and tokenizer; download them if needed.
 
     Folders below `data.cache_dir` that were downloaded before are used again as long as names and sizes of the files
-    behind the URL are the same. Raises ConfigError if the URL cannot be read.
+    behind the URL are the same, and their hashes or times if storage has them. Raises ConfigError if the URL cannot be
+    read.
     """
     policy = config.policy
     update: dict[str, object] = {}
@@ -63,7 +64,7 @@ def _fetched(key: str, text: str, config: RunConfig) -> str:
     if not isinstance(place, Url):
         return str(place) if "://" in text else text
     try:
-        listing = json.dumps([str(place), sorted(place.sizes().items())])
+        listing = json.dumps([str(place), sorted(place.versions().items())])
         digest = hashlib.sha256(listing.encode()).hexdigest()[:16]
         folder = Path(config.data.cache_dir).resolve() / f"model-{digest}"
         if not folder.is_dir():

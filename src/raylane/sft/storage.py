@@ -102,12 +102,21 @@ class Url:
 
     def sizes(self) -> dict[str, int]:
         """Return relative name -> size in bytes of all files below this URL, at any depth."""
+        return {name: int(one["size"]) for name, one in self._files().items()}
+
+    def versions(self) -> dict[str, str]:
+        """Return relative name -> text that changes with the content: size, and hash or time if storage has them."""
+        # S3 calls it ETag, and other file systems of fsspec by these names.
+        keys = ("size", "ETag", "etag", "md5Hash", "mtime", "created")
+        return {name: " ".join(str(one[key]) for key in keys if key in one) for name, one in self._files().items()}
+
+    def _files(self) -> dict[str, dict[str, Any]]:
         with os_errors(self):
             files = filesystem(self)
             # fsspec's names begin with the bucket, not with the protocol.
             root = str(files._strip_protocol(self.text))
             found = cast("dict[str, Any]", files.find(self.text, detail=True))
-        return {name.removeprefix(root).lstrip("/"): int(one["size"]) for name, one in sorted(found.items())}
+        return {name.removeprefix(root).lstrip("/"): one for name, one in sorted(found.items())}
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
