@@ -115,7 +115,7 @@ def test_a_key_below_a_single_value_is_refused() -> None:
         ("max_num_steps=1", "sft.max_num_steps"),
         ("polcy.precision=float32", "policy"),
         ("data.max_input_seq_length=5", "policy.max_total_sequence_length"),
-        ("policy.dtensor_cfg.tensor_parallel_size=2", "not supported yet"),
+        ("policy.dtensor_cfg.expert_parallel_size=2", "not supported yet"),
     ],
 )
 def test_unknown_override_suggests_the_nearest_key(word: str, meant: str) -> None:
