@@ -1,7 +1,7 @@
-"""Ranks of a fine-tuning run as plain processes, without Ray: each runs a function on its own `SftWorker`.
+"""Ranks of a fine-tuning run without Ray: plain processes, each of which runs functions on its own `SftWorker`.
 
-The processes are forks of a server that has imported torch and transformers once, so sixteen of them start about as
-fast as one.
+`only_worker` makes the calling process the one rank of a run. The processes of `Ranks` are forks of a server that has
+imported torch and transformers once, so sixteen of them start about as fast as one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import multiprocessing.connection
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 DEADLINE_S = 240.0
@@ -23,13 +25,7 @@ PRELOADED = ["raylane.sft.worker", *(f"transformers.models.{name}.modeling_{name
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     """Run functions that arrive on `pipe` in a process that is one rank."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    os.environ.update(_variables(rank, world, port))
     from raylane.sft.worker import SftWorker
 
     worker = SftWorker("cpu")
@@ -40,6 +36,31 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
         except Exception:
             pipe.send((False, traceback.format_exc()))
     worker.teardown()
+
+
+@contextmanager
+def only_worker() -> Iterator[Any]:
+    """Make this process the only rank of a run for a `with` block, and give its worker."""
+    from raylane.sft.worker import SftWorker
+
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _variables(0, 1, store.port).items():
+            patch.setenv(name, value)
+        worker = SftWorker("cpu")
+        yield worker
+        worker.teardown()
+
+
+def _variables(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the variables by which torch.distributed finds the store and its rank."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 class Ranks:

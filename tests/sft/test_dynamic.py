@@ -4,37 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from raylane.errors import ConfigError
 from raylane.sft.data import prepare
 from raylane.sft.dynamic import TokenBudget, divide, division
 from raylane.sft.nemo_rl import translate
-from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
 UNPACKED = {"policy.sequence_packing": {"enabled": False}}
 DYNAMIC = {**UNPACKED, "policy.dynamic_batching": {"enabled": True, "train_mb_tokens": 96, "sequence_length_round": 4}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def worker():
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
-        worker = SftWorker("cpu")
-        yield worker
-        worker.teardown()
 
 
 def start(worker, folder, changes):

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
@@ -16,23 +15,16 @@ from raylane.sft import checkpoint, hf_folder
 from raylane.sft.config import dump
 from raylane.sft.data import prepare
 from raylane.sft.export import export_checkpoint
-from raylane.sft.worker import SftWorker
 from sft import tiny_run
+from sft.ranks import only_worker
 
 LORA = {"policy.dtensor_cfg.lora_cfg": {"enabled": True, "dim": 4, "alpha": 8}}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(folder):
     """Folder -> checkpoints "plain" (with hf) and "lora" (two steps each), saved by a worker that has ended."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
-        worker = SftWorker("cpu")
+    with only_worker() as worker:
         for name, changes in (("plain", {}), ("lora", LORA)):
             config = tiny_run.config_of(
                 folder,
@@ -46,7 +38,6 @@ def made(tmp_path_factory):
             worker.save_state(str(partial / "state"), 2)
             saved = checkpoint.commit(partial, 2, {}, {**dump(config), "prepared": prepared.train.parent.name})
             worker.save_hf(str(saved.path / "hf"))
-        worker.teardown()
     return folder
 
 

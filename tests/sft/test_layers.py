@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from raylane.errors import ConfigError
 from raylane.sft import layers
 from raylane.sft.data import prepare
-from raylane.sft.worker import SftWorker
 from sft import tiny_run
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"
 COMPILE = {"policy.dtensor_cfg.compile_layers": True}
 SHARDED = {"policy.dtensor_cfg.shard_parameters": "always"}
 FOUR_LAYERS = {"policy.hf_config_overrides.num_hidden_layers": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def worker():
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
-        worker = SftWorker("cpu")
-        yield worker
-        worker.teardown()
 
 
 def gradients(worker, folder, changes):

@@ -8,13 +8,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import lora
 from raylane.sft.data import prepare
-from raylane.sft.worker import SftWorker
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -24,25 +22,6 @@ LORA = {KEY: {"enabled": True, "dim": 4, "alpha": 8}}
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 SHARDED = {"policy.dtensor_cfg.shard_parameters": "always"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def worker():
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
-        worker = SftWorker("cpu")
-        yield worker
-        worker.teardown()
 
 
 def start(worker, folder, changes=None):

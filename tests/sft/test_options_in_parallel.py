@@ -30,13 +30,6 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def ranks():
     with Ranks(2) as ranks:
         yield ranks

@@ -17,13 +17,6 @@ HSDP = {**SHARDED, "policy.dtensor_cfg.dp_replicate_size": 2}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def two(ray_session, folder):
     run = WorkerRun(folder, 2)
     yield run

@@ -120,13 +120,16 @@ def reference(folder: Path) -> Reference:
     return Reference(folder)
 
 
-def ranks_of(world: int) -> Iterator[Ranks]:
-    with Ranks(world) as ranks:
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
         yield ranks
 
 
-two = pytest.fixture(scope="module", name="two")(lambda: (yield from ranks_of(2)))
-four = pytest.fixture(scope="module", name="four")(lambda: (yield from ranks_of(4)))
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
 
 
 def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -251,13 +254,10 @@ def evaluated_from_a_folder(worker: Any, folder: Path, changes: dict[str, Any], 
     policy["tokenizer"]["train_vocab_size"] = None
     policy["tokenizer"]["chat_template"] = None
     start = {f"policy.{key}": value for key, value in policy.items()}
-    again = tiny_run.config_of(folder, {**changes_without_model(changes), **start})
+    kept = {key: value for key, value in changes.items() if not key.startswith("policy.hf_config_overrides")}
+    again = tiny_run.config_of(folder, {**kept, **start})
     worker.setup(again, prepare(again), STEPS)
     return before, worker.evaluate()["loss"]
-
-
-def changes_without_model(changes: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in changes.items() if not key.startswith("policy.hf_config_overrides")}
 
 
 @pytest.mark.slow

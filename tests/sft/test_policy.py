@@ -22,13 +22,6 @@ from sft.worker_run import WorkerRun
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
 def twice_the_loss(logits, batch):
     labels = batch["labels"].flatten()
     return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")

@@ -17,13 +17,6 @@ from workers.processes import stop
 STEPS = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recovery")
-    tiny_run.write_data(folder)
-    return folder
-
-
 def config_in(folder, name, changes=None):
     places = {"checkpointing.checkpoint_dir": str(folder / name / "saved"), "logger.log_dir": str(folder / name)}
     sizes = {"cluster.num_workers": 2, "sft.max_num_steps": STEPS, "checkpointing.save_period": 5}

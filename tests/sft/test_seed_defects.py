@@ -44,13 +44,6 @@ def group(ray_session):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("seed")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def policy(ray_session, folder):
     """Two workers that train a small model through graphs."""
     config = tiny_run.config_of(folder, {"cluster.num_workers": 2, "policy.compiled_graph.mode": "required"})

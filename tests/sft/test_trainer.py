@@ -25,13 +25,6 @@ STEPS = 60
 WORKERS = {"cluster.num_workers": 2, "sft.max_num_steps": STEPS, "checkpointing.save_period": 5}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
 def config_in(folder, name, changes=None):
     places = {"checkpointing.checkpoint_dir": str(folder / name / "saved"), "logger.log_dir": str(folder / name)}
     return tiny_run.config_of(folder, {**WORKERS, **places, **(changes or {})})

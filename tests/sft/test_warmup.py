@@ -14,13 +14,6 @@ from raylane.sft.rows import open_rows
 from sft import tiny_run
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("warm")
-    tiny_run.write_data(folder)
-    return folder
-
-
 def small_model():
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,27 +21,7 @@ from raylane.sft import attention, build, selfcheck
 from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
 from raylane.sft.loss import CrossEntropy
-from raylane.sft.worker import SftWorker
 from sft import tiny_run
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_run.write_data(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def worker():
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    variables = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
-            patch.setenv(name, str(value))
-        worker = SftWorker("cpu")
-        yield worker
-        worker.teardown()
 
 
 def start(worker, folder, changes=None):
