@@ -15,7 +15,8 @@ from tests.sft.ranks import Ranks
 from raylane.sft import hf_export
 from raylane.sft.config import dump
 from raylane.sft.data import prepare
-from raylane.sft.hf_export import plan_files, rounds
+from raylane.sft.hf_export import rounds
+from raylane.sft.hf_folder import plan_files
 
 SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
 

@@ -8,10 +8,9 @@ Runs no code from the checkpoint (`dcp.CodeFreeReader`). Called by `raylane expo
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +27,8 @@ from raylane.sft.checkpoint import Saved
 from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import read_prepared
 from raylane.sft.dcp import CodeFreeReader, FitPlanner
-from raylane.sft.hf_folder import file_numbers, write_beside
-from raylane.sft.lora import adapt, adapted, base_parameters
+from raylane.sft.hf_folder import plan_files, stored_bytes, write_beside, write_index
+from raylane.sft.lora import LoraLinear, adapt, adapted, base_parameters
 from raylane.sft.model_config import model_config
 from raylane.sft.publishing import HF_FOLDER
 from raylane.sft.state import load_failure
@@ -39,13 +38,10 @@ __all__ = ["Form", "export_checkpoint"]
 
 Form = Literal["merged", "adapter"]
 
-_TYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-"""Names of data types in the header of a safetensors file."""
-
 
 @dataclass(frozen=True)
 class _Source:
-    """What an export needs besides the weights."""
+    """Configuration, tokenizer and base folder of the exported model."""
 
     hf_config: Any
     tokenizer_dir: Path
@@ -151,25 +147,24 @@ def _reader(folder: Place) -> Read:
 
 
 def _write_weights(folder: Path, causal_lm: nn.Module, read: Read, dtype: torch.dtype) -> None:
-    """Write the safetensors files of a model with its adapters added in, and their index."""
-    weights = base_parameters(causal_lm)
-    sizes = {name: torch.empty(one.shape, dtype=dtype, device="meta") for name, one in weights.items()}
-    numbers = file_numbers(sizes)
-    count = max(numbers.values())
-    files = {name: f"model-{number:05}-of-{count:05}.safetensors" for name, number in numbers.items()}
-    for file in sorted(set(files.values())):
-        shapes = {name: sizes[name] for name in files if files[name] == file}
-        values = (_merged(name, causal_lm, weights, read).to(dtype) for name in shapes)
-        _write_safetensors(folder / file, shapes, values)
-    total = sum(one.numel() * one.element_size() for one in sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    """Write the safetensors files of a model with its adapters added in, and their index.
+
+    One tensor after the other; the library's own writer needs all of them in memory.
+    """
+    weights, layers = base_parameters(causal_lm), adapted(causal_lm)
+    files = plan_files([{name: tuple(one.shape) for name, one in weights.items()}], dtype.itemsize)
+    for file in files:
+        with (folder / file.name).open("wb") as stream:
+            stream.write(file.header(dtype))
+            for name in file.shapes:
+                stream.write(stored_bytes(_merged(name, layers, weights, read).to(dtype)))
+    write_index(folder, files, dtype)
 
 
-def _merged(name: str, causal_lm: nn.Module, weights: Mapping[str, nn.Parameter], read: Read) -> Tensor:
+def _merged(name: str, layers: Mapping[str, LoraLinear], weights: Mapping[str, nn.Parameter], read: Read) -> Tensor:
     """Read one weight, with its adapter added if it has one."""
     owner, _, _ = name.rpartition(".")
-    layer = adapted(causal_lm).get(owner)
+    layer = layers.get(owner)
     if layer is None or not name.endswith(".weight"):
         return read(f"model.{_stored(name, layer is not None)}", weights[name].shape)
     base = read(f"model.{owner}.base.weight", weights[name].shape)
@@ -182,23 +177,3 @@ def _stored(name: str, in_adapted: bool) -> str:
     """Return the name of a parameter in the state; the bias of an adapted layer belongs to its base."""
     owner, _, last = name.rpartition(".")
     return f"{owner}.base.{last}" if in_adapted else name
-
-
-def _write_safetensors(path: Path, shapes: Mapping[str, Tensor], values: Iterator[Tensor]) -> None:
-    """Write tensors one after the other; the library's own writer needs all of them in memory.
-
-    Format (safetensors' README): length of the header as uint64, header as JSON, then the values in its order.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, one in shapes.items():
-        begin, end = end, end + one.numel() * one.element_size()
-        kind = _TYPE_NAMES[one.dtype]
-        header[name] = {"dtype": kind, "shape": list(one.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in values:
-            # As bytes, because NumPy has no bfloat16.
-            file.write(value.contiguous().view(torch.uint8).numpy().data)

@@ -11,35 +11,30 @@ nothing is written twice. The place may be a folder that all nodes see, or a URL
 
 from __future__ import annotations
 
-import json
 import queue
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from raylane.errors import CheckpointError
 from raylane.sft import lora
 from raylane.sft.adapter_files import adapter_tensors, write_adapter
-from raylane.sft.hf_folder import ADAPTER_FOLDER, write_beside
+from raylane.sft.hf_folder import ADAPTER_FOLDER, WeightFile, plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.model import RunModel
+from raylane.sft.sharded import whole
 from raylane.sft.state import on_rank_zero
 from raylane.sft.storage import Place
 
 __all__ = ["save_hf"]
 
-_BYTES_PER_FILE = 4 * 2**30
 _WEIGHTS_WAITING = 2
 """Number of gathered weights that may wait for their writer; with the one being written, the memory that is needed."""
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-"""Names in the header of a safetensors file: https://github.com/huggingface/safetensors#format"""
 
 
 def save_hf(
@@ -62,60 +57,6 @@ def save_hf(
     on_rank_zero(
         failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
     )
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """Plan of one safetensors file."""
-
-    name: str
-    writer: int
-    """Rank that writes the file."""
-    holders: tuple[int, ...]
-    """Ranks that hold (shards of) its weights, and take part in gathering them."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Weights in the order in which they are in the file."""
-
-    def header(self, dtype: torch.dtype) -> bytes:
-        """Return the first bytes of the file, up to the first weight."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name, shape in self.shapes.items():
-            end = offset + _num_elements(shape) * dtype.itemsize
-            entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # weights start at a multiple of 8 bytes
-        return len(text).to_bytes(8, "little") + text
-
-
-def plan_files(
-    held: Sequence[Mapping[str, tuple[int, ...]]], bytes_per_element: int, bytes_per_file: int = _BYTES_PER_FILE
-) -> list[WeightFile]:
-    """Return the files for the weights that each rank holds (name -> shape of the whole weight). Pure.
-
-    Neighbouring weights with the same holders share a file, up to `bytes_per_file`; ranks take turns in writing.
-    """
-    holders: dict[str, list[int]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rank, own in enumerate(held):
-        for name, shape in own.items():
-            holders.setdefault(name, []).append(rank)
-            shapes[name] = shape
-    groups: list[tuple[tuple[int, ...], dict[str, tuple[int, ...]]]] = []
-    used = 0
-    for name, ranks in holders.items():
-        size = _num_elements(shapes[name]) * bytes_per_element
-        if not groups or groups[-1][0] != tuple(ranks) or used + size > bytes_per_file:
-            groups.append((tuple(ranks), {}))
-            used = 0
-        groups[-1][1][name] = shapes[name]
-        used += size
-    total = len(groups)
-    return [
-        WeightFile(f"model-{i + 1:05d}-of-{total:05d}.safetensors", ranks[i % len(ranks)], ranks, group)
-        for i, (ranks, group) in enumerate(groups)
-    ]
 
 
 def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
@@ -143,10 +84,9 @@ def _write_weights(
                     if name is None or rank not in file.holders:
                         continue
                     # Rounded before it is gathered: half the bytes on the wire.
-                    part = weights[name].to(dtype)
-                    whole = part.full_tensor() if isinstance(part, DTensor) else part
+                    gathered = whole(weights[name].to(dtype))
                     if file.writer == rank:
-                        writer.add(file, dtype, whole.cpu().contiguous())
+                        writer.add(file, dtype, gathered.cpu())
     finally:
         error = writer.close()
     errors: list[str | None] = [None] * world
@@ -196,8 +136,7 @@ class _Writer:
                         self._folder.mkdir(parents=True, exist_ok=True)
                     stream = (self._folder / file.name).open("wb")
                     stream.write(file.header(item[1]))
-                # As bytes, because NumPy has no bfloat16.
-                stream.write(item[2].reshape(-1).view(torch.uint8).numpy().data)
+                stream.write(stored_bytes(item[2]))
             except Exception as error:
                 self._error = str(error) or type(error).__name__
         try:
@@ -205,10 +144,6 @@ class _Writer:
                 stream.close()
         except Exception as error:
             self._error = self._error or str(error) or type(error).__name__
-
-
-def _num_elements(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _write_beside(
@@ -222,16 +157,11 @@ def _write_beside(
     dtype: torch.dtype,
 ) -> None:
     """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
-    total = sum(_num_elements(shape) for file in files for shape in file.shapes.values()) * dtype.itemsize
-    index = {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file.name for file in files for name in file.shapes},
-    }
     # transformers writes to local folders only, and the place may be a URL.
     with tempfile.TemporaryDirectory() as name:
         draft = Path(name)
         write_beside(draft, model.causal_lm, tokenizer_dir, end_ids, start, dtype)
-        (draft / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        write_index(draft, files, dtype)
         if adapters:
             write_adapter(draft / ADAPTER_FOLDER, model.causal_lm, dict(adapters), start, torch.float32)
             if isinstance(folder, Path):

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder: config, generation settings, tokenizer, and the division of weights into files.
+"""Files of a Hugging Face folder: config, generation settings, tokenizer, and the plan of the safetensors files.
 
     folder/config.json, generation_config.json, tokenizer files     written here
            model-00001-of-00003.safetensors, ...                    written by `hf_export` or `export`
@@ -14,19 +14,22 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["ADAPTER_FOLDER", "file_numbers", "write_beside"]
+__all__ = ["ADAPTER_FOLDER", "WeightFile", "plan_files", "stored_bytes", "write_beside", "write_index"]
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
 
 _GENERATION = "generation_config.json"
 _BYTES_PER_FILE = 4 * 2**30
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+"""Names in the header of a safetensors file: https://github.com/huggingface/safetensors#format"""
 
 
 def write_beside(
@@ -97,16 +100,77 @@ def _copy_plain(source: Path, target: Path) -> None:
                 shutil.copyfileobj(file, copy)
 
 
-def file_numbers(weights: dict[str, Any]) -> dict[str, int]:
-    """Return weight name -> number of its file (from 1), in order, with at most 4 GiB per file.
+@dataclass(frozen=True)
+class WeightFile:
+    """Plan of one safetensors file."""
 
-    Only the sizes of the tensors matter, which may be on the meta device.
+    name: str
+    writer: int
+    """Rank that writes the file."""
+    holders: tuple[int, ...]
+    """Ranks that hold (shards of) its weights, and take part in gathering them."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Weights in the order in which they are in the file."""
+
+    def header(self, dtype: torch.dtype) -> bytes:
+        """Return the first bytes of the file, up to the first weight."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, shape in self.shapes.items():
+            end = offset + _num_elements(shape) * dtype.itemsize
+            entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # weights start at a multiple of 8 bytes
+        return len(text).to_bytes(8, "little") + text
+
+
+def plan_files(
+    held: Sequence[Mapping[str, tuple[int, ...]]], bytes_per_element: int, bytes_per_file: int | None = None
+) -> list[WeightFile]:
+    """Return the files for the weights that each rank holds (name -> shape of the whole weight). Pure.
+
+    Neighbouring weights with the same holders share a file, up to `bytes_per_file` (4 GiB by default); ranks take turns
+    in writing.
     """
-    files, used, number = {}, 0, 1
-    for name, weight in weights.items():
-        size = weight.numel() * weight.element_size()
-        if used and used + size > _BYTES_PER_FILE:
-            number, used = number + 1, 0
-        files[name] = number
+    limit = _BYTES_PER_FILE if bytes_per_file is None else bytes_per_file
+    holders: dict[str, list[int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, own in enumerate(held):
+        for name, shape in own.items():
+            holders.setdefault(name, []).append(rank)
+            shapes[name] = shape
+    groups: list[tuple[tuple[int, ...], dict[str, tuple[int, ...]]]] = []
+    used = 0
+    for name, ranks in holders.items():
+        size = _num_elements(shapes[name]) * bytes_per_element
+        if not groups or groups[-1][0] != tuple(ranks) or used + size > limit:
+            groups.append((tuple(ranks), {}))
+            used = 0
+        groups[-1][1][name] = shapes[name]
         used += size
-    return files
+    total = len(groups)
+    return [
+        WeightFile(f"model-{i + 1:05d}-of-{total:05d}.safetensors", ranks[i % len(ranks)], ranks, group)
+        for i, (ranks, group) in enumerate(groups)
+    ]
+
+
+def stored_bytes(weight: torch.Tensor) -> memoryview:
+    """Return the bytes of a whole CPU tensor as they are in a file."""
+    # Through uint8, because NumPy has no bfloat16.
+    return weight.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_index(folder: Path, files: Sequence[WeightFile], dtype: torch.dtype) -> None:
+    """Write the index of weights of this data type, which tells readers the file of each weight."""
+    total = sum(_num_elements(shape) for file in files for shape in file.shapes.values()) * dtype.itemsize
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file.name for file in files for name in file.shapes},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _num_elements(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
