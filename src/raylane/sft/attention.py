@@ -118,14 +118,15 @@ class PackedRows:
     """Process group of the ranks that share the rows; None if every rank holds whole rows."""
 
     @classmethod
-    def of(cls, positions: Tensor, group: Any = None) -> PackedRows:
-        """Return the plan for whole rows with these `position_ids`, int64 [B, T] on the CPU."""
-        size = 1 if group is None else dist.get_world_size(group)
-        rank = 0 if group is None else dist.get_rank(group)
+    def of(cls, positions: Tensor, chunks: Sequence[tuple[int, int]] | None = None, group: Any = None) -> PackedRows:
+        """Return the plan for whole rows with these `position_ids`, int64 [B, T] on the CPU.
+
+        `chunks` are the parts of a row that this rank of `group` holds, None for the whole row.
+        """
         row_tokens = positions.shape[1]
-        chunks = local_chunks(row_tokens, rank, size)
         lengths = [document_lengths(row) for row in positions]
-        return cls(lengths, [pieces(row, chunks) for row in lengths], row_tokens, group if size > 1 else None)
+        own = [pieces(row, chunks or [(0, row_tokens)]) for row in lengths]
+        return cls(lengths, own, row_tokens, group)
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, D] of whole rows from those of this rank [B, N, t, D]. Collective."""

@@ -77,11 +77,11 @@ def _build(
     tied = hf_config.tie_word_embeddings and model.has_head
     _prepare(model, policy)
     if mesh.tp is not None:
-        tensor_parallel.apply(causal_lm, mesh.tp, policy.dtensor_cfg.sequence_parallel)
+        tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     _shard(model, policy, mesh)
     if name is not None:
-        model.to_empty(device=torch.device("cpu") if policy.dtensor_cfg.cpu_offload else device)
+        model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
         if tied:
             # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
             causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
@@ -100,7 +100,6 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     attention.register()
-
     try:
         return AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation=implementation, trust_remote_code=False

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raylane.sft.layout import row_divisor
 from raylane.workers.batch import BatchDict, plan_token_budget
 
 if TYPE_CHECKING:
@@ -39,13 +40,11 @@ class TokenBudget:
 
 def division(policy: PolicyConfig) -> int | TokenBudget:
     """Return the configured division: rows in a micro-batch, or a token budget."""
-    settings, parallel = policy.dynamic_batching, policy.dtensor_cfg
+    settings = policy.dynamic_batching
     if not settings.enabled:
         return policy.train_micro_batch_size
-    # Context parallelism cuts rows into 2 * cp parts, sequence parallelism divides each of them.
-    cp, tp = parallel.context_parallel_size, parallel.tensor_parallel_size
-    parts = (2 * cp if cp > 1 else 1) * (tp if parallel.sequence_parallel else 1)
-    return TokenBudget(policy.micro_batch_tokens, math.lcm(settings.sequence_length_round, parts))
+    divisor = math.lcm(settings.sequence_length_round, row_divisor(policy.dtensor_cfg))
+    return TokenBudget(policy.micro_batch_tokens, divisor)
 
 
 def divide(batch: BatchDict, how: int | TokenBudget) -> list[BatchDict]:

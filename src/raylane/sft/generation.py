@@ -51,10 +51,9 @@ def generate(
 
     All workers pass the same prompts, and all compute all of them.
     """
-    dims = model.mesh.dims
     needed = max(len(prompt) for prompt in prompts) + new_tokens
     # One length for all passes: a pipeline prepares its buffers for each new one.
-    length = needed + -needed % (2 * dims.cp * dims.tp)
+    length = needed + -needed % model.mesh.dims.row_multiple
     rows = len(prompts)
     answers: list[list[int]] = [[] for _ in prompts]
     ended = [False] * rows

@@ -1,8 +1,7 @@
 """Checks that the sizes of a run fit together, made before any process starts.
 
 Pure functions on the configuration, except `check_model_folder`, which reads a file; called by `config.build_config`,
-`planning` and `policy`. Every message names the two
-values that disagree and how to change them.
+`planning` and `policy`. Every message names the two values that disagree and how to change them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,19 @@ from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.sft.schema import RunConfig
-from raylane.sft.schema_policy import PolicyConfig
+from raylane.sft.schema_policy import DTensorConfig, PolicyConfig
 from raylane.sft.stages import INTERLEAVED, stages_per_worker
 
-__all__ = ["check_batch", "check_layout", "check_model_folder", "micro_batches", "readers", "shape_problems"]
+__all__ = [
+    "check_batch",
+    "check_layout",
+    "check_model_folder",
+    "micro_batches",
+    "readers",
+    "room_for_prompts",
+    "row_divisor",
+    "shape_problems",
+]
 
 DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Model types that tensor, context and pipeline parallelism are tested with."""
@@ -66,7 +74,7 @@ def check_batch(config: RunConfig, batch: Mapping[str, Any], micro: int | None, 
     """Raise ValueError for a batch of the driver that the layout cannot divide; `micro` is its micro-batch size."""
     settings = config.policy.dtensor_cfg
     rows, tokens = batch["input_ids"].shape
-    if tokens % (divisor := row_divisor(config)):
+    if tokens % (divisor := row_divisor(settings)):
         raise ValueError(
             f"rows of {tokens} tokens do not divide by {divisor}, as the context_parallel_size, tensor_parallel_size "
             f"and sequence_parallel of policy.dtensor_cfg need; pad them to {_nearest(tokens, divisor)}"
@@ -80,13 +88,17 @@ def check_batch(config: RunConfig, batch: Mapping[str, Any], micro: int | None, 
         raise ValueError(f"a batch of {rows} rows {problem}, or a smaller mbs")
 
 
-def row_divisor(config: RunConfig) -> int:
+def room_for_prompts(config: RunConfig) -> int:
+    """Return the largest number of tokens in a prompt that leaves room for an answer of `sft.sample_tokens`."""
+    return config.policy.max_total_sequence_length - config.sft.sample_tokens
+
+
+def row_divisor(settings: DTensorConfig) -> int:
     """Return the number that must divide the length of rows.
 
     A context-parallel worker has two chunks of a row (`attention.local_chunks`), and sequence parallelism divides what
     a worker has among the tensor-parallel ones.
     """
-    settings = config.policy.dtensor_cfg
     cp, tp = settings.context_parallel_size, settings.tensor_parallel_size
     return (2 * cp if cp > 1 else 1) * (tp if settings.sequence_parallel else 1)
 
@@ -204,7 +216,7 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     lengths = {"policy.max_total_sequence_length": length}
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
         lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
-    divisor = row_divisor(config)
+    divisor = row_divisor(settings)
     for name, tokens in lengths.items():
         if tokens % divisor:
             cause = f"context_parallel_size={cp}" + (

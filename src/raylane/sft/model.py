@@ -39,7 +39,7 @@ class OnHost:
 
 
 class RunModel(nn.Module):
-    """What training steps and checkpoints need of a model, whole or in stages."""
+    """Model as training steps and checkpoints see it, whole or in stages."""
 
     causal_lm: Any
     """transformers' model, or the part of it that this worker holds, with the parameter names of the whole model."""
@@ -114,7 +114,7 @@ class SupervisedModel(RunModel):
         inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
         if self._plans_attention:
             group = None if whole_rows else self.mesh.cp_group
-            inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], group)
+            inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], chunks, group)
         if incoming is None:
             inputs["input_ids"] = attention.take_chunks(batch["input_ids"], chunks)
         else:

@@ -93,6 +93,11 @@ class ParallelDims:
         """Number of workers with the same rows."""
         return self.pp * self.cp * self.tp
 
+    @property
+    def row_multiple(self) -> int:
+        """Number of tokens of which any row can be divided, with or without sequence parallelism."""
+        return 2 * self.cp * self.tp
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank on every axis."""
         found = {}

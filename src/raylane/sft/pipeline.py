@@ -17,10 +17,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import HOST, RunModel, StageModel
+from raylane.sft.sharded import own_part
 from raylane.sft.stage_modules import merged
 from raylane.workers.batch import BatchDict
 
@@ -45,7 +45,8 @@ class PipelinedModel(RunModel):
     ) -> None:
         """Take the stages of this worker, of `count` stages in all."""
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self.stages = nn.ModuleList(stages)  # registers their parameters; `_in_order` has their type
+        self._in_order = stages
         self.causal_lm = merged([stage.causal_lm for stage in stages])
         """One tree of all parameters here, under their names in the whole model; not for calls."""
         self.mesh = mesh
@@ -59,30 +60,25 @@ class PipelinedModel(RunModel):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
-        last = self.stages[-1]
-        assert isinstance(last, StageModel)
-        return last.tied_copy
+        return self._in_order[-1].tied_copy
 
-    def run(
-        self, batch: BatchDict, rows: int, loss_fn: LossFunction, scale: float | None, device: torch.device
-    ) -> Tensor:
+    def run(self, batch: BatchDict, rows: int, loss_fn: LossFunction, scale: float | None) -> Tensor:
         """Return the summed loss of a batch in CPU memory, float64; 0 on workers without the last stage. Collective.
 
         With `scale`, gradients of scale times the loss are added to `.grad`; with None there is no backward pass.
         """
         self._scale = 1.0 if scale is None else scale
-        for stage in self.stages:
-            assert isinstance(stage, StageModel)
+        for stage in self._in_order:
             stage.loss_fn = loss_fn
         if scale is None:
             # torch's schedules want full rounds of micro-batches; a row without labels changes no loss.
             real, missing = batch.size, -batch.size % (rows * self._count)
             batch = batch.select([*range(real), *[real - 1] * missing])
             batch["labels"][real:] = IGNORED
-        moved = batch.to(device)
+        moved = batch.to(self._device)
         # torch splits every argument into micro-batches, so only tensors can be passed.
         tensors = {name: values for name, values in moved.items() if isinstance(values, Tensor)}
-        if device.type != "cpu":
+        if self._device.type != "cpu":
             tensors |= {HOST + name: batch[name] for name in ("position_ids", "labels")}
         # Later stages get hidden states from the stage before; all stages get the rest.
         first = [tensors["input_ids"]] if self.mesh.stage == 0 else []
@@ -93,7 +89,7 @@ class PipelinedModel(RunModel):
         else:
             losses = list[Tensor]()
             plan.step(*first, target=tensors["labels"], losses=losses, return_outputs=False, **tensors)
-        zero = torch.zeros((), dtype=torch.float64, device=device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
         return sum((part.detach().double().sum() for part in losses), zero) / self._scale
 
     def _loss(self, output: Tensor, _: Tensor) -> Tensor:
@@ -110,8 +106,7 @@ class PipelinedModel(RunModel):
             # A schedule keeps buffers of one shape; gloo ends the process if a message of another size arrives.
             stages = [
                 PipelineStage(stage, stage.number, self._count, self._device, group=self.mesh.pp_group)
-                for stage in self.stages
-                if isinstance(stage, StageModel)
+                for stage in self._in_order
             ]
             several = len(stages) > 1
             make = _SCHEDULES[self._schedule]
@@ -132,5 +127,4 @@ class PipelinedModel(RunModel):
             # Both copies are divided in the same way, so the parts of a worker belong together.
             gradient = parameter.grad
             assert gradient is not None, "every step uses embedding and head"
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            dist.all_reduce(local, group=self.mesh.tied_group)
+            dist.all_reduce(own_part(gradient), group=self.mesh.tied_group)

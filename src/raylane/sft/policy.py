@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft import checkpoint, delivery, state, storage
 from raylane.sft.config import RunConfig, build_config, dump
-from raylane.sft.layout import check_batch, check_model_folder, micro_batches
+from raylane.sft.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.sft.storage import Place
@@ -275,7 +275,7 @@ class Policy:
 
         ValueError if there is no room: prompt and answer must fit into policy.max_total_sequence_length tokens.
         """
-        room = self._config.policy.max_total_sequence_length - self._config.sft.sample_tokens
+        room = room_for_prompts(self._config)
         for number, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= room:
                 raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.chat import ChatTokenizer
+from raylane.sft.layout import room_for_prompts
 
 if TYPE_CHECKING:
     from raylane.sft.config import RunConfig
@@ -30,7 +31,7 @@ class Prompts:
         self._tokenizer = ChatTokenizer.load(prepared.tokenizer_dir, template_kwargs=settings.chat_template_kwargs)
         self._tokens = [self._tokenizer.question(text) for text in self._texts]
         # Checked here, before workers are started: a run would otherwise end at its first validation.
-        room = config.policy.max_total_sequence_length - config.sft.sample_tokens
+        room = room_for_prompts(config)
         for text, tokens in zip(self._texts, self._tokens, strict=True):
             if len(tokens) > room:
                 raise ConfigError(

@@ -52,8 +52,7 @@ def check_model(model: RunModel, source: RowSource, device: torch.device, precis
         return
     assert isinstance(model, SupervisedModel)
     with torch.no_grad(), evaluating(model):
-        dims = model.mesh.dims
-        _check_loss(model, _few_tokens(source, 2 * dims.cp * dims.tp).to(device), precision)
+        _check_loss(model, _few_tokens(source, model.mesh.dims.row_multiple).to(device), precision)
         pair = packed_pair(source)
         if pair is None:
             _log.info("no row holds two documents, so the check of packing is skipped")

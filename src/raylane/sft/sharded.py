@@ -1,16 +1,21 @@
-"""Whole tensors of sharded ones and back, for operations that need a whole matrix. Called by `lora` and `muon`."""
+"""Conversion of sharded tensors: to whole ones, to the part of this worker, and back. Plain tensors pass unchanged."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["divided", "whole"]
+__all__ = ["divided", "own_part", "whole"]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as a whole one. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this worker holds; it shares memory with the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def divided(values: Tensor, like: Tensor) -> Tensor:

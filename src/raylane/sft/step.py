@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from raylane.sft.dynamic import TokenBudget, divide
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, fsdp
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.pipeline import PipelinedModel
+from raylane.sft.sharded import own_part, whole
 from raylane.workers.batch import BatchDict
 
 __all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "optimize"]
@@ -71,7 +71,7 @@ def backward(
     mesh = model.mesh
     if isinstance(model, PipelinedModel):
         assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
-        total = model.run(batch, rows, loss_fn, mesh.fsdp.size() / max(1, counts.supervised), device)
+        total = model.run(batch, rows, loss_fn, mesh.fsdp.size() / max(1, counts.supervised))
         model.sum_tied_gradients()
     else:
         assert isinstance(model, SupervisedModel)
@@ -120,7 +120,7 @@ def forward_only(model: RunModel, batch: BatchDict, rows: int, loss_fn: LossFunc
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
         if isinstance(model, PipelinedModel):
-            return model.run(batch, rows, loss_fn, None, device)
+            return model.run(batch, rows, loss_fn, None)
         for part in batch.micro_batches(rows):
             total += model(part.to(device), loss_fn, host=OnHost(part))
     return total
@@ -148,9 +148,9 @@ def clip(model: RunModel, max_norm: float | None) -> float:
         if gradient is not copied:  # the first stage counts the embedding, which is the same parameter
             by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
     norms = [torch.nn.utils.get_total_norm(some) for some in by_mesh.values()]
-    # A partial norm per worker; full_tensor() combines them.
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    # Of shards a partial norm per worker, which `whole` combines.
+    combined = [whole(norm) for norm in norms]
+    norm = combined[0] if len(combined) == 1 else torch.linalg.vector_norm(torch.stack(combined))
     if mesh.pp_group is not None:
         # Each stage has other parameters.
         squared = norm.square()
@@ -159,8 +159,7 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
     if max_norm is not None and not float(norm) + 1e-6 < max_norm:
         # In place and without DTensor, which would refuse tensors of several meshes.
-        local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
-        torch._foreach_mul_(local, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_([own_part(one) for one in gradients], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
 
 

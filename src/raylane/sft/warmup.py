@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from raylane.sft.sharded import own_part
 
 __all__ = ["state_kept"]
 
@@ -29,7 +30,7 @@ def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
     """
     # Frozen weights do not change, and may be most of the model.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tensors = [_local(tensor) for tensor in (*trained, *model.buffers())]
+    tensors = [own_part(tensor) for tensor in (*trained, *model.buffers())]
     copies = [_copy(tensor) for tensor in tensors]
     state = {parameter: _copies(values) for parameter, values in optimizer.state.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -56,18 +57,13 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, dict[s
         values = optimizer.state[parameter]
         for key, kept in state[parameter].items():
             if isinstance(kept, Tensor):
-                _local(values[key]).copy_(kept)
+                own_part(values[key]).copy_(kept)
             else:
                 values[key] = kept
 
 
 def _copies(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy(_local(value)) if isinstance(value, Tensor) else value for key, value in values.items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this worker holds, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {key: _copy(own_part(value)) if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
@@ -33,6 +32,7 @@ from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.parallel import ParallelDims, WorkerMesh
 from raylane.sft.rows import RowSource, open_rows
+from raylane.sft.sharded import own_part, whole
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
@@ -101,7 +101,7 @@ class SftWorker:
         self._read_ahead = ReadAhead(self.own_rows, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
-        local_parts = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        local_parts = [own_part(parameter) for parameter in parameters]
         own = [p for p in parameters if p is not self._model.tied_copy]
         numbers = torch.tensor([sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)])
         if self._mesh.pp_group is not None:
@@ -252,8 +252,7 @@ class SftWorker:
         found = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-                found[name] = whole.detach().float().cpu()
+                found[name] = whole(gradient).detach().float().cpu()
         if self._mesh.pp_group is not None:
             of_stages: list[Any] = [None] * self._mesh.dims.pp
             dist.all_gather_object(of_stages, found, group=self._mesh.pp_group)
