@@ -57,6 +57,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2-pp2": (4, {CP: 2, PP: 2}),
     "pp2-dp2-cp2-tp2": (16, {PP: 2, CP: 2, TP: 2, **SP}),
 }
+EDGES = {"pipeline_edges": "raylane"}
+OVER_EDGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {PP: 2, **EDGES}),
+    "pp2-gpipe": (2, {PP: 2, "pipeline_schedule": "gpipe", **EDGES}),
+    "pp2-interleaved": (2, {PP: 2, "pipeline_schedule": "interleaved_1f1b", **EDGES}),
+    "dp2-pp2": (4, {PP: 2, **EDGES}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, **SP, **EDGES}),
+    "pp4": (4, {PP: 4, **EDGES}),
+}
 QUICK = ("tp2-pp2", "dp2-cp2", "hsdp2x2")
 """Layouts of four workers that together use every axis; `make test` runs these."""
 
@@ -338,9 +347,9 @@ def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_p
         assert abs(second - found["dp4"][1]) < 1e-5, layout
 
 
-def losses_by_driver(folder: Path, layout: str, packing: bool, mode: str) -> list[float]:
+def losses_by_driver(folder: Path, layout: tuple[int, dict[str, Any]], packing: bool, mode: str) -> list[float]:
     """Return the losses of a run on Ray: the first steps with batches from the driver, the rest read by the workers."""
-    world, changes = LAYOUTS[layout]
+    world, changes = layout
     changes = {**changes_of(world, changes, packing), "policy.compiled_graph.mode": mode}
     config = tiny_run.config_of(folder, changes)
     prepared = prepare(config)
@@ -368,5 +377,15 @@ ON_RAY = [
 def test_workers_of_ray_equal_one_process(
     cluster: None, folder: Path, reference: Reference, layout: str, packing: bool, mode: str
 ) -> None:
-    found = losses_by_driver(folder, layout, packing, mode)
+    found = losses_by_driver(folder, LAYOUTS[layout], packing, mode)
+    assert max(abs(a - b) for a, b in zip(found, reference.losses, strict=True)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False] if os.environ.get("FULL") else [True])
+@pytest.mark.parametrize("layout", OVER_EDGES if os.environ.get("FULL") else ["pp2-interleaved", "tp2-pp2"])
+def test_pipelines_over_edges_equal_one_process(
+    cluster: None, folder: Path, reference: Reference, layout: str, packing: bool
+) -> None:
+    found = losses_by_driver(folder, OVER_EDGES[layout], packing, "required")
     assert max(abs(a - b) for a, b in zip(found, reference.losses, strict=True)) < 1e-5

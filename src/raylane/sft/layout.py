@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
+from raylane.sft.passes import EDGE_SCHEDULES
 from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import DTensorConfig, PolicyConfig
 from raylane.sft.stages import INTERLEAVED, stages_per_worker
@@ -252,6 +253,17 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
             f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
             f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
         )
+    if settings.pipeline_edges == "raylane":
+        if schedule not in EDGE_SCHEDULES:
+            yield (
+                f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules {', '.join(EDGE_SCHEDULES)}, not "
+                f"{schedule}; set pipeline_edges=torch, or another pipeline_schedule"
+            )
+        if policy.compiled_graph.mode == "off":
+            yield (
+                "policy.dtensor_cfg.pipeline_edges=raylane needs compiled graphs, and policy.compiled_graph.mode=off; "
+                "set pipeline_edges=torch, or the mode to required"
+            )
     if settings.reduce_every_micro_batch:
         yield (
             "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "

@@ -45,8 +45,9 @@ class PipelinedModel(RunModel):
     ) -> None:
         """Take the stages of this worker, of `count` stages in all."""
         super().__init__()
-        self.stages = nn.ModuleList(stages)  # registers their parameters; `_in_order` has their type
-        self._in_order = stages
+        self.stages = nn.ModuleList(stages)  # registers their parameters; `own_stages` has their type
+        self.own_stages = stages
+        """The same stages, in order."""
         self.causal_lm = merged([stage.causal_lm for stage in stages])
         """One tree of all parameters here, under their names in the whole model; not for calls."""
         self.mesh = mesh
@@ -60,7 +61,7 @@ class PipelinedModel(RunModel):
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """Head of the last pipeline stage, if it is a copy of the embedding in the first one."""
-        return self._in_order[-1].tied_copy
+        return self.own_stages[-1].tied_copy
 
     def run(self, batch: BatchDict, rows: int, loss_fn: LossFunction, scale: float | None) -> Tensor:
         """Return the summed loss of a batch in CPU memory, float64; 0 on workers without the last stage. Collective.
@@ -68,7 +69,7 @@ class PipelinedModel(RunModel):
         With `scale`, gradients of scale times the loss are added to `.grad`; with None there is no backward pass.
         """
         self._scale = 1.0 if scale is None else scale
-        for stage in self._in_order:
+        for stage in self.own_stages:
             stage.loss_fn = loss_fn
         if scale is None:
             # torch's schedules want full rounds of micro-batches; a row without labels changes no loss.
@@ -106,7 +107,7 @@ class PipelinedModel(RunModel):
             # A schedule keeps buffers of one shape; gloo ends the process if a message of another size arrives.
             stages = [
                 PipelineStage(stage, stage.number, self._count, self._device, group=self.mesh.pp_group)
-                for stage in self._in_order
+                for stage in self.own_stages
             ]
             several = len(stages) > 1
             make = _SCHEDULES[self._schedule]

@@ -23,6 +23,8 @@ from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.loss import IGNORED
 from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
+from raylane.sft.passes import passes_of_step
+from raylane.sft.stages import stages_per_worker
 from raylane.sft.storage import Place
 from raylane.sft.worker import SAVE_ENDED, SftWorker
 from raylane.workers.batch import BatchDict
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from raylane.sft.data import PreparedData
     from raylane.sft.loss import LossFunction
     from raylane.sft.rows import RowSource
+    from raylane.workers.dispatch import Pass
     from raylane.workers.future import GroupFuture
 
 __all__ = ["Policy", "worker_options"]
@@ -131,6 +134,8 @@ class Policy:
         """Checkpoint that `save_nowait` has begun; None if there is none."""
         self.save_ended = False
         """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
+        self._passes_of: dict[int, tuple[Pass, ...]] = {}
+        """Passes of a step by the number of micro-batches of a worker."""
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
@@ -166,7 +171,8 @@ class Policy:
     def train_step_nowait(self, number: int) -> GroupFuture:
         """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
         self._next = number + 1
-        return self._send("train_step", number)
+        passes = self._passes(self._config.policy.train_global_batch_size, None)
+        return self._send("train_step", number, passes=passes)
 
     def train_step(self, number: int) -> dict[str, float]:
         """Run step `number` and return its metrics (listed at `SftWorker.train_step`)."""
@@ -195,6 +201,7 @@ class Policy:
         micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
         check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
         parts = batch.shard(self._dims.readers)
+        passes = () if how.get("eval_mode") else self._passes(batch.size, mbs)
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
         return self._group.run_all_workers_sharded_data(
@@ -207,8 +214,10 @@ class Policy:
                 "loss": self._loss_name(loss_fn),
                 "micro_batch_size": mbs,
                 "eval_mode": False,
+                "with_passes": bool(passes),
                 **how,
             },
+            passes=passes,
             data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
         )
 
@@ -244,7 +253,8 @@ class Policy:
             return None
         length = settings.warmup_seq_len or policy.max_total_sequence_length
         if self._config.sft.feed == "workers":
-            return dict(self._call_one("warm_up", count // self._dims.readers, length))
+            sent = self._send("warm_up", count // self._dims.readers, length, passes=self._passes(count, None))
+            return dict(self._wait_for(sent)[0])
         batch = BatchDict.from_arrays(rows.full_rows(count, length))
         return self.result(self._send_batch(batch, None, None, warm_up=True))
 
@@ -435,11 +445,24 @@ class Policy:
         """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
         self._group.shutdown(timeout_s=10)
 
-    def _send(self, method: str, *args: Any) -> GroupFuture:
+    def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
+        # Only methods of steps take passes.
+        extra = {"with_passes": True} if passes else {}
         return self._group.run_all_workers_sharded_data(
-            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES
+            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES, common_kwargs=extra, passes=passes
         )
+
+    def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
+        """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
+        settings, policy = self._config.policy.dtensor_cfg, self._config.policy
+        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self._group.compiled:
+            return ()
+        count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
+        if count not in self._passes_of:
+            per_worker = stages_per_worker(settings.pipeline_schedule, settings.pipeline_stages_per_worker)
+            self._passes_of[count] = passes_of_step(settings.pipeline_schedule, self._dims, per_worker, count)
+        return self._passes_of[count]
 
     def _call_one(self, method: str, *args: Any) -> Any:
         """Call a method on all workers, wait, and return the result of one of them."""

@@ -127,6 +127,12 @@ class DTensorConfig(Section):
         description="Number of pipeline stages of each worker; null means 2 with an interleaved schedule and 1 "
         "otherwise. Not in NeMo-RL.",
     )
+    pipeline_edges: Literal["torch", "raylane"] = Field(
+        default="torch",
+        description="Carrier of activations and gradients between pipeline stages in training steps. torch: "
+        "torch.distributed.pipelining; raylane: edges of a compiled graph, for all schedules except "
+        "interleaved_zero_bubble. Not in NeMo-RL.",
+    )
     dp_replicate_size: PositiveInt = Field(
         default=1,
         description="Number of copies of the sharded model; each copy is held by the same number of workers.",

@@ -31,7 +31,7 @@ from raylane.sft.pipeline import PipelinedModel
 from raylane.sft.sharded import own_part, whole
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "optimize"]
+__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "optimize", "update"]
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,17 @@ def optimize(
     device: torch.device,
     reduce_each: bool = False,
 ) -> tuple[float, float, Counts]:
-    """Run one step and return (loss, gradient norm, counts).
+    """Run one step and return (loss, gradient norm, counts); raises as `update`."""
+    counts = count(batch, device, model.mesh.dims)
+    loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
+    return loss, update(model, optimizer, loss, max_norm), counts
+
+
+def update(model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None) -> float:
+    """Change the weights by the gradients of the global mean loss; return the norm of the gradients. Collective.
 
     FloatingPointError if loss or norm is not finite; no weight has changed then.
     """
-    counts = count(batch, device, model.mesh.dims)
-    loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
     norm = clip(model, max_norm)
     # All workers have the same loss and norm, so either all raise or none does.
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -189,4 +194,4 @@ def optimize(
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss, norm, counts
+    return norm

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.delivery import Copies
 from raylane.sft.dynamic import TokenBudget, division
+from raylane.sft.edges import EdgeStep
 from raylane.sft.generation import generate
 from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
@@ -31,6 +34,7 @@ from raylane.sft.model import RunModel, release_gathered
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.parallel import ParallelDims, WorkerMesh
+from raylane.sft.pipeline import PipelinedModel
 from raylane.sft.rows import RowSource, open_rows
 from raylane.sft.sharded import own_part, whole
 from raylane.sft.warmup import state_kept
@@ -69,6 +73,8 @@ class SftWorker:
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
         self._copies = Copies()
+        self._open: _OpenStep | None = None
+        """Last step that ran in passes, with its `_edges`; None before the first one."""
         self._background: BackgroundSave | None = None
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
 
@@ -115,8 +121,10 @@ class SftWorker:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    def train_step(self, number: int) -> dict[str, float]:
+    def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
+
+        `with_passes`: only begin the step; `forward_pass`, `backward_pass` and `end_step` follow in the same graph.
 
         Metrics: loss, grad_norm (before clipping), lr, supervised_tokens, tokens, tokens_per_s, and times in seconds:
         step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s (idle since the last step). All
@@ -125,12 +133,13 @@ class SftWorker:
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
         batch = self._read_ahead.take(number)
-        return self._step(batch, number, self._loss, division(self._config.policy), started)
+        return self._step(batch, number, self._loss, division(self._config.policy), started, with_passes)
 
-    def warm_up(self, rows: int, row_tokens: int) -> dict[str, float]:
+    def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
-        return self._undone_step(batch, self._loss, division(self._config.policy))
+        rows_at_once = division(self._config.policy)
+        return self._step(batch, 0, self._loss, rows_at_once, time.perf_counter(), with_passes, undone=True)
 
     def train_batch(
         self,
@@ -140,8 +149,9 @@ class SftWorker:
         micro_batch_size: int | None,
         eval_mode: bool,
         warm_up: bool = False,
+        with_passes: bool = False,
     ) -> dict[str, float]:
-        """Run one step on this worker's part of a batch that the driver sent.
+        """Run one step on this worker's part of a batch that the driver sent; `with_passes` as in `train_step`.
 
         With `eval_mode` compute only the loss; with `warm_up` undo the step.
 
@@ -152,10 +162,8 @@ class SftWorker:
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
         rows = micro_batch_size or division(self._config.policy)
-        if warm_up:
-            return self._undone_step(data, loss_fn, rows)
         if not eval_mode:
-            return self._step(data, number, loss_fn, rows, started)
+            return self._step(data, number, loss_fn, rows, started, with_passes, undone=warm_up)
         counts = step.count(data, self._device, self._mesh.dims)
         total = step.forward_only(
             self._model, data, micro_batch_size or self._config.policy.micro_batch_divisor, loss_fn, self._device
@@ -168,55 +176,87 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    def _undone_step(self, batch: BatchDict, loss_fn: LossFunction, rows: int | TokenBudget) -> dict[str, float]:
-        with state_kept(self._model, self._optimizer):
-            metrics = self._step(batch, 0, loss_fn, rows, time.perf_counter())
-        self._end_other_work()
-        return metrics
+    def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
+        """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
+        return self._edges.forward(own_stage, micro_batch, incoming)
+
+    def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
+        """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
+        return self._edges.backward(own_stage, micro_batch, gradient)
+
+    def end_step(self) -> dict[str, float]:
+        """End the step whose passes have run; return its metrics."""
+        assert self._open is not None, "train_step comes first"
+        with self._open.kept:
+            loss = self._edges.end()
+            norm = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
+            return self._metrics(self._open, loss, norm, self._edges.counts)
 
     def _step(
-        self, batch: BatchDict, number: int, loss_fn: LossFunction, rows: int | TokenBudget, started: float
+        self,
+        batch: BatchDict,
+        number: int,
+        loss_fn: LossFunction,
+        rows: int | TokenBudget,
+        started: float,
+        with_passes: bool,
+        undone: bool = False,
     ) -> dict[str, float]:
-        """Run one optimizer step on this worker's rows and return its metrics."""
+        """Run one optimizer step on this worker's rows and return its metrics; or begin it, and return nothing."""
         policy = self._config.policy
-        ready = time.perf_counter()
+        lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
+        opened = _OpenStep(started, time.perf_counter(), lr, undone)
+        if undone:
+            opened.kept.enter_context(state_kept(self._model, self._optimizer))
         seed = step_seed(self._config.sft.seed, number, self._mesh.reader)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
-        lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         set_learning_rate(self._optimizer, lr)
-        loss, norm, counts = step.optimize(
-            self._model,
-            self._optimizer,
-            batch,
-            rows,
-            loss_fn,
-            policy.max_grad_norm,
-            self._device,
-            policy.dtensor_cfg.reduce_every_micro_batch,
-        )
+        if with_passes:
+            assert isinstance(self._model, PipelinedModel), "only pipelines have passes"
+            assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
+            self._open, self._edges = opened, EdgeStep(self._model, batch, rows, loss_fn, self._device)
+            return {}
+        with opened.kept:
+            loss, norm, counts = step.optimize(
+                self._model,
+                self._optimizer,
+                batch,
+                rows,
+                loss_fn,
+                policy.max_grad_norm,
+                self._device,
+                policy.dtensor_cfg.reduce_every_micro_batch,
+            )
+            return self._metrics(opened, loss, norm, counts)
+
+    def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.Counts) -> dict[str, float]:
+        """Return the metrics of a step that has ended."""
         done = time.perf_counter()
         # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
-        waited = 0.0 if self._idle_since is None else started - self._idle_since
+        waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
         self._idle_since = done
-        total = waited + done - started
+        total = waited + done - opened.started
         ended = {SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}
-        return {
+        metrics = {
             **ended,
             "loss": loss,
             "grad_norm": norm,
-            "lr": lr,
+            "lr": opened.lr,
             "supervised_tokens": counts.supervised,
             "tokens": counts.tokens,
             "tokens_per_s": counts.tokens / total,
             "step_time_s": total,
-            "data_time_s": ready - started,
+            "data_time_s": opened.ready - opened.started,
             "dispatch_time_s": waited,
-            "compute_time_s": done - ready,
+            "compute_time_s": done - opened.ready,
         }
+        if opened.undone:
+            self._end_other_work()
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
@@ -337,6 +377,22 @@ class SftWorker:
         # out of date after the next optimizer step.
         release_gathered(self._model)
         self._idle_since = None
+
+
+@dataclass
+class _OpenStep:
+    """A step from its beginning to its end."""
+
+    started: float
+    """Time at which the call came, before the rows were read (`time.perf_counter` seconds)."""
+    ready: float
+    """Time at which the rows were there."""
+    lr: float
+    """Learning rate, before the scale of each group of parameters."""
+    undone: bool
+    """True for a warm-up, whose effects are undone at the end."""
+    kept: ExitStack = field(default_factory=ExitStack)
+    """Contexts that the end of the step leaves."""
 
 
 def step_seed(seed: int, number: int, rank: int) -> int:

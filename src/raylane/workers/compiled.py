@@ -6,6 +6,7 @@ Every call of a group has a dispatch plan, and each plan gets one graph, compile
     driver --(generation, method, common)-----> all ranks     the plan has slices: the common part as above,
            --slice i--------------------------> its ranks     and each slice to its ranks alone
     rank   --result, or only the end of the call--> driver    only ranks that return send a value
+    rank   --result of a pass------------------> rank         the plan has passes: further calls on the same workers
 
 The name of the method is part of the message, so one graph serves all methods that are called in the same way. Methods
 run on the graph thread of the actor, the constructor included. Ray's own thread runs none of them, so no two methods of
@@ -45,7 +46,7 @@ from raylane.graph.driver.graph import CompiledGraph
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.workers.batch import BatchDict
-from raylane.workers.dispatch import DispatchPlan
+from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from raylane.workers.future import Pending, lost, translated
 from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
 from raylane.workers.host import Arguments, Head
@@ -81,12 +82,14 @@ class CallGraph:
         nodes = {}
         with InputNode() as x:
             for call in plan.calls:
-                actor = actors[call.rank]
+                actor, answers = actors[call.rank], call.returns and not plan.passes
                 if len(self.paths) == 1:
-                    nodes[call] = bind(actor.run if call.returns else actor.run_quietly, x)
+                    nodes[call] = bind(actor.run if answers else actor.run_quietly, x)
                 else:
-                    method = actor.run_share if call.returns else actor.run_share_quietly
+                    method = actor.run_share if answers else actor.run_share_quietly
                     nodes[call] = bind(method, x[0], x[1 + self.paths.index(call.path)])
+            if plan.passes:
+                nodes = _bind_passes(plan, actors, nodes)
         returning = [node for call, node in nodes.items() if call.returns]
         silent = [node for call, node in nodes.items() if not call.returns]
         # `first` makes the calls of silent ranks count: their errors fail the output, their values stay where they are.
@@ -99,6 +102,20 @@ class CallGraph:
             return self.graph.execute((head, common), *(slices[path] for path in self.paths))
         args, kwargs = slices[self.paths[0]]
         return self.graph.execute((head, (args, {**kwargs, **common})))
+
+
+def _bind_passes(plan: DispatchPlan, actors: Sequence[Any], begun: Mapping[WorkerCall, Any]) -> dict[WorkerCall, Any]:
+    """Return the nodes of the last results of all workers; `begun` are the nodes of their first calls."""
+    heads = {call.rank: node for call, node in begun.items()}
+    results: dict[int, Any] = {}
+    values: list[Any] = []
+    for one in plan.passes:
+        source = () if one.source is None else (values[one.source],)
+        node = bind(actors[one.rank].run_pass, heads[one.rank], one.method, *one.args, *source)
+        heads[one.rank] = node[0]
+        values.append(node[1])
+        results[one.rank] = node[1]
+    return {call: results.get(call.rank, node) for call, node in begun.items()}
 
 
 class GraphCalls:
@@ -150,8 +167,8 @@ class GraphCalls:
             return lost_worker(label, ended, self._rank_of_actor)
         if raised is None:
             return WorkerCallError(f"{label} has no result: {error}", call=label)
-        # Task n of the graph is the call of the n-th rank.
-        return translated(error, self._graph.ranks[graph.plan.labels.index(raised)], label)
+        task = graph.plan.tasks[graph.plan.labels.index(raised)]
+        return translated(error, self._graph.ranks[task.member - 1], label)
 
 
 class FailedCalls:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylane.workers.sharding import NamedSharding
 
-__all__ = ["DispatchPlan", "WorkerCall", "check_nesting", "plan_sharded", "plan_some", "take"]
+__all__ = ["DispatchPlan", "Pass", "WorkerCall", "check_nesting", "plan_sharded", "plan_some", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,21 @@ class WorkerCall:
     """True if the worker sends its result; False if it drops the result and only reports that the call is done."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A further call on a worker after the first one of its dispatch; the workers exchange values without the driver.
+
+    A worker runs the passes with its rank in their order.
+    """
+
+    rank: int
+    method: str
+    args: tuple[Any, ...]
+    """Arguments that are the same in every dispatch; sent once."""
+    source: int | None = None
+    """Position of the earlier pass whose result is the last argument; None if there is no such argument."""
+
+
 @dataclass(frozen=True)
 class DispatchPlan:
     """All calls of one dispatch by ascending rank, and the axes along which arguments are nested."""
@@ -41,10 +56,24 @@ class DispatchPlan:
     calls: tuple[WorkerCall, ...]
     nesting: tuple[tuple[str, int], ...]
     """Pairs (axis, size) from the outermost level of the arguments inwards; empty if arguments are not nested."""
+    passes: tuple[Pass, ...] = ()
+    """Calls that follow on the same workers; the result of a worker is then that of its last pass."""
+
+    def __post_init__(self) -> None:
+        ranks = set(self.called_ranks)
+        for position, one in enumerate(self.passes):
+            if one.rank not in ranks:
+                raise ValueError(
+                    f"passes[{position}]: rank {one.rank} is not called; the called ranks are {sorted(ranks)}"
+                )
+            if one.source is not None and not 0 <= one.source < position:
+                raise ValueError(f"passes[{position}]: source {one.source} must be the position of an earlier pass")
+        if self.passes and (without := sorted(ranks.difference(one.rank for one in self.passes))):
+            raise ValueError(f"passes: every called rank needs at least one, and ranks {without} have none")
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.calls, self.nesting))
+        return hash((self.calls, self.nesting, self.passes))
 
     def __hash__(self) -> int:
         return self._hash  # computed once: a plan of a large group is looked up for every call
@@ -66,6 +95,7 @@ def plan_sharded(
     replicate_on_axes: Sequence[str] = (),
     output_is_replicated: Sequence[str] = (),
     make_dummy_calls_to_free_axes: bool = False,
+    passes: tuple[Pass, ...] = (),
 ) -> DispatchPlan:
     """Return the plan of a call whose arguments are nested lists over `in_sharded_axes`.
 
@@ -93,7 +123,8 @@ def plan_sharded(
         if gets_data or make_dummy_calls_to_free_axes:
             path = tuple(coords[axis] for axis in in_sharded_axes) if gets_data else None
             calls.append(WorkerCall(rank, path, returns=all(coords[axis] == 0 for axis in output_is_replicated)))
-    return DispatchPlan(tuple(calls), tuple((axis, sharding.get_axis_size(axis)) for axis in in_sharded_axes))
+    nesting = tuple((axis, sharding.get_axis_size(axis)) for axis in in_sharded_axes)
+    return DispatchPlan(tuple(calls), nesting, passes)
 
 
 def plan_some(

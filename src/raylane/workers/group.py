@@ -30,7 +30,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import WorkerCallError, WorkerGroupError
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
-from raylane.workers.dispatch import DispatchPlan, WorkerCall, check_nesting, plan_sharded, plan_some, take
+from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_sharded, plan_some, take
 from raylane.workers.future import Failures, GroupFuture, Pending, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
@@ -173,6 +173,7 @@ class WorkerGroup:
         output_is_replicated: Sequence[str] | None = None,
         make_dummy_calls_to_free_axes: bool = False,
         common_kwargs: Mapping[str, Any] | None = None,
+        passes: Sequence[Pass] = (),
         **kwargs: Any,
     ) -> GroupFuture:
         """Call workers with arguments that are lists nested once per axis of `in_sharded_axes`, in that list's order.
@@ -180,7 +181,8 @@ class WorkerGroup:
         Workers along `replicate_on_axes` get the same slice. On an axis in neither list only coordinate 0 is called
         (the other coordinates are called with None if `make_dummy_calls_to_free_axes`). Along `output_is_replicated`
         only coordinate 0 returns; the results of the others never leave their processes. `common_kwargs` are not
-        nested. All arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the
+        nested. `passes` follow the call in the workers (`dispatch.Pass`; only with compiled graphs). All
+        arguments are checked before anything is sent: ValueError, TypeError and AttributeError name the
         argument and the reason.
         """
         plan = self._plan(
@@ -189,6 +191,7 @@ class WorkerGroup:
             replicate_on_axes or (),
             output_is_replicated or (),
             make_dummy_calls_to_free_axes=make_dummy_calls_to_free_axes,
+            passes=tuple(passes),
         )
         return self._send(method, plan, args, kwargs, common_kwargs or {})
 
@@ -200,14 +203,17 @@ class WorkerGroup:
             )
         return future.results(timeout_s)
 
-    def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: bool) -> DispatchPlan:
+    def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: Any) -> DispatchPlan:
         """Return a plan that `dispatch` makes of these axes, made once: a program repeats the same few calls."""
         if any(isinstance(one, str) for one in axes):
             return make(self._sharding, *axes, **how)  # raises TypeError: a string is no list of axes
         key = (make, tuple(map(tuple, axes)), *how.items())
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = make(self._sharding, *axes, **how)
+            plan = make(self._sharding, *axes, **how)
+            for one in plan.passes:
+                check_call(self._class, one.method, len(one.args) + (one.source is not None), ())
+            self._plans[key] = plan
         return plan
 
     def _send(
@@ -259,6 +265,11 @@ class WorkerGroup:
         common: Mapping[str, Any],
     ) -> Pending:
         """Send a call to the workers of the plan by plain Ray calls, with one slice of the arguments for each path."""
+        if plan.passes:
+            raise WorkerGroupError(
+                f"{self!r}: {label} was not sent: its passes exchange values over the edges of a compiled graph, and "
+                "this group uses plain Ray calls. Use a CompiledWorkerGroup with mode='required'"
+            )
         head = (self._failures.count, method)
         put_slices = {path: _put_arrays(one) for path, one in slices.items()}
         shared = _put_arrays(dict(common))

@@ -101,9 +101,10 @@ class WorkerHost:
         head, (args, kwargs) = message
         return self._run(head, args, kwargs)
 
-    def run_quietly(self, message: tuple[Head, Arguments]) -> None:
-        """Do as `run`, but drop the result."""
+    def run_quietly(self, message: tuple[Head, Arguments]) -> Head:
+        """Do as `run`, but return only the head of the message, for the passes that follow."""
         self.run(message)
+        return message[0]
 
     def run_share(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> Any:
         """Run a method with this worker's own arguments and the common ones."""
@@ -111,9 +112,18 @@ class WorkerHost:
         args, kwargs = own
         return self._run(head, args, {**kwargs, **common})
 
-    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> None:
-        """Do as `run_share`, but drop the result."""
+    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> Head:
+        """Do as `run_share`, but return only the head of the message."""
         self.run_share(shared, own)
+        return shared[0]
+
+    def run_pass(self, head: Head, method: str, *args: Any) -> tuple[Head, Any]:
+        """Run a further method of the same call; return the head for this worker's next pass, and the result.
+
+        The passes of a worker depend on each other by the head, so none of them runs after one that failed.
+        """
+        generation, _ = head
+        return head, self._run((generation, method), args, {})
 
     def _run(self, head: Head, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         generation, method = head

@@ -112,6 +112,7 @@ class PreparedTask:
 
     __slots__ = (
         "call",
+        "done_with",
         "index",
         "inputs",
         "label",
@@ -139,6 +140,8 @@ class PreparedTask:
         self.outputs: list[OutboundEdge] = []
         self.local: list[tuple[int, tuple[Step, ...], bool]] = []
         """(value, steps, fatal) for each value of this task that later tasks of this actor use without a channel."""
+        self.done_with: list[int] = []
+        """Values that no later task of this actor reads; left empty for its last task, after which all values go."""
 
 
 class Executor:
@@ -232,6 +235,10 @@ class Executor:
             # The driver reads errors on its own edges anyway; a report would only come twice.
             found.reports = index in plan.fatal_tasks and not seen_by_driver
             prepared.append(found)
+        last_readers = {read: found for found in prepared for read in found.reads}
+        for read, reader in last_readers.items():
+            if reader is not prepared[-1]:
+                reader.done_with.append(read)
         return prepared
 
     def advance(self) -> bool:
@@ -321,6 +328,9 @@ class Executor:
         else:
             result = self._call(task, values)
         self.recorder.returned()
+        # Memory of large values, such as the activations of a pipeline, is used again within the execution.
+        for value in task.done_with:
+            values[value] = None
         self.deliver(task, result, self.encoder.encode)
 
     def deliver(self, task: PreparedTask, result: Any, encode: Callable[[Any], Message]) -> None:
