@@ -8,7 +8,8 @@ import pytest
 
 from raylane.errors import ConfigError
 from raylane.sft.parallel import ParallelDims
-from raylane.sft.passes import EDGE_SCHEDULES, Work, passes_of_step, worker_order
+from raylane.sft.passes import Work, passes_of_step, worker_order
+from raylane.sft.stages import EDGE_SCHEDULES
 from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from sft import tiny_run
 

@@ -15,7 +15,18 @@ from typing import Any
 import ray
 
 from raylane.bench import measure
-from raylane.bench.sft_cases import CASES, LOOP, PLAIN, RAY, RPC, Case, blocks_of, cases, group_by_workers
+from raylane.bench.sft_cases import (
+    CASES,
+    LOOP,
+    PIPELINE_TORCH,
+    PLAIN,
+    RAY,
+    RPC,
+    Case,
+    blocks_of,
+    cases,
+    group_by_workers,
+)
 from raylane.bench.sft_contenders import KINDS, Contender
 from raylane.bench.sft_training import THREADS, PlainTrainer, TrainWorker, training_config, write_conversations
 from raylane.sft.data import prepare
@@ -61,7 +72,7 @@ def _run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
     """Start the workers of all contenders of a group, and add each contender to the list at once."""
     case = group[0]
-    if case.work != "train":
+    if not case.trains:
         # One after the other: 32 processes that import torch at once would exceed the start timeout on few cores.
         for name in case.contenders:
             contenders.append(KINDS[name](name, case.workers))
@@ -71,7 +82,7 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
     # The workers map the token cache in `setup`, and mapped files outlive their folder.
     with tempfile.TemporaryDirectory() as folder:
         write_conversations(Path(folder) / "train.jsonl", CONVERSATIONS)
-        config = training_config(Path(folder), case.workers)
+        config = training_config(Path(folder), case.workers, pipeline=case.work == "pipeline")
         prepared = prepare(config)
         for name in case.contenders:
             # The plain loop gets all threads in one process, because torch alone needs no second process on one host.
@@ -100,7 +111,7 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
     blocks = blocks_of(case, quick=quick)
     first_us = {}
     for contender in contenders:
-        if case.work != "train":
+        if not case.trains:
             contender.ask("repeat", contender.products if case.work == "step20ms" else 0)
         # The first call includes compilation, which happens in `open` for Ray's graph and in the call for raylane's.
         opening = time.perf_counter()
@@ -126,6 +137,8 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the records as text: overheads with ratios to Ray's calls and Ray's compiled graph, then step times."""
     columns = {"x rpc": (RPC, "p50"), "x its CPU": (RPC, "cpu"), "x ray:compiled": (RAY, "p50")}
+    if any(record["contender"] == PIPELINE_TORCH for record in records):
+        columns[f"x {PIPELINE_TORCH}"] = PIPELINE_TORCH, "p50"
     return "\n".join([measure.table(records, columns), "", *_comparisons(records)])
 
 

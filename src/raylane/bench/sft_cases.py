@@ -15,6 +15,8 @@ __all__ = [
     "CASES",
     "COMPILED",
     "LOOP",
+    "PIPELINE_RAYLANE",
+    "PIPELINE_TORCH",
     "PLAIN",
     "RAY",
     "RPC",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 RPC, COMPILED, RAY, LOOP, PLAIN = "rpc", "compiled", "ray:compiled", "loop", "plain"
+PIPELINE_TORCH, PIPELINE_RAYLANE = "pp2-torch", "pp2-raylane"
 _ALL_WAYS = (RPC, COMPILED, RAY, LOOP)
 
 
@@ -37,8 +40,9 @@ class Case:
     workers: int
     feed: Literal["worker", "driver"] = "worker"
     """worker: the driver sends a step number; driver: it sends a batch of 64 KB to each worker."""
-    work: Literal["noop", "step20ms", "train"] = "noop"
-    """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model."""
+    work: Literal["noop", "step20ms", "train", "pipeline"] = "noop"
+    """Work of a step: none, matrix products of about 20 ms on one thread, or a training step of a small model, whose
+    layers "pipeline" divides among the workers."""
     in_flight: int = 1
     """Number of steps that the driver has sent and not yet read.
 
@@ -47,6 +51,11 @@ class Case:
     one result to the next.
     """
     contenders: tuple[str, ...] = _ALL_WAYS
+
+    @property
+    def trains(self) -> bool:
+        """True if a step is one of training."""
+        return self.work in ("train", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ _ALL = [
     Case("noop-4-worker-fed", 4),
     Case("train-1", 1, work="train", in_flight=2, contenders=_TRAIN),
     Case("train-2", 2, work="train", in_flight=2, contenders=_TRAIN),
+    Case("pp2", 2, work="pipeline", in_flight=2, contenders=(PIPELINE_TORCH, PIPELINE_RAYLANE, PLAIN)),
 ]
 CASES = {case.name: case for case in _ALL}
 
@@ -80,10 +90,10 @@ def cases(only: str | None) -> list[Case]:
 
 def group_by_workers(wanted: Iterable[Case]) -> list[list[Case]]:
     """Return the cases grouped by the workers that they need: one set of processes serves all cases of a group."""
-    found: dict[tuple[int, bool], list[Case]] = {}
+    found: dict[tuple[int, str], list[Case]] = {}
     for case in wanted:
         # `repeat` turns the worker of a no-op into that of a 20 ms step, so both share their processes.
-        found.setdefault((case.workers, case.work == "train"), []).append(case)
+        found.setdefault((case.workers, case.work if case.trains else ""), []).append(case)
     return list(found.values())
 
 
@@ -92,6 +102,6 @@ def blocks_of(case: Case, *, quick: bool) -> Blocks:
     if quick:
         return Blocks(2, 4, 1)
     # Short blocks: the speed of a shared machine changes within seconds, and each round compares all contenders.
-    if case.work == "train":  # about 160 ms a step
+    if case.trains:  # about 160 ms a step
         return Blocks(8, 6, 1)
     return Blocks(8, 25, 3) if case.work == "step20ms" else Blocks(8, 100, 20)

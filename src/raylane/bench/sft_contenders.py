@@ -5,6 +5,8 @@ compiled      CompiledWorkerGroup: raylane's compiled graphs
 ray:compiled  Ray's compiled graph over the actors of a WorkerGroup, one node for each worker, fed by the driver
 loop          a loop in the workers: no driver between two steps
 plain         (training) torch and transformers without raylane, in one process
+pp2-torch     (pipeline) compiled graphs of raylane; torch.distributed.pipelining connects the stages
+pp2-raylane   (pipeline) compiled graphs of raylane, whose edges connect the stages
 """
 
 from __future__ import annotations
@@ -19,8 +21,21 @@ import torch
 from ray import dag
 
 from raylane.bench import graph_workloads, measure
-from raylane.bench.sft_cases import COMPILED, LOOP, PLAIN, RAY, RPC, Blocks, Case
+from raylane.bench.sft_cases import (
+    COMPILED,
+    LOOP,
+    PIPELINE_RAYLANE,
+    PIPELINE_TORCH,
+    PLAIN,
+    RAY,
+    RPC,
+    Blocks,
+    Case,
+)
+from raylane.bench.sft_training import ROWS
 from raylane.bench.sft_workers import StepWorker
+from raylane.sft.parallel import ParallelDims
+from raylane.sft.passes import passes_of_step
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup
@@ -130,7 +145,7 @@ class Contender:
     def extra(self, case: Case) -> dict[str, float]:
         """Return further fields of the record of a case: medians of the step, of its work, and of tokens per second."""
         medians = {"step_us": statistics.median(self.walls_us), "work_us": statistics.median(self.works_us)}
-        if case.work == "train":
+        if case.trains:
             medians["tokens_per_s"] = statistics.median(self.rates)
         return {name: round(value, 1) for name, value in medians.items()}
 
@@ -152,6 +167,16 @@ class Compiled(Contender):
     """raylane's compiled graphs."""
 
     group_class = CompiledWorkerGroup
+
+
+class OverEdges(Compiled):
+    """raylane's compiled graphs with the passes of a pipeline."""
+
+    def send(self, number: int) -> Any:
+        passes = passes_of_step("1f1b", ParallelDims(pp=self.group.size), 1, ROWS)
+        return self.group.run_all_workers_sharded_data(
+            "begin", number, replicate_on_axes=AXES, output_is_replicated=AXES, passes=passes
+        )
 
 
 class RayCompiled(Contender):
@@ -206,4 +231,12 @@ class Loop(Contender):
         return [max(times) for times in zip(*each, strict=True)], found[0][1]
 
 
-KINDS: dict[str, type[Contender]] = {RPC: Contender, COMPILED: Compiled, RAY: RayCompiled, LOOP: Loop, PLAIN: Loop}
+KINDS: dict[str, type[Contender]] = {
+    RPC: Contender,
+    COMPILED: Compiled,
+    RAY: RayCompiled,
+    LOOP: Loop,
+    PLAIN: Loop,
+    PIPELINE_TORCH: Compiled,
+    PIPELINE_RAYLANE: OverEdges,
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, set_learning_rate
 from raylane.sft.worker import SftWorker
 
-__all__ = ["THREADS", "PlainTrainer", "TrainWorker", "training_config", "write_conversations"]
+__all__ = ["ROWS", "THREADS", "PlainTrainer", "TrainWorker", "training_config", "write_conversations"]
 
+ROWS = 4
+"""Rows of a step."""
 THREADS = 2
 """Number of threads of each contender, all its workers together."""
 
@@ -43,8 +46,11 @@ def write_conversations(path: Path, count: int) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
-def training_config(folder: Path, workers: int) -> RunConfig:
-    """Return the configuration of a run on `folder`/train.jsonl: 2.6 million parameters, 4 rows of 256 tokens."""
+def training_config(folder: Path, workers: int, *, pipeline: bool = False) -> RunConfig:
+    """Return the configuration of a run on `folder`/train.jsonl: 2.6 million parameters, 4 rows of 256 tokens.
+
+    With `pipeline` the workers divide the layers among them, and each row is a micro-batch.
+    """
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "head_dim": 32}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
     return build_config(
@@ -54,9 +60,10 @@ def training_config(folder: Path, workers: int) -> RunConfig:
                 "hf_config_overrides": {"model_type": "qwen3", "max_position_embeddings": 256, **shape, **heads},
                 "tokenizer": {"train_vocab_size": 4096, "chat_template": "chatml"},
                 "max_total_sequence_length": 256,
-                "train_global_batch_size": 4,
+                "train_global_batch_size": ROWS,
                 # The rows of a worker are one micro-batch, as are all rows in the plain loop.
-                "train_micro_batch_size": 4 // workers,
+                "train_micro_batch_size": 1 if pipeline else ROWS // workers,
+                "dtensor_cfg": {"pipeline_parallel_size": workers if pipeline else 1},
                 "precision": "float32",
             },
             "data": {"train": str(folder / "train.jsonl"), "cache_dir": str(folder / "cache")},
@@ -79,6 +86,26 @@ class TrainWorker(TimedWorker):
 
     def work(self, number: int) -> dict[str, float]:
         return {"step": number, **self.trained.train_step(number)}
+
+    def begin(self, number: int) -> None:
+        """Begin a step whose passes follow."""
+        self._began = number, time.perf_counter()
+        self.trained.train_step(number, with_passes=True)
+
+    def forward_pass(self, own_stage: int, micro_batch: int, incoming: Any = None) -> Any:
+        """Do as `SftWorker.forward_pass`."""
+        return self.trained.forward_pass(own_stage, micro_batch, incoming)
+
+    def backward_pass(self, own_stage: int, micro_batch: int, gradient: Any = None) -> Any:
+        """Do as `SftWorker.backward_pass`."""
+        return self.trained.backward_pass(own_stage, micro_batch, gradient)
+
+    def end_step(self) -> dict[str, float]:
+        """End the step and return its metrics; its time includes the waits between its passes."""
+        number, start = self._began
+        metrics = self.trained.end_step()
+        self.times_us.append((time.perf_counter() - start) * 1e6)
+        return {"step": number, **metrics}
 
     def teardown(self) -> None:
         """Leave the process group."""

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.passes import EDGE_SCHEDULES
 from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import DTensorConfig, PolicyConfig
-from raylane.sft.stages import INTERLEAVED, stages_per_worker
+from raylane.sft.stages import EDGE_SCHEDULES, INTERLEAVED, stages_per_worker
 
 __all__ = [
     "check_batch",

@@ -14,10 +14,7 @@ from typing import NamedTuple
 from raylane.sft.parallel import ParallelDims
 from raylane.workers.dispatch import Pass
 
-__all__ = ["EDGE_SCHEDULES", "Work", "passes_of_step", "worker_order"]
-
-EDGE_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
-"""Schedules that can run over edges; the others divide the backward pass, which only torch's pipelines do."""
+__all__ = ["Work", "passes_of_step", "worker_order"]
 
 
 class Work(NamedTuple):

@@ -8,10 +8,12 @@ Pure functions without torch. Called by `layout` and `build`; `stage_modules` ca
 
 from __future__ import annotations
 
-__all__ = ["INTERLEAVED", "layer_ranges", "own_stages", "stages_per_worker"]
+__all__ = ["EDGE_SCHEDULES", "INTERLEAVED", "layer_ranges", "own_stages", "stages_per_worker"]
 
 INTERLEAVED = ("interleaved_1f1b", "interleaved_zero_bubble")
 """Schedules with several stages on each worker."""
+EDGE_SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b")
+"""Schedules that can run over edges of a graph; the other one divides the backward pass, which only torch does."""
 
 
 def stages_per_worker(schedule: str, wanted: int | None) -> int:
