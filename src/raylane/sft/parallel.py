@@ -172,6 +172,12 @@ class WorkerMesh:
         return local_chunks(row_tokens, self.dims.coordinates(self.rank)["cp"], self.dims.cp)
 
     @property
+    def random_stream(self) -> int:
+        """Number of this worker's random numbers. Tensor-parallel workers share them: they drop the same values."""
+        place = self.dims.coordinates(self.rank)
+        return self.reader + self.dims.readers * (place["cp"] + self.dims.cp * place["pp"])
+
+    @property
     def stage(self) -> int:
         """Place of this worker in the pipeline, from 0."""
         return self.dims.coordinates(self.rank)["pp"]

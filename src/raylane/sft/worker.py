@@ -180,7 +180,7 @@ class SftWorker:
         """Run one optimizer step on this worker's rows and return its metrics."""
         policy = self._config.policy
         ready = time.perf_counter()
-        seed = step_seed(self._config.sft.seed, number, self._mesh.reader)
+        seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
