@@ -21,6 +21,7 @@ from raylane.sft import attention, lora, tensor_parallel
 from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
 from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -83,7 +84,11 @@ def _build(
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
-    _shard(model, policy, mesh)
+    if policy.megatron_cfg.enabled:
+        if name is None:
+            model.to(device)
+    else:
+        _shard(model, policy, mesh)
     if name is not None:
         model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
         if tied:
@@ -96,7 +101,7 @@ def _build(
         read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
     if settings.compile_layers:
         compile_layers(causal_lm, device)
-    return model
+    return MegatronModel(causal_lm, mesh, policy, device) if policy.megatron_cfg.enabled else model
 
 
 def _causal_lm(hf_config: Any, implementation: str) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
+from raylane.sft.megatron_checks import megatron_problems
 from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import DTensorConfig, PolicyConfig
 from raylane.sft.stages import INTERLEAVED, stages_per_worker
@@ -38,6 +39,7 @@ def check_layout(config: RunConfig) -> None:
         *worker_problems(config),
         *division_problems(config),
         *pipeline_problems(config),
+        *megatron_problems(config.policy),
         *dynamic_problems(config.policy),
         *batch_problems(config),
         *length_problems(config),

@@ -198,6 +198,8 @@ def shards_parameters(policy: PolicyConfig, workers: int, num_parameters: int) -
     float32 weights, offloading, gradients reduced after every micro-batch) needs FSDP2 in any case.
     """
     settings = policy.dtensor_cfg
+    if policy.megatron_cfg.enabled:
+        return False
     # FSDP2 also sums the gradients of the workers that hold the same part of a divided model.
     if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         return True
