@@ -66,6 +66,7 @@ def gather_adapters(causal_lm: nn.Module, stages: dist.ProcessGroup | None) -> A
     own = Adapters.of(causal_lm, {name: whole(one.detach()).float().cpu() for name, one in _named(causal_lm).items()})
     if stages is None:
         return own
+    # Adapters are small, so every stage may have all of them.
     found: list[Any] = [None] * dist.get_world_size(stages)
     dist.all_gather_object(found, own, group=stages)
     return Adapters(

@@ -62,6 +62,7 @@ class AdapterDropout(nn.Module):
         if not self.training or not self.p:
             return x
         size = x.shape[self._dim]
+        # Drawn whole also where one part is used, so that the random states of the workers stay equal.
         whole_shape = list(x.shape)
         whole_shape[self._dim] = size * self._parts
         kept = torch.empty(whole_shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p)

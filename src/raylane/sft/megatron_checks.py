@@ -73,6 +73,7 @@ def megatron_problems(policy: PolicyConfig) -> Iterator[str]:
         "reduce_every_micro_batch=true": (settings.reduce_every_micro_batch, "gradients are summed once per step"),
     }
     for setting, (is_asked, reason) in reasons.items():
+        # A value that the backend would ignore is refused as well: the run would not be what was asked for.
         if is_asked:
             yield f"policy.dtensor_cfg.{setting} does not work with policy.megatron_cfg.enabled=true: {reason}; " + (
                 f"change it, or {_OTHERWISE}"

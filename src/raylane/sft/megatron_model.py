@@ -67,6 +67,7 @@ class MegatronModel(SupervisedModel):
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, [B, T, H]."""
         engine = self._engine[0]
+        # Each time, because loading a checkpoint or undoing a step changes the parameters without a notice.
         self._fill()
         rotary = self.causal_lm.base_model.rotary_emb.inv_freq
         angles = inputs["position_ids"][:, :, None].float() * rotary.float()
@@ -122,6 +123,7 @@ class _Return:
         assert gradient is not None, "torch calls this hook after it has set the gradient"
         # float32 before the sum over micro-batches: sums in bfloat16 would lose small gradients.
         weight, gradient = self._weight, gradient.float()
+        # Of parts: both models are divided in the same way.
         shapes = [own_part(source.detach()).shape for source in weight.sources]
         parts = megatron_weights.unpack(weight.how, gradient, shapes, weight.head_dim)
         for source, part in zip(weight.sources, parts, strict=True):
@@ -147,12 +149,14 @@ class _SummedGradients:
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum. Collective."""
+        # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
         parts = [own_part(one.grad) for one in parameters if one.grad is not None]
         partial = [
             own_part(one.grad) for w in self._weights if w.is_partial for one in w.sources if one.grad is not None
         ]
         if self._mesh.tp is not None:
             _sum(partial, self._mesh.tp.get_group())
+        # The tensor-parallel sum first: the one over the readers includes these gradients.
         if self._mesh.dims.readers > 1:
             _sum(parts, self._mesh.fsdp.get_group())
 

@@ -64,6 +64,7 @@ def pairs(target: Mapping[str, nn.Parameter], source: Mapping[str, nn.Parameter]
         )
     joined |= {name: ("whole", [other]) for name, other in whole.items()}
     joined |= {name: ("filled", [other]) for name, other in filled.items()}
+    # Absent names (biases, norms of heads, a tied head) are names that Megatron's model does not have either.
     used = set()
     for name, parameter in target.items():
         how, names = joined[name]
@@ -96,6 +97,7 @@ def unpack(how: How, gradient: Tensor, shapes: list[torch.Size], head_dim: int) 
         return [gradient[: shapes[0][0]]]
     if how == "stacked":
         return list(gradient.chunk(2))
+    # Only the numbers of rows are needed.
     empty = [gradient.new_empty(shape, device="meta") for shape in shapes]
     return [part.reshape(shape) for part, shape in zip(_groups(gradient, empty, head_dim), shapes, strict=True)]
 

@@ -231,6 +231,7 @@ class _Work:
             if set(section) - {"enabled"}:
                 self._remove(_MEGATRON, "it is off")
             return
+        # Its sizes are those of a backend that NeMo-RL would not start.
         if _get(self.plain, "policy.dtensor_cfg.enabled") is False:
             self._remove("policy.dtensor_cfg", f"it is off, and {_MEGATRON} is on")
         if not isinstance(optimizer := section.get("optimizer"), dict):
