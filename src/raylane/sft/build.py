@@ -18,9 +18,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import attention, lora, tensor_parallel
-from raylane.sft.adapter_files import read_adapter
+from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
 from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -71,7 +72,11 @@ def _build(
         # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
         with torch.device("meta"):
             causal_lm = _causal_lm(hf_config, attention_implementation(policy))
+    # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
+    lora.adapt(causal_lm, settings.lora_cfg)
+    in_files = set(adapter_names(causal_lm))
     if stage is not None:
+        lora.check_stages(causal_lm, stage[1])
         keep_stage(causal_lm, *stage)
     model = SupervisedModel(causal_lm, mesh) if stage is None else StageModel(causal_lm, mesh, *stage)
     tied = hf_config.tie_word_embeddings and model.has_head
@@ -79,7 +84,11 @@ def _build(
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
-    _shard(model, policy, mesh)
+    if policy.megatron_cfg.enabled:
+        if name is None:
+            model.to(device)
+    else:
+        _shard(model, policy, mesh)
     if name is not None:
         model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
         if tied:
@@ -89,10 +98,10 @@ def _build(
         read_weights(causal_lm, Path(name))
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
-        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path))
+        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
     if settings.compile_layers:
         compile_layers(causal_lm, device)
-    return model
+    return MegatronModel(causal_lm, mesh, policy, device) if policy.megatron_cfg.enabled else model
 
 
 def _causal_lm(hf_config: Any, implementation: str) -> Any:
@@ -116,7 +125,7 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, add adapters and activation checkpointing, and enter training mode."""
+    """Refuse models with state in buffers, add activation checkpointing, and enter training mode."""
     kept = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
@@ -128,7 +137,6 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
             "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
-    lora.adapt(model.causal_lm, policy.dtensor_cfg.lora_cfg)
     apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 

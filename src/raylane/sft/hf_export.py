@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from raylane.errors import CheckpointError
 from raylane.sft import lora
-from raylane.sft.adapter_files import adapter_tensors, write_adapter
+from raylane.sft.adapter_files import Adapters, gather_adapters, write_adapter
 from raylane.sft.hf_folder import ADAPTER_FOLDER, WeightFile, plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.model import RunModel
 from raylane.sft.sharded import whole
@@ -53,7 +53,7 @@ def save_hf(
     """
     failed = f"the model could not be written to {folder}"
     files = _write_weights(failed, folder, lora.merged_parameters(model.causal_lm), dtype)
-    adapters = adapter_tensors(model.causal_lm)
+    adapters = gather_adapters(model.causal_lm, model.mesh.pp_group)
     on_rank_zero(
         failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
     )
@@ -153,7 +153,7 @@ def _write_beside(
     end_ids: Sequence[int],
     start: Path | None,
     files: Sequence[WeightFile],
-    adapters: Mapping[str, torch.Tensor],
+    adapters: Adapters | None,
     dtype: torch.dtype,
 ) -> None:
     """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
@@ -162,8 +162,8 @@ def _write_beside(
         draft = Path(name)
         write_beside(draft, model.causal_lm, tokenizer_dir, end_ids, start, dtype)
         write_index(draft, files, dtype)
-        if adapters:
-            write_adapter(draft / ADAPTER_FOLDER, model.causal_lm, dict(adapters), start, torch.float32)
+        if adapters is not None:
+            write_adapter(draft / ADAPTER_FOLDER, adapters, start, torch.float32)
             if isinstance(folder, Path):
                 (folder / ADAPTER_FOLDER).mkdir()
         for file in draft.rglob("*"):

@@ -41,6 +41,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
       micro-batch is reduced.
     - gathered: two gathered units in the computing precision, the current one and the prefetched one; or all of a small
       model (`parallel.keeps_gathered`).
+    - With Megatron-core, `gathered` is its copy of the weights.
     - Without FSDP2 (`parallel.shards_parameters`), everything is whole, nothing is gathered, and `unreduced` is the
       copy of all gradients that is summed over the workers.
     - activations: tensors of one micro-batch that the backward pass needs.
@@ -65,6 +66,8 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
     own_trained = -(-trained // shard) if shards else trained
     unreduced = trained if keeps_whole else min(trained, unit)
     gathered = held if keeps_gathered(policy, shape.num_parameters) else 2 * unit
+    if policy.megatron_cfg.enabled:
+        gathered = held  # Megatron's copy of the weights
     if not shards:
         unreduced = trained if config.cluster.num_workers > 1 else 0
     size = 2 if policy.precision == "bfloat16" else 4
@@ -96,7 +99,7 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
         gradients=0 if offloaded else 4 * own_trained,
         unreduced=4 * unreduced,
         optimizer=0 if offloaded else 8 * own_trained,
-        gathered=size * gathered if shards else 0,
+        gathered=size * gathered if shards or policy.megatron_cfg.enabled else 0,
         activations=size * tokens * kept,
         logits=2 * 4 * chunk * -(-shape.vocab_size // dims.tp),
     )

@@ -172,6 +172,12 @@ class WorkerMesh:
         return local_chunks(row_tokens, self.dims.coordinates(self.rank)["cp"], self.dims.cp)
 
     @property
+    def random_stream(self) -> int:
+        """Number of this worker's random numbers. Tensor-parallel workers share them: they drop the same values."""
+        place = self.dims.coordinates(self.rank)
+        return self.reader + self.dims.readers * (place["cp"] + self.dims.cp * place["pp"])
+
+    @property
     def stage(self) -> int:
         """Place of this worker in the pipeline, from 0."""
         return self.dims.coordinates(self.rank)["pp"]
@@ -192,6 +198,8 @@ def shards_parameters(policy: PolicyConfig, workers: int, num_parameters: int) -
     float32 weights, offloading, gradients reduced after every micro-batch) needs FSDP2 in any case.
     """
     settings = policy.dtensor_cfg
+    if policy.megatron_cfg.enabled:
+        return False
     # FSDP2 also sums the gradients of the workers that hold the same part of a divided model.
     if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         return True

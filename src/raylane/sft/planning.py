@@ -181,7 +181,7 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
     world = dims.world
     kind = "HSDP" if dims.dp_replicate > 1 else "FSDP"
     if not shards_parameters(config.policy, dims.dp_shard * dims.cp, plan.shape.num_parameters):
-        kind = "the whole model on each,"
+        kind = "Megatron-core," if config.policy.megatron_cfg.enabled else "the whole model on each,"
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes

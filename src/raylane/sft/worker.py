@@ -208,7 +208,7 @@ class SftWorker:
         opened = _OpenStep(started, time.perf_counter(), lr, undone)
         if undone:
             opened.kept.enter_context(state_kept(self._model, self._optimizer))
-        seed = step_seed(self._config.sft.seed, number, self._mesh.reader)
+        seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
