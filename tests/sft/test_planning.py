@@ -13,6 +13,7 @@ from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.model_config import ModelShape, model_config, model_shape
 from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.sft.planning import RowCount, make_plan, num_validations, plan_run, render
+from sft import tiny_run
 from sft.conversations import config, question, write_jsonl
 
 SHAPE = ModelShape("llama", 1000, 300, 2, 16, 32, 2, 1, 8, 400, 256)
@@ -194,6 +195,15 @@ def test_a_real_plan_counts_the_model_and_reads_the_data(tmp_path: Path) -> None
     text = render(plan, run)
     for words in ("dp_replicate=1 x dp_shard=1: 1 worker, FSDP over gloo", f"{plan.total_steps} = 2 epochs", "never"):
         assert words in text
+
+
+def test_plan_refuses_a_model_folder_that_the_run_refuses(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 8}')
+    sizes = {"policy.dtensor_cfg.tensor_parallel_size": 3, "policy.train_global_batch_size": 6}
+    folder = {"policy.model_name": str(tmp_path), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
+    run = tiny_run.config_of(tmp_path, {"cluster.num_workers": 3, **sizes, **folder})
+    with pytest.raises(ConfigError, match=r"num_attention_heads=8 does not divide .*=3; use 1, 2, 4, 8"):
+        plan_run(run)
 
 
 def test_a_warm_up_that_outlasts_the_run_is_mentioned(tmp_path: Path) -> None:

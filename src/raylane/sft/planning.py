@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
-from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.layout import check_layout, check_model_folder, micro_batches
 from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
@@ -64,6 +64,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     from raylane.sft.data import open_rows, prepare
     from raylane.sft.model_config import model_config, model_shape
 
+    # Before the data, whose preparation may take long.
+    check_model_folder(config)
     prepared = prepare(config)
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
     shape = model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg)
