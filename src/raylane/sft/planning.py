@@ -6,7 +6,7 @@ All functions are pure except `plan_run`, which prepares the data and reads the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
@@ -254,9 +254,10 @@ def _save(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    words = {"unreduced": "gradients not reduced yet"}
-    parts = ((words.get(field.name, field.name), getattr(memory, field.name)) for field in fields(memory))
-    return f"about {_size(memory.total)} on each worker: " + ", ".join(f"{name} {_size(part)}" for name, part in parts)
+    words = {"unreduced": "gradients not reduced yet", "shared": "memory shared by CPU workers"}
+    used = {name: part for name, part in memory.parts.items() if part}
+    parts = ", ".join(f"{words.get(name, name)} {_size(part)}" for name, part in used.items())
+    return f"at most about {_size(memory.total)} on each worker ({memory.moment}): {parts}"
 
 
 def _size(num_bytes: int) -> str:
