@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from raylane.sft.sharded import divided, whole
 if TYPE_CHECKING:
     from raylane.sft.schema_lora import LoraConfig
 
-__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "freeze", "initialise", "merged_parameters"]
+__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "freeze", "initialise", "merged_weight"]
 
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
@@ -138,10 +139,13 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain(name, causal_lm): one for name, one in named if id(one) not in skipped}
 
 
-def merged_parameters(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of the model with its adapters added in, by the names in its files. Collective."""
-    weights = {name: parameter.detach() for name, parameter in base_parameters(causal_lm).items()}
-    return weights | {f"{name}.weight": layer.merged() for name, layer in adapted(causal_lm).items()}
+def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:
+    """Return one of `base_parameters`, with its adapter of `adapted` added in if it has one. Collective.
+
+    One at a time: all merged weights together would be a second copy of this worker's part of the model.
+    """
+    owner, _, last = name.rpartition(".")
+    return layers[owner].merged() if last == "weight" and owner in layers else weights[name].detach()
 
 
 def _plain(name: str, causal_lm: nn.Module) -> str:
