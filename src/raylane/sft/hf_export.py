@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def save_hf(
     themselves in PEFT's format, in the folder `adapter`. CheckpointError on all ranks if one of them cannot write.
     """
     failed = f"the model could not be written to {folder}"
-    files = _write_weights(failed, folder, lora.merged_parameters(model.causal_lm), dtype)
+    files = _write_weights(failed, folder, model.causal_lm, dtype)
     adapters = gather_adapters(model.causal_lm, model.mesh.pp_group)
     on_rank_zero(
         failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
@@ -67,10 +67,9 @@ def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
     return [[file for file in together if file is not None] for together in zip_longest(*of_writer.values())]
 
 
-def _write_weights(
-    failed: str, folder: Place, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> list[WeightFile]:
+def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtype) -> list[WeightFile]:
     """Write all safetensors files; return their plan. Collective."""
+    weights, adapters = lora.base_parameters(causal_lm), lora.adapted(causal_lm)
     rank, world = dist.get_rank(), dist.get_world_size()
     held: list[dict[str, tuple[int, ...]]] = [{} for _ in range(world)]
     dist.all_gather_object(held, {name: tuple(weight.shape) for name, weight in weights.items()})
@@ -84,7 +83,7 @@ def _write_weights(
                     if name is None or rank not in file.holders:
                         continue
                     # Rounded before it is gathered: half the bytes on the wire.
-                    gathered = whole(weights[name].to(dtype))
+                    gathered = whole(lora.merged_weight(name, weights, adapters).to(dtype))
                     if file.writer == rank:
                         writer.add(file, dtype, gathered.cpu())
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ __all__ = [
     "fill",
     "freeze",
     "initialise",
-    "merged_parameters",
+    "merged_weight",
 ]
 
 _BASE = ".base."
@@ -190,10 +191,13 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain(name, causal_lm): one for name, one in named if id(one) not in skipped}
 
 
-def merged_parameters(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of the model with its adapters added in, by the names in its files. Collective."""
-    weights = {name: parameter.detach() for name, parameter in base_parameters(causal_lm).items()}
-    return weights | {f"{name}.weight": layer.merged() for name, layer in adapted(causal_lm).items()}
+def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:
+    """Return one of `base_parameters`, with its adapter of `adapted` added in if it has one. Collective.
+
+    One at a time: all merged weights together would be a second copy of this worker's part of the model.
+    """
+    owner, _, last = name.rpartition(".")
+    return layers[owner].merged() if last == "weight" and owner in layers else weights[name].detach()
 
 
 def _plain(name: str, causal_lm: nn.Module) -> str:
