@@ -72,7 +72,7 @@ def test_plan_command_prints_forecast_and_starts_nothing(run_file: Path, capsys:
     before = ray.is_initialized()
     assert main(["plan", str(run_file), "cluster.num_workers=2"]) == 0
     out = capsys.readouterr().out
-    for words in ("dp_shard=2: 2 workers", "epochs of", "positions", "memory     about", "compute"):
+    for words in ("dp_shard=2: 2 workers", "epochs of", "positions", "memory     at most about", "compute"):
         assert words in out
     assert ray.is_initialized() == before
 

@@ -8,6 +8,7 @@ all documents. Every step uses all documents, so their order is irrelevant.
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,16 @@ def documents(data: Path, tokenizer_folder: Path) -> list[tuple[torch.Tensor, to
 
 
 def new_model(hf_config: Any, seed: int) -> Any:
-    """Return a plain model with random float32 weights."""
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).train()
+    """Return a plain model with random float32 weights: transformers' rule, with new random numbers for each module."""
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).train()
+    filled = set()
+    for name, module in model.named_modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own - filled:  # a tied head has nothing of its own
+            torch.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+            model._init_weights(module)
+            filled |= own
+    return model
 
 
 def backward(model: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -104,11 +104,14 @@ def test_import_separates_lacking_features_from_decisions(their_file: Path, tmp_
         "logger.mlflow_enabled",
     ]
     assert made.to_do == ()
-    decisions = ["policy.quant_cfg=fp8", "policy.megatron_cfg={enabled: true}"]
-    decisions += ["policy.megatron_cfg.scheduler=null"]
+    decisions = [
+        "policy.quant_cfg=fp8",
+        "policy.megatron_cfg={enabled: true, optimizer: {lr: 1.0e-4, weight_decay: 0.1}}",
+    ]
+    decisions += ["policy.megatron_cfg.scheduler={lr_decay_style: WSD}"]
     made = import_config(their_file, [*own_data(tmp_path), *decisions])
     assert any("quantization is not supported" in one for one in made.to_do)
-    assert any("no Megatron backend" in one for one in made.to_do)
+    assert any("lr_decay_style=WSD cannot be expressed" in one for one in made.to_do)
     with pytest.raises(ConfigError, match=r"unknown key 'policy\.new_thing'"):
         import_config(their_file, lacking)
 

@@ -49,7 +49,7 @@ def test_load_of_a_pasted_file_understands_it(their_file: Path, caplog: pytest.L
     assert config.policy.max_grad_norm == 0.5
     assert config.cluster.num_workers == 2
     assert config.logger.wandb.name is None
-    assert "NeMo-RL keys ignored or replaced: logger.wandb.name, policy.dtensor_cfg.env_vars, " in caplog.text
+    assert "NeMo-RL keys ignored or replaced: logger.wandb.name, policy.megatron_cfg, policy.dtensor" in caplog.text
     assert "set as in NeMo-RL: policy.scheduler.name=constant (the learning rate" in caplog.text
 
 
@@ -89,7 +89,9 @@ def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
         ({"policy": {"dtensor_cfg": {"enabled": False}}}, "it is always on"),
         ({"checkpointing": {"is_peft": True}}, r"set policy\.dtensor_cfg\.lora_cfg instead"),
         ({"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {}}}}}, "loaded by transformers"),
-        ({"policy": {"megatron_cfg": {"enabled": True}}}, "no Megatron backend"),
+        ({"policy": {"megatron_cfg": {"enabled": True, "fp8_cfg": {"enabled": True}}}}, "fp8 is not supported"),
+        ({"policy": {"megatron_cfg": {"enabled": True, "expert_model_parallel_size": 2}}}, "only dense models"),
+        ({"policy": {"megatron_cfg": {"enabled": True, "peft": {"enabled": True}}}}, "with raylane's own layers"),
         ({"policy": {"sequence_packing": {"train_mb_tokens": 5000}}}, "policy.train_micro_batch_size tokens"),
         ({"policy": {"sequence_packing": {"sequence_length_round": 1000}}}, "must be a multiple of it"),
         ({"policy": {"optimizer": {"name": "torch.optim.SGD"}}}, r"only torch\.optim\.AdamW is supported"),

@@ -16,6 +16,7 @@ from raylane.sft.data import PreparedData, prepare
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model_config import model_config
 from raylane.workers.batch import BatchDict
+from sft import reference_loop
 
 ROW_TOKENS = 64
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")
@@ -98,11 +99,8 @@ def global_batch(config: RunConfig, prepared: PreparedData, step: int = 0) -> Ba
 
 def reference_model(config: RunConfig, prepared: PreparedData) -> Any:
     """Return a plain Hugging Face model with the initial weights of the run."""
-    from transformers import AutoModelForCausalLM
-
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
-    torch.manual_seed(config.sft.seed)
-    return AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).train()
+    return reference_loop.new_model(hf_config, config.sft.seed)
 
 
 def reference_gradients(model: Any, batch: BatchDict) -> tuple[float, dict[str, torch.Tensor]]:

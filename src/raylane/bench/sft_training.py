@@ -19,6 +19,7 @@ from raylane.bench.sft_workers import TimedWorker
 from raylane.sft import order
 from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import PreparedData, open_rows
+from raylane.sft.initial import fill_random
 from raylane.sft.loss import IGNORED
 from raylane.sft.model_config import model_config
 from raylane.sft.optim import learning_rate, set_learning_rate
@@ -125,10 +126,10 @@ class PlainTrainer(TimedWorker):
 
         policy = config.policy
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
-        torch.manual_seed(config.sft.seed)
         self.model: Any = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation="sdpa"
         ).train()
+        fill_random(self.model, config.sft.seed)  # the weights with which raylane starts
         # The same groups as `sft.optim`: no weight decay for norms and biases.
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]

@@ -7,19 +7,25 @@ Names and keys are those of peft 0.21. Called by `model` (start from adapters), 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raylane.errors import CheckpointError
-from raylane.sft.lora import LoraLinear, adapted, fill
+from raylane.sft.lora import adapted, fill
 from raylane.sft.sharded import whole
 
-__all__ = ["adapter_names", "adapter_tensors", "read_adapter", "write_adapter"]
+if TYPE_CHECKING:
+    from raylane.sft.schema_lora import LoraConfig
+
+__all__ = ["Adapters", "adapter_names", "gather_adapters", "read_adapter", "write_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -30,9 +36,45 @@ _UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modu
 """Keys of adapter_config.json that change the meaning of the adapters; they must be off or empty."""
 
 
-def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return the adapters as whole float32 tensors on the CPU, by their names in PEFT's files. Collective."""
-    return {name: whole(one.detach()).float().cpu() for name, one in _named(causal_lm).items()}
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of a model, or of the stages of it that one worker holds."""
+
+    settings: LoraConfig
+    tensors: dict[str, Tensor]
+    """Whole tensors by their names in PEFT's files."""
+    layers: list[str]
+    """Names of the adapted layers."""
+    others: list[str]
+    """Names of all other linear layers."""
+
+    @classmethod
+    def of(cls, causal_lm: nn.Module, tensors: dict[str, Tensor]) -> Adapters:
+        """Return these tensors with the names of the layers, of a model that has adapters."""
+        layers = adapted(causal_lm)
+        linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)]
+        return cls(next(iter(layers.values())).settings, tensors, list(layers), linear)
+
+
+def gather_adapters(causal_lm: nn.Module, stages: dist.ProcessGroup | None) -> Adapters | None:
+    """Return the adapters of the whole model, float32 on the CPU; None without LoRA. Collective.
+
+    `stages` are the workers that hold the other stages of a pipeline, all of which have adapters.
+    """
+    if not adapted(causal_lm):
+        return None
+    own = Adapters.of(causal_lm, {name: whole(one.detach()).float().cpu() for name, one in _named(causal_lm).items()})
+    if stages is None:
+        return own
+    # Adapters are small, so every stage may have all of them.
+    found: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(found, own, group=stages)
+    return Adapters(
+        own.settings,
+        {name: tensor for one in found for name, tensor in one.tensors.items()},
+        [name for one in found for name in one.layers],
+        [name for one in found for name in one.others],
+    )
 
 
 def adapter_names(causal_lm: nn.Module) -> dict[str, tuple[str, torch.Size]]:
@@ -48,13 +90,10 @@ def _named(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def write_adapter(
-    folder: Path, causal_lm: nn.Module, tensors: dict[str, Tensor], base: Path | None, dtype: torch.dtype
-) -> None:
-    """Create `folder` with the adapters in `tensors`; `base` is the model folder that they belong to."""
+def write_adapter(folder: Path, adapters: Adapters, base: Path | None, dtype: torch.dtype) -> None:
+    """Create `folder` with the adapters of a whole model; `base` is the model folder that they belong to."""
     folder.mkdir(parents=True)
-    layers = adapted(causal_lm)
-    settings = next(iter(layers.values())).settings
+    settings = adapters.settings
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -62,7 +101,7 @@ def write_adapter(
         "r": settings.dim,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": _targets(causal_lm, layers),
+        "target_modules": _targets(adapters),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -70,19 +109,19 @@ def write_adapter(
         "init_lora_weights": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    save_file({name: tensor.to(dtype) for name, tensor in adapters.tensors.items()}, folder / WEIGHTS, {"format": "pt"})
 
 
-def _targets(causal_lm: nn.Module, layers: dict[str, LoraLinear]) -> list[str]:
+def _targets(adapters: Adapters) -> list[str]:
     """Return the shortest names that select exactly the adapted layers: last parts (q_proj) or whole names."""
     # PEFT compares the ends of names, so a last part would also select layers that were left out.
-    parts = sorted({name.rpartition(".")[2] for name in layers})
-    linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)]
-    return sorted(layers) if any(name.rpartition(".")[2] in parts for name in linear) else parts
+    parts = sorted({name.rpartition(".")[2] for name in adapters.layers})
+    left_out = any(name.rpartition(".")[2] in parts for name in adapters.others)
+    return sorted(adapters.layers) if left_out else parts
 
 
-def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
-    """Fill the adapters in place from a folder in PEFT's format. Every worker reads the whole files.
+def read_adapter(causal_lm: nn.Module, folder: Path, names: Collection[str]) -> None:
+    """Fill the adapters in place from a folder in PEFT's format, which must hold `names`, those of the whole model.
 
     CheckpointError if the folder cannot be read, or belongs to adapters of another shape, scale or place.
     """
@@ -92,7 +131,7 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             stored = set(file.keys())
-            if differing := sorted(stored ^ set(named)):
+            if differing := sorted(stored ^ set(names)):
                 where = "only in the files" if differing[0] in stored else "only in this run"
                 raise CheckpointError(
                     f"the adapters in {folder} belong to other layers: {differing[0]} and {len(differing) - 1} more "

@@ -300,13 +300,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: 
 
 
 def register() -> None:
-    """Make `attend` known to transformers under NAME; no mask is made for it."""
+    """Make `attend` known to transformers under NAME.
+
+    No function for masks goes with it: transformers then makes none, and does not look for packed rows, which would
+    make the CPU wait for the GPU once per micro-batch (`masking_utils.find_packed_sequence_indices`, 5.23).
+    """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None

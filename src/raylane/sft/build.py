@@ -18,9 +18,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import attention, lora, tensor_parallel
-from raylane.sft.adapter_files import read_adapter
+from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
+from raylane.sft.initial import fill_random
 from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
 from raylane.sft.model_config import attention_implementation
 from raylane.sft.parallel import keeps_gathered, shards_parameters
@@ -38,9 +40,10 @@ __all__ = ["build_model", "read_weights"]
 def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: torch.device, seed: int) -> RunModel:
     """Return the model, divided as `policy.dtensor_cfg` says, float32 masters, in training mode. Collective.
 
-    Random weights depend on `seed` alone, not on the layout: every worker creates all of them and keeps its part.
-    Weights from `policy.model_name` are read part by part; no process holds the whole model. Raises CheckpointError
-    if the folder's safetensors do not fit, ConfigError if this model cannot be trained with raylane.
+    No process holds the whole model, unless `parallel.shards_parameters` says so: weights from `policy.model_name` are
+    read part by part, and random ones are made one module at a time (`initial`). Random weights depend on `seed` alone,
+    not on the layout. Raises CheckpointError if the folder's safetensors do not fit, ConfigError if this model cannot
+    be trained with raylane.
     """
     settings = policy.dtensor_cfg
     if mesh.dims.pp == 1:
@@ -64,14 +67,14 @@ def _build(
 ) -> SupervisedModel:
     """Return the model, or stage (number, number of stages) of it. Collective over the workers of the same stage."""
     name, settings = policy.model_name, policy.dtensor_cfg
-    if name is None:
-        torch.manual_seed(seed)
+    # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
+    with torch.device("meta"):
         causal_lm = _causal_lm(hf_config, attention_implementation(policy))
-    else:
-        # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
-        with torch.device("meta"):
-            causal_lm = _causal_lm(hf_config, attention_implementation(policy))
+    # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
+    lora.adapt(causal_lm, settings.lora_cfg)
+    in_files = set(adapter_names(causal_lm))
     if stage is not None:
+        lora.check_stages(causal_lm, stage[1])
         keep_stage(causal_lm, *stage)
     model = SupervisedModel(causal_lm, mesh) if stage is None else StageModel(causal_lm, mesh, *stage)
     tied = hf_config.tie_word_embeddings and model.has_head
@@ -79,20 +82,23 @@ def _build(
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
-    _shard(model, policy, mesh)
-    if name is not None:
-        model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
-        if tied:
-            # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
-            causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
-        _restore_buffers(model, hf_config, device)
+    if not policy.megatron_cfg.enabled:
+        _shard(model, policy, mesh)
+    model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
+    if tied:
+        # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
+        causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+    _restore_buffers(model, hf_config, device)
+    if name is None:
+        fill_random(causal_lm, seed)
+    else:
         read_weights(causal_lm, Path(name))
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
-        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path))
+        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
     if settings.compile_layers:
         compile_layers(causal_lm, device)
-    return model
+    return MegatronModel(causal_lm, mesh, policy, device) if policy.megatron_cfg.enabled else model
 
 
 def _causal_lm(hf_config: Any, implementation: str) -> Any:
@@ -116,7 +122,7 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
-    """Refuse models with state in buffers, add adapters and activation checkpointing, and enter training mode."""
+    """Refuse models with state in buffers, add activation checkpointing, and enter training mode."""
     kept = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
@@ -128,7 +134,6 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
             "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
-    lora.adapt(model.causal_lm, policy.dtensor_cfg.lora_cfg)
     apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
 
@@ -143,8 +148,6 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
     if not shards_parameters(policy, mesh.fsdp.size(-1), num_parameters):
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
         model.gradient_sum = GradientSum(sum(trained), len(trained), torch.device(device_type))
-        if not any(parameter.is_meta for parameter in model.parameters()):
-            model.to(device_type)  # FSDP2 would do it; weights of a folder are allocated there later
         return
     model.keeps_gathered = keeps_gathered(policy, num_parameters)
     half = policy.precision == "bfloat16"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import checkpoint
-from raylane.sft.adapter_files import adapter_names, write_adapter
+from raylane.sft.adapter_files import Adapters, adapter_names, write_adapter
 from raylane.sft.checkpoint import Saved
 from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import read_prepared
@@ -73,7 +73,7 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
         if form == "adapter":
             tensors = {name: read(f"model.{own}", shape) for name, (own, shape) in adapter_names(causal_lm).items()}
             base = config.policy.model_name
-            write_adapter(draft, causal_lm, tensors, None if base is None else Path(base), dtype)
+            write_adapter(draft, Adapters.of(causal_lm, tensors), None if base is None else Path(base), dtype)
         else:
             draft.mkdir(parents=True)
             _write_weights(draft, causal_lm, read, dtype)

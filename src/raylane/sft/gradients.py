@@ -23,11 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raylane.core.semaphore import Segment
+from raylane.sft.parallel import SHARED_BYTES, shares_gradients
 
 __all__ = ["GradientSum"]
 
-_SHARED_BYTES = 2**30
-"""Largest shared memory of one group of workers; more than this is summed by an all-reduce."""
 _DATA_AT = 4096
 """Offset of the numbers in the segment, whose first page has a key of its own."""
 
@@ -36,7 +35,7 @@ class GradientSum:
     """Sum of the gradients over all workers of the default process group; all calls are collective."""
 
     def __init__(
-        self, numel: int, num_parameters: int, device: torch.device, *, shared_bytes: int = _SHARED_BYTES
+        self, numel: int, num_parameters: int, device: torch.device, *, shared_bytes: int = SHARED_BYTES
     ) -> None:
         """Prepare sums for `num_parameters` parameters of `numel` float32 numbers in all.
 
@@ -46,7 +45,7 @@ class GradientSum:
         self._world = dist.get_world_size()
         self._shared: Tensor | None = None
         """float32 [workers + 1, numel]: one slot for each worker, then the result; None for an all-reduce."""
-        if device.type == "cpu" and self._world > 1 and (self._world + 1) * numel * 4 <= shared_bytes:
+        if device.type == "cpu" and shares_gradients(numel, self._world, shared_bytes):
             self._shared = _share(self._world + 1, numel)
 
     def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> None:

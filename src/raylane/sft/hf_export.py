@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from raylane.errors import CheckpointError
 from raylane.sft import lora
-from raylane.sft.adapter_files import adapter_tensors, write_adapter
+from raylane.sft.adapter_files import Adapters, gather_adapters, write_adapter
 from raylane.sft.hf_folder import ADAPTER_FOLDER, WeightFile, plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.model import RunModel
 from raylane.sft.sharded import whole
@@ -52,8 +52,8 @@ def save_hf(
     themselves in PEFT's format, in the folder `adapter`. CheckpointError on all ranks if one of them cannot write.
     """
     failed = f"the model could not be written to {folder}"
-    files = _write_weights(failed, folder, lora.merged_parameters(model.causal_lm), dtype)
-    adapters = adapter_tensors(model.causal_lm)
+    files = _write_weights(failed, folder, model.causal_lm, dtype)
+    adapters = gather_adapters(model.causal_lm, model.mesh.pp_group)
     on_rank_zero(
         failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
     )
@@ -67,10 +67,9 @@ def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
     return [[file for file in together if file is not None] for together in zip_longest(*of_writer.values())]
 
 
-def _write_weights(
-    failed: str, folder: Place, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> list[WeightFile]:
+def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtype) -> list[WeightFile]:
     """Write all safetensors files; return their plan. Collective."""
+    weights, adapters = lora.base_parameters(causal_lm), lora.adapted(causal_lm)
     rank, world = dist.get_rank(), dist.get_world_size()
     held: list[dict[str, tuple[int, ...]]] = [{} for _ in range(world)]
     dist.all_gather_object(held, {name: tuple(weight.shape) for name, weight in weights.items()})
@@ -84,7 +83,7 @@ def _write_weights(
                     if name is None or rank not in file.holders:
                         continue
                     # Rounded before it is gathered: half the bytes on the wire.
-                    gathered = whole(weights[name].to(dtype))
+                    gathered = whole(lora.merged_weight(name, weights, adapters).to(dtype))
                     if file.writer == rank:
                         writer.add(file, dtype, gathered.cpu())
     finally:
@@ -153,7 +152,7 @@ def _write_beside(
     end_ids: Sequence[int],
     start: Path | None,
     files: Sequence[WeightFile],
-    adapters: Mapping[str, torch.Tensor],
+    adapters: Adapters | None,
     dtype: torch.dtype,
 ) -> None:
     """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
@@ -162,8 +161,8 @@ def _write_beside(
         draft = Path(name)
         write_beside(draft, model.causal_lm, tokenizer_dir, end_ids, start, dtype)
         write_index(draft, files, dtype)
-        if adapters:
-            write_adapter(draft / ADAPTER_FOLDER, model.causal_lm, dict(adapters), start, torch.float32)
+        if adapters is not None:
+            write_adapter(draft / ADAPTER_FOLDER, adapters, start, torch.float32)
             if isinstance(folder, Path):
                 (folder / ADAPTER_FOLDER).mkdir()
         for file in draft.rglob("*"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
+from raylane.sft.megatron_checks import megatron_problems
 from raylane.sft.schema import RunConfig
 from raylane.sft.schema_policy import DTensorConfig, PolicyConfig
 from raylane.sft.stages import EDGE_SCHEDULES, INTERLEAVED, stages_per_worker
@@ -38,7 +39,7 @@ def check_layout(config: RunConfig) -> None:
         *worker_problems(config),
         *division_problems(config),
         *pipeline_problems(config),
-        *adapter_problems(config.policy),
+        *megatron_problems(config.policy),
         *dynamic_problems(config.policy),
         *batch_problems(config),
         *length_problems(config),
@@ -274,23 +275,6 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
     for name, rows in counts.items():
         if problem := _pipeline_problem(config, rows, policy.train_micro_batch_size):
             yield f"{name}={rows} {problem}, or a smaller policy.train_micro_batch_size"
-
-
-def adapter_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Yield the settings that LoRA does not work with."""
-    settings = policy.dtensor_cfg
-    if not settings.lora_cfg.enabled:
-        return
-    if (pp := settings.pipeline_parallel_size) > 1:
-        yield (
-            f"policy.dtensor_cfg.lora_cfg.enabled=true does not work with pipeline_parallel_size={pp} yet; set the "
-            "size to 1 (FSDP2 divides the frozen weights too), or enabled to false"
-        )
-    if settings.lora_cfg.dropout and (tp := settings.tensor_parallel_size) > 1:
-        yield (
-            f"policy.dtensor_cfg.lora_cfg.dropout={settings.lora_cfg.dropout:g} does not work with "
-            f"tensor_parallel_size={tp}, whose workers would drop different values; set dropout to 0, or the size to 1"
-        )
 
 
 def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:

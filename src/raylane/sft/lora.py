@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,53 @@ from torch import Tensor, nn
 from raylane.errors import ConfigError
 from raylane.sft.overrides import suggest
 from raylane.sft.sharded import divided, whole
+from raylane.sft.stages import layer_ranges
 
 if TYPE_CHECKING:
     from raylane.sft.schema_lora import LoraConfig
 
-__all__ = ["LoraLinear", "adapt", "adapted", "base_parameters", "fill", "freeze", "initialise", "merged_parameters"]
+__all__ = [
+    "LoraLinear",
+    "adapt",
+    "adapted",
+    "base_parameters",
+    "check_stages",
+    "fill",
+    "freeze",
+    "initialise",
+    "merged_weight",
+]
 
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
+
+
+class AdapterDropout(nn.Module):
+    """Dropout that drops the same values for any number of tensor-parallel workers.
+
+    These workers have the same random state (`WorkerMesh.random_stream`). Each draws the mask of the whole values and
+    takes its own part of it.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self._dim, self._part, self._parts = -1, 0, 1
+
+    def divide(self, dim: int, part: int, parts: int) -> None:
+        """From now on take inputs that are one of `parts` equal parts of the whole values along a dimension."""
+        self._dim, self._part, self._parts = dim, part, parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x with some values set to 0 and the others scaled up; x itself in evaluation mode."""
+        if not self.training or not self.p:
+            return x
+        size = x.shape[self._dim]
+        # Drawn whole also where one part is used, so that the random states of the workers stay equal.
+        whole_shape = list(x.shape)
+        whole_shape[self._dim] = size * self._parts
+        kept = torch.empty(whole_shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p)
+        return x * kept.narrow(self._dim, size * self._part, size) / (1 - self.p)
 
 
 class LoraLinear(nn.Module):
@@ -42,7 +82,7 @@ class LoraLinear(nn.Module):
         where: dict[str, Any] = {"bias": False, "device": base.weight.device, "dtype": torch.float32}
         self.lora_A = nn.Linear(base.in_features, settings.dim, **where)
         self.lora_B = nn.Linear(settings.dim, base.out_features, **where)
-        self.dropout = nn.Dropout(settings.dropout)
+        self.dropout = AdapterDropout(settings.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the projection [..., out] of x [..., in]."""
@@ -79,6 +119,19 @@ def freeze(causal_lm: nn.Module) -> None:
     if adapted(causal_lm):
         for parameter in base_parameters(causal_lm).values():
             parameter.requires_grad_(False)
+
+
+def check_stages(causal_lm: Any, count: int) -> None:
+    """Raise ConfigError if one of `count` pipeline stages of an adapted model would have no adapter to train."""
+    numbers = [i for i, layer in enumerate(causal_lm.get_decoder().layers) if adapted(layer)]
+    for stage, layers in enumerate(layer_ranges(len(causal_lm.get_decoder().layers), count)):
+        if numbers and not set(layers) & set(numbers):
+            # Its optimizer would be empty, and nothing behind the tokens would have a gradient.
+            raise ConfigError(
+                f"policy.dtensor_cfg.lora_cfg adapts nothing in layers {layers[0]} to {layers[-1]}, which are pipeline "
+                f"stage {stage} of {count}. Choose layers of every stage in target_modules, or fewer stages",
+                key="policy.dtensor_cfg.lora_cfg.target_modules",
+            )
 
 
 def _chosen(causal_lm: nn.Module, settings: LoraConfig) -> list[str]:
@@ -138,10 +191,13 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     return {_plain(name, causal_lm): one for name, one in named if id(one) not in skipped}
 
 
-def merged_parameters(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of the model with its adapters added in, by the names in its files. Collective."""
-    weights = {name: parameter.detach() for name, parameter in base_parameters(causal_lm).items()}
-    return weights | {f"{name}.weight": layer.merged() for name, layer in adapted(causal_lm).items()}
+def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:
+    """Return one of `base_parameters`, with its adapter of `adapted` added in if it has one. Collective.
+
+    One at a time: all merged weights together would be a second copy of this worker's part of the model.
+    """
+    owner, _, last = name.rpartition(".")
+    return layers[owner].merged() if last == "weight" and owner in layers else weights[name].detach()
 
 
 def _plain(name: str, causal_lm: nn.Module) -> str:

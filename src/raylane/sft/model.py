@@ -99,7 +99,7 @@ class SupervisedModel(RunModel):
             labels = attention.take_chunks(batch["labels"], chunks)
             supervised = loss_fn.supervised(attention.take_chunks(on_host["labels"], chunks), labels.device)
             return loss_fn.from_hidden(self._hidden(inputs), labels, self._summed, supervised)
-        logits: Tensor = self.causal_lm(**inputs).logits
+        logits = self._logits(inputs)
         if self.mesh.tp is not None:
             words = self.causal_lm.get_output_embeddings().weight.shape[0]
             logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
@@ -126,15 +126,24 @@ class SupervisedModel(RunModel):
         hidden: Tensor = self.causal_lm.base_model(**inputs).last_hidden_state
         return hidden
 
+    def _logits(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the logits of all tokens, of this worker's part of the vocabulary."""
+        logits: Tensor = self.causal_lm(**inputs).logits
+        return logits
+
+    def _apply_head(self, hidden: Tensor) -> Tensor:
+        """Return the logits of hidden states [N, H], of this worker's part of the vocabulary."""
+        logits: Tensor = self.causal_lm.get_output_embeddings()(hidden)
+        return logits
+
     def _summed(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the summed cross-entropy of hidden states [N, H] with labels [N]."""
-        head = self.causal_lm.get_output_embeddings()
-        logits = head(hidden).float()
+        logits = self._apply_head(hidden).float()
         if (cap := getattr(self.causal_lm.config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         if self.mesh.tp is None:
             return F.cross_entropy(logits, labels, reduction="sum")
-        first = tensor_parallel.first_word(head)
+        first = tensor_parallel.first_word(self.causal_lm.get_output_embeddings())
         return tensor_parallel.vocabulary_cross_entropy(logits, labels, first, self.mesh.tp.get_group())
 
 

@@ -37,7 +37,8 @@ class ModelShape:
 
     model_type: str
     num_parameters: int
-    largest_unit: int  # parameters of the largest part gathered at once: a layer, or embedding and head
+    num_root: int  # parameters outside the layers: embedding, last norm and head
+    num_layer: int  # parameters of the largest layer
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -47,6 +48,7 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None
     num_trained: int | None = None  # parameters that are trained; None for all of them
+    has_head_norms: bool = False  # queries and keys are normalised (qwen3, gemma3)
 
 
 def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = None, end_id: int | None = None) -> Any:
@@ -206,18 +208,14 @@ def _count_on_meta(config: Any, lora: LoraConfig | None) -> ModelShape:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if lora is not None:
         adapt(model, lora)
-    embedding = {
-        id(p): p.numel()
-        for m in (model.get_input_embeddings(), model.get_output_embeddings())
-        if m is not None
-        for p in m.parameters()
-    }
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     heads = config.num_attention_heads
+    num_parameters = sum(p.numel() for p in model.parameters())
     return ModelShape(
         model_type=config.model_type,
-        num_parameters=sum(p.numel() for p in model.parameters()),
-        largest_unit=max(sum(embedding.values()), *layers),
+        num_parameters=num_parameters,
+        num_root=num_parameters - sum(layers),
+        num_layer=max(layers),
         num_layers=len(layers),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -227,4 +225,5 @@ def _count_on_meta(config: Any, lora: LoraConfig | None) -> ModelShape:
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
         num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
     )

@@ -27,6 +27,11 @@ def _one(value: Any) -> bool:
     return value is None or value == 1
 
 
+def _float32(value: Any) -> bool:
+    """Return True for no data type (NeMo-RL's files write None, which YAML reads as text) and for float32."""
+    return not value or str(value).rpartition(".")[2] in ("None", "float32")
+
+
 def _anything(value: Any) -> bool:
     return True
 
@@ -120,7 +125,7 @@ RULES: tuple[Rule, ...] = (
     Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_WAY, "expert parallelism is not supported yet; remove it"),
     Rule("policy.dtensor_cfg.custom_parallel_plan", _off, _ONE_WAY, "FSDP2 wraps each layer; remove it"),
     Rule("policy.dtensor_cfg.lora_cfg.use_triton", _anything, "the numbers are the same"),
-    Rule("policy.dtensor_cfg.lora_cfg.lora_dtype", _off, "adapters are float32", "adapters are float32; remove it"),
+    Rule("policy.dtensor_cfg.lora_cfg.lora_dtype", _float32, "adapters are float32", "adapters are float32; remove it"),
     Rule(
         "policy.dtensor_cfg.automodel_kwargs",
         _force_hf_only,
@@ -128,14 +133,57 @@ RULES: tuple[Rule, ...] = (
         "models are loaded by transformers, not by Automodel; remove it",
     ),
     Rule("policy.dtensor_cfg.clear_cache_every_n_steps", _anything, "the memory cache is not cleared"),
+    # Megatron-core (policy.megatron_cfg.enabled). If it is off, `nemo_rl` leaves out the whole section.
+    *(
+        Rule(f"policy.megatron_cfg.{name}", _one, _ONE_WAY, "only dense models can be trained; remove it")
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    ),
+    *(
+        Rule(f"policy.megatron_cfg.{name}", _off, _ONE_WAY, "raylane has no pipeline of Megatron; remove it")
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "virtual_pipeline_model_parallel_size",
+        )
+    ),
     Rule(
-        "policy.megatron_cfg",
+        "policy.megatron_cfg.peft",
         _disabled,
-        "there is no Megatron backend",
-        "there is no Megatron backend; set its enabled to false, and set policy.optimizer.kwargs and policy.scheduler "
-        "to the values that megatron_cfg.optimizer and megatron_cfg.scheduler hold",
+        "no adapters",
+        "adapters are trained with raylane's own layers; set policy.dtensor_cfg.lora_cfg and "
+        "policy.megatron_cfg.enabled=false",
         changes_training=True,
     ),
+    Rule("policy.megatron_cfg.fp8_cfg", _disabled, "no fp8", "fp8 is not supported; remove it", changes_training=True),
+    *(
+        Rule(f"policy.megatron_cfg.{name}", _anything, "dense models have no experts")
+        for name in (
+            "freeze_moe_router",
+            "moe_aux_loss_coeff",
+            "moe_enable_deepep",
+            "moe_per_layer_logging",
+            "moe_permute_fusion",
+            "moe_router_bias_update_rate",
+            "moe_router_dtype",
+            "moe_router_load_balancing_type",
+            "moe_shared_expert_overlap",
+            "moe_token_dispatcher_type",
+        )
+    ),
+    *(
+        Rule(f"policy.megatron_cfg.{name}", _anything, "it changes the speed, not the numbers")
+        for name in (
+            "apply_rope_fusion",
+            "bias_activation_fusion",
+            "defer_fp32_logits",
+            "distributed_data_parallel_config",
+            "empty_unused_memory_level",
+            "force_overwrite_initial_ckpt",
+            "pipeline_dtype",
+        )
+    ),
+    Rule("policy.megatron_cfg.converter_type", _anything, "the model type of the folder decides"),
+    Rule("policy.megatron_cfg.train_iters", _anything, "sft.max_num_steps decides"),
     Rule("policy.dynamic_batching.logprob_mb_tokens", _anything, _RL),
     Rule("policy.sequence_packing.microbatch_order", _anything, "the order of the rows is fixed by sft.seed"),
     Rule("policy.sequence_packing.logprob_mb_tokens", _anything, _RL),
@@ -210,6 +258,12 @@ RENAMES = {
     "checkpointing.save_consolidated": "checkpointing.save_hf",
     "checkpointing.ft_keep_latest_k": "checkpointing.keep_latest_k",
     "policy.dtensor_cfg.env_vars": "cluster.env_vars",
+    "policy.megatron_cfg.tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size": "policy.dtensor_cfg.pipeline_parallel_size",
+    "policy.megatron_cfg.context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
+    "policy.megatron_cfg.sequence_parallel": "policy.dtensor_cfg.sequence_parallel",
+    "policy.megatron_cfg.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
+    "policy.megatron_cfg.env_vars": "cluster.env_vars",
     # Names of 2025.
     "sft.num_steps": "sft.max_num_steps",
     "policy.learning_rate": "policy.optimizer.kwargs.lr",
@@ -225,6 +279,8 @@ OTHERWISE = {
     "a multiple of it",
     "data.max_input_seq_length": "use policy.max_total_sequence_length",
     "policy.ray_compiled_graph": "use policy.compiled_graph",
+    "policy.megatron_cfg.optimizer": "use policy.optimizer and policy.max_grad_norm",
+    "policy.megatron_cfg.scheduler": "use policy.scheduler",
     "policy.dtensor_cfg.defer_fsdp_grad_sync": "use policy.dtensor_cfg.reduce_every_micro_batch",
     "data.default": "set the keys in data itself",
     "data.dataset_name": "set data.train to the path of a JSONL file",
@@ -241,8 +297,8 @@ OTHERWISE = {
 }
 """Keys that `nemo_rl` reads together with other keys -> reason for refusing what it could not translate."""
 
-_SECTIONS = ("data.train.", "data.validation.")
-"""Beginnings of keys below those that are single values in raylane and sections in NeMo-RL."""
+_SECTIONS = ("data.train.", "data.validation.", "policy.megatron_cfg.")
+"""Beginnings of keys in sections that NeMo-RL has, and raylane has as single values or with other keys."""
 
 
 _WORDS: dict[Callable[[Any], bool], str] = {
@@ -250,6 +306,7 @@ _WORDS: dict[Callable[[Any], bool], str] = {
     _on: "`true`",
     _one: "`1`",
     _anything: "any",
+    _float32: "empty or float32",
     _disabled: "empty or `enabled: false`",
     _force_hf_only: "empty or only `force_hf`",
 }

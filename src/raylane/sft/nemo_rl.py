@@ -16,14 +16,17 @@ from raylane.errors import ConfigError
 from raylane.sft.interpolation import interpolate
 from raylane.sft.nemo_data import translate_data
 from raylane.sft.nemo_keys import OTHERWISE, RENAMES, RULES
+from raylane.sft.nemo_megatron import megatron_clipping, megatron_optimizer, megatron_schedule
 from raylane.sft.nemo_schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
 
 __all__ = ["Note", "Problem", "Translation", "is_from_nemo_rl", "read_document", "translate"]
 
+_MEGATRON = "policy.megatron_cfg"
 _ALL = 1_000_000
 """Number of checkpoints to keep that stands for all of them."""
 _OPTIMIZERS = {"torch.optim.AdamW": "adamw", "AdamW": "adamw", "torch.optim.adamw.AdamW": "adamw"}
 _SPELLINGS: dict[str, dict[str, str]] = {
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": {"uniform": "kaiming"},
     "policy.sequence_packing.algorithm": {"modified_first_fit_decreasing": "first_fit_decreasing"},
     "checkpointing.metric_name": {
         "val:val_loss": "val:loss", "val_loss": "val:loss", "train:train_loss": "train:loss", "train_loss": "train:loss"
@@ -96,6 +99,12 @@ def read_document(document: Mapping[str, Any], source: str, *, with_their_defaul
         value = _get(plain, rule.key)
         if "${" in str(value) and rule.harmless(value):
             _replace(plain, rule.key, None)  # the key stays, so that `translate` notes it
+    if (
+        isinstance(_get(plain, _MEGATRON), dict)
+        and _get(plain, f"{_MEGATRON}.enabled") is not True
+        and "${" in str(_get(plain, _MEGATRON))
+    ):
+        _replace(plain, _MEGATRON, {**dict.fromkeys(_get(plain, _MEGATRON)), "enabled": False})
     notes = []
     # data.train=FILE leaves the run name of NeMo-RL's files, sft-dev-${data.train.dataset_name}, without a value.
     name = _get(plain, "logger.wandb.name")
@@ -114,8 +123,10 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
     `with_their_defaults` fills in what NeMo-RL does where the document sets nothing and raylane does something else.
     """
     work = _Work(copy.deepcopy(dict(document)))
-    # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it.
+    # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it. Megatron's keys
+    # of a disabled backend must not be renamed.
     work.translate_graph()
+    work.translate_megatron()
     work.rename_keys()
     work.translate_optimizer()
     work.translate_scheduler()
@@ -210,6 +221,61 @@ class _Work:
             mode = {} if enabled is None else {"mode": "preferred" if enabled else "off"}
             self._remove(old, f"replaced by {new}")
             _replace(self.plain, new, {**section, **mode})
+
+    def translate_megatron(self) -> None:
+        """Leave out the section of the backend that is off; translate Megatron's optimizer and schedule if it is on."""
+        section = _get(self.plain, _MEGATRON)
+        if not isinstance(section, dict):
+            return
+        if section.get("enabled") is not True:
+            if set(section) - {"enabled"}:
+                self._remove(_MEGATRON, "it is off")
+            return
+        # Its sizes are those of a backend that NeMo-RL would not start.
+        if _get(self.plain, "policy.dtensor_cfg.enabled") is False:
+            self._remove("policy.dtensor_cfg", f"it is off, and {_MEGATRON} is on")
+        if not isinstance(optimizer := section.get("optimizer"), dict):
+            return
+        steps = _get(self.plain, "sft.max_num_steps")
+        try:
+            made = megatron_optimizer(optimizer)
+            schedule = megatron_schedule(
+                section.get("scheduler") or {}, optimizer, steps if isinstance(steps, int) else None
+            )
+        except InexactScheduleError as error:
+            self._remove(f"{_MEGATRON}.optimizer")
+            if "scheduler" in section:
+                self._remove(f"{_MEGATRON}.scheduler")
+            self.problems.append(Problem(f"{_MEGATRON}.scheduler: {error}", "policy.scheduler", "policy.scheduler"))
+            return
+        except ValueError as error:
+            self._refuse(f"{_MEGATRON}.optimizer", f"{error}", "policy.optimizer.name")
+            return
+        _replace(self.plain, "policy.max_grad_norm", megatron_clipping(optimizer))
+        _replace(self.plain, "policy.optimizer", made)
+        _replace(self.plain, "policy.scheduler", schedule)
+        self._remove(f"{_MEGATRON}.optimizer", "replaced by policy.optimizer and policy.max_grad_norm")
+        if "scheduler" in section:
+            self._remove(f"{_MEGATRON}.scheduler", "replaced by policy.scheduler")
+
+    def translate_adapters(self) -> None:
+        """Refuse two choices of layers that contradict each other, and fill in the one that NeMo-RL makes itself."""
+        key = "policy.dtensor_cfg.lora_cfg"
+        section = _get(self.plain, key)
+        if not isinstance(section, dict) or section.get("enabled") is not True:
+            return
+        if section.get("match_all_linear") is True and section.get("target_modules"):
+            self._refuse(
+                f"{key}.target_modules",
+                "match_all_linear=true is set too, which adapts all layers in NeMo-RL; remove one of the two",
+                f"{key}.target_modules",
+            )
+        if section.get("match_all_linear") is False and not section.get("target_modules"):
+            if section.get("exclude_modules"):
+                section["match_all_linear"] = True
+            else:
+                section["target_modules"] = ["*_proj"]
+                self.notes.append(Note(f"{key}.target_modules=*_proj", "its default", is_set=True))
 
     def translate_optimizer(self) -> None:
         """Translate the name of the optimizer, and remove a null section."""
@@ -325,6 +391,7 @@ class _Work:
 
     def fill_in_defaults(self) -> None:
         """Set keys that the document leaves open and for which NeMo-RL and raylane have other defaults."""
+        self.translate_adapters()
         # In raylane null means the tokenizer's own template, which is "default" or an absent key in NeMo-RL.
         tokenizer = _get(self.plain, "policy.tokenizer")
         if isinstance(tokenizer, dict) and "chat_template" in tokenizer and tokenizer["chat_template"] is None:
@@ -334,11 +401,9 @@ class _Work:
         for key, (value, effect) in _THEIR_DEFAULTS.items():
             # A set policy.scheduler is complete, whichever of its keys it has.
             given = "policy.scheduler" if key.startswith("policy.scheduler.") else key
-            # Megatron's own schedule and decay differ; its problem names the keys to set.
-            megatron = "policy.megatron_cfg" in asked and key.startswith(("policy.scheduler", "policy.optimizer"))
             # Noise in the log of a run without LoRA.
             idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
-            if not _has(self.plain, given) and given not in asked and not megatron and not idle:
+            if not _has(self.plain, given) and given not in asked and not idle:
                 _replace(self.plain, key, value)
                 shown = {None: "null", False: "false"}.get(value, value)
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from raylane.sft.config import PolicyConfig, RunConfig
 
-__all__ = ["AXES", "COPY_AXES", "DATA_AXES", "ParallelDims", "WorkerMesh", "keeps_gathered", "shards_parameters"]
+__all__ = [
+    "AXES",
+    "COPY_AXES",
+    "DATA_AXES",
+    "SHARED_BYTES",
+    "ParallelDims",
+    "WorkerMesh",
+    "keeps_gathered",
+    "shards_parameters",
+    "shares_gradients",
+]
 
 _WHOLE_BYTES = 2**30
 """Largest training state (weights, gradients, averages of AdamW) that every worker holds whole by default."""
@@ -32,6 +42,9 @@ _GATHERED_BYTES = 2**30
 
 _STATE_BYTES = 16
 """Bytes of training state per parameter, all in float32."""
+
+SHARED_BYTES = 2**30
+"""Largest memory that the CPU workers of one host share to sum gradients; more than this is summed by an all-reduce."""
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Names of the axes, outermost first."""
@@ -172,6 +185,12 @@ class WorkerMesh:
         return local_chunks(row_tokens, self.dims.coordinates(self.rank)["cp"], self.dims.cp)
 
     @property
+    def random_stream(self) -> int:
+        """Number of this worker's random numbers. Tensor-parallel workers share them: they drop the same values."""
+        place = self.dims.coordinates(self.rank)
+        return self.reader + self.dims.readers * (place["cp"] + self.dims.cp * place["pp"])
+
+    @property
     def stage(self) -> int:
         """Place of this worker in the pipeline, from 0."""
         return self.dims.coordinates(self.rank)["pp"]
@@ -192,6 +211,8 @@ def shards_parameters(policy: PolicyConfig, workers: int, num_parameters: int) -
     float32 weights, offloading, gradients reduced after every micro-batch) needs FSDP2 in any case.
     """
     settings = policy.dtensor_cfg
+    if policy.megatron_cfg.enabled:
+        return False
     # FSDP2 also sums the gradients of the workers that hold the same part of a divided model.
     if settings.tensor_parallel_size > 1 or settings.pipeline_parallel_size > 1:
         return True
@@ -212,3 +233,8 @@ def keeps_gathered(policy: PolicyConfig, num_parameters: int) -> bool:
     if settings.reduce_every_micro_batch or settings.activation_checkpointing or settings.cpu_offload:
         return False
     return num_parameters * (2 if policy.precision == "bfloat16" else 4) <= _GATHERED_BYTES
+
+
+def shares_gradients(numel: int, workers: int, limit_bytes: int = SHARED_BYTES) -> bool:
+    """Return True if CPU workers of one host sum float32 gradients of this size in shared memory."""
+    return workers > 1 and (workers + 1) * numel * 4 <= limit_bytes

@@ -124,7 +124,7 @@ class PipelinedModel(RunModel):
         parameter = self.tied_copy
         if parameter is None and self.mesh.stage == 0 and self.causal_lm.config.tie_word_embeddings:
             parameter = self.causal_lm.get_input_embeddings().weight
-        if parameter is not None:
+        if parameter is not None and parameter.requires_grad:  # LoRA freezes both copies
             # Both copies are divided in the same way, so the parts of a worker belong together.
             gradient = parameter.grad
             assert gradient is not None, "every step uses embedding and head"

@@ -6,11 +6,11 @@ All functions are pure except `plan_run`, which prepares the data and reads the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
-from raylane.sft.layout import check_layout, micro_batches
+from raylane.sft.layout import check_layout, check_model_folder, micro_batches
 from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.order import steps_per_epoch, total_steps, validation_batches
@@ -64,6 +64,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     from raylane.sft.data import open_rows, prepare
     from raylane.sft.model_config import model_config, model_shape
 
+    # Before the data, whose preparation may take long.
+    check_model_folder(config)
     prepared = prepare(config)
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, min(prepared.end_ids))
     shape = model_shape(hf_config, config.policy.dtensor_cfg.lora_cfg)
@@ -181,7 +183,7 @@ def _mesh(plan: RunPlan, config: RunConfig) -> str:
     world = dims.world
     kind = "HSDP" if dims.dp_replicate > 1 else "FSDP"
     if not shards_parameters(config.policy, dims.dp_shard * dims.cp, plan.shape.num_parameters):
-        kind = "the whole model on each,"
+        kind = "Megatron-core," if config.policy.megatron_cfg.enabled else "the whole model on each,"
     workers = f"{world} worker{'s' if world > 1 else ''}"
     over = "gloo on CPUs" if plan.device == "cpu" else "nccl on GPUs"
     gpus = config.cluster.gpus_per_node * config.cluster.num_nodes
@@ -252,9 +254,10 @@ def _save(plan: RunPlan, config: RunConfig) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    words = {"unreduced": "gradients not reduced yet"}
-    parts = ((words.get(field.name, field.name), getattr(memory, field.name)) for field in fields(memory))
-    return f"about {_size(memory.total)} on each worker: " + ", ".join(f"{name} {_size(part)}" for name, part in parts)
+    words = {"unreduced": "gradients not reduced yet", "shared": "memory shared by CPU workers"}
+    used = {name: part for name, part in memory.parts.items() if part}
+    parts = ", ".join(f"{words.get(name, name)} {_size(part)}" for name, part in used.items())
+    return f"at most about {_size(memory.total)} on each worker ({memory.moment}): {parts}"
 
 
 def _size(num_bytes: int) -> str:

@@ -22,6 +22,7 @@ from raylane.sft import checkpoint, delivery, state, storage
 from raylane.sft.config import RunConfig, build_config, dump
 from raylane.sft.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.loss import IGNORED
+from raylane.sft.megatron_checks import check_installed
 from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.sft.passes import passes_of_step
 from raylane.sft.stages import stages_per_worker
@@ -124,6 +125,7 @@ class Policy:
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
         check_model_folder(config)
+        check_installed(config.policy)
         self._config = config
         self._dims = ParallelDims.of(config)
         self._data_key = prepared.train.parent.name

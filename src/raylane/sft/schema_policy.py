@@ -18,6 +18,7 @@ __all__ = [
     "Checkpointing",
     "CompiledGraphConfig",
     "DTensorConfig",
+    "MegatronConfig",
     "PolicyConfig",
     "SchedulerConfig",
     "TokenizerConfig",
@@ -170,6 +171,18 @@ class DTensorConfig(Section):
     )
 
 
+class MegatronConfig(Section):
+    """Computation with the layers of Megatron-core instead of transformers'. Its sizes are those of dtensor_cfg."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Compute with Megatron-core (pip install 'raylane[megatron]'), for llama, qwen2 and qwen3; data "
+        "and tensor parallelism only. NeMo-RL's other keys of this section are accepted in files and on the command "
+        "line, and become the keys of raylane that mean the same, e.g. tensor_model_parallel_size becomes "
+        "policy.dtensor_cfg.tensor_parallel_size.",
+    )
+
+
 class DynamicBatchingConfig(Section):
     """Micro-batches with a limit of tokens instead of a number of rows; for rows of one conversation each."""
 
@@ -275,6 +288,9 @@ class PolicyConfig(Section):
     )
     dtensor_cfg: DTensorConfig = Field(
         default_factory=DTensorConfig, description="Distribution of the model over the workers."
+    )
+    megatron_cfg: Annotated[MegatronConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=MegatronConfig, description="Computation with Megatron-core."
     )
     sequence_packing: PackingConfig = Field(
         default_factory=PackingConfig, description="Packing of documents into rows."

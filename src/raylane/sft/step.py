@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from raylane.sft.dynamic import TokenBudget, divide
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, fsdp
+from raylane.sft.on_device import on_device
 from raylane.sft.parallel import ParallelDims
 from raylane.sft.pipeline import PipelinedModel
 from raylane.sft.sharded import own_part, whole
@@ -97,13 +98,14 @@ def _backward_each(
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
     parts = divide(batch, rows)
-    for i, part in enumerate(parts):
+    # Nothing in this loop waits for a GPU: the CPU runs ahead, and the loss stays on the device until the step's end.
+    for i, (part, host) in enumerate(on_device(parts, device)):
         if shards is not None:
             # Without this, FSDP would reduce in every backward pass; only the last one needs to.
             last = i == len(parts) - 1
             shards.set_requires_gradient_sync(reduce_each or last)
             shards.set_reshard_after_backward(last or not model.keeps_gathered)
-        loss = model(part.to(device), loss_fn, host=OnHost(part))
+        loss = model(part, loss_fn, host=OnHost(host))
         (loss * scale).backward()
         total += loss.detach()
     return total
@@ -121,8 +123,8 @@ def forward_only(model: RunModel, batch: BatchDict, rows: int, loss_fn: LossFunc
     with torch.no_grad(), evaluating(model):
         if isinstance(model, PipelinedModel):
             return model.run(batch, rows, loss_fn, None)
-        for part in batch.micro_batches(rows):
-            total += model(part.to(device), loss_fn, host=OnHost(part))
+        for part, host in on_device(batch.micro_batches(rows), device):
+            total += model(part, loss_fn, host=OnHost(host))
     return total
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raylane.errors import ConfigError
+from raylane.sft.lora import adapted
 from raylane.sft.loss import IGNORED
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
                 use_local_output=True,
             )
         parallelize_module(layer, mesh, divided)
+        _divide_dropout(layer, treatment, mesh, sequence_parallel)
     if decoder.embed_tokens is not None:
         parallelize_module(
             decoder.embed_tokens, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -131,6 +133,17 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     parallelize_module(head, mesh, ColwiseParallel())
     if tied:  # dividing gave each name a tensor of its own
         head.weight = decoder.embed_tokens.weight
+
+
+def _divide_dropout(layer: nn.Module, treatment: dict[str, str], mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Tell the adapters of a layer which part of the whole values their dropout gets."""
+    for name, adapter in adapted(layer).items():
+        rows, before = treatment[f"{name}.base"] == "rows", adapter.settings.dropout_position == "pre"
+        # The input of a matrix divided by rows, and the output of one divided by columns, have a part of the features.
+        if rows == before:
+            adapter.dropout.divide(-1, mesh.get_local_rank(), mesh.size())
+        elif rows and sequence_parallel:
+            adapter.dropout.divide(1, mesh.get_local_rank(), mesh.size())
 
 
 def _whole_rows(local: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -32,6 +32,7 @@ from raylane.sft.loss import CrossEntropy, LossFunction
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model import RunModel, release_gathered
 from raylane.sft.model_config import model_config
+from raylane.sft.on_device import pinned
 from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.parallel import ParallelDims, WorkerMesh
 from raylane.sft.pipeline import PipelinedModel
@@ -104,7 +105,7 @@ class SftWorker:
         )
         if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
-        self._read_ahead = ReadAhead(self.own_rows, total_steps)
+        self._read_ahead = ReadAhead(self._rows_to_move, total_steps)
         selfcheck.check_model(self._model, self._train, self._device, policy.precision)
         parameters = list(self._model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
@@ -208,7 +209,7 @@ class SftWorker:
         opened = _OpenStep(started, time.perf_counter(), lr, undone)
         if undone:
             opened.kept.enter_context(state_kept(self._model, self._optimizer))
-        seed = step_seed(self._config.sft.seed, number, self._mesh.reader)
+        seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
@@ -308,6 +309,11 @@ class SftWorker:
             policy.train_global_batch_size, self._config.sft.seed, number, self._config.data.shuffle
         )
         return _read_batch(self._train, order.rank_slice(rows, self._mesh.reader, self._mesh.dims.readers))
+
+    def _rows_to_move(self, number: int) -> BatchDict:
+        """Return `own_rows` where copies to the device start from. Runs in the reading thread."""
+        batch = self.own_rows(number)
+        return pinned(batch) if self._device.type == "cuda" else batch
 
     # State ----------------------------------------------------------------------------------------------------------
 

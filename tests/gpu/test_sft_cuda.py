@@ -1,0 +1,102 @@
+"""Fine-tuning on a GPU: the loop over micro-batches waits for nothing, and a step takes the planned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from raylane.sft import step
+from raylane.sft.loss import CrossEntropy
+from raylane.sft.on_device import on_device
+from raylane.workers.batch import BatchDict
+from sft import measuring, ranks, tiny_run
+from sft.measuring import D
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+CASES = {
+    "float32": {D + "shard_parameters": "never"},
+    "fsdp": {D + "shard_parameters": "always"},
+    "bfloat16": {"policy.precision": "bfloat16"},
+    "full": {"policy.precision": "bfloat16", D + "activation_checkpointing": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    tiny_run.write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Any]:
+    """Return the only worker of a run, on the first GPU."""
+    from raylane.sft.worker import SftWorker
+
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ranks._variables(0, 1, store.port).items():
+            patch.setenv(name, value)
+        worker = SftWorker("cuda")
+        yield worker
+        worker.teardown()
+
+
+@pytest.fixture
+def sync_is_an_error() -> Iterator[None]:
+    """Make torch raise where the CPU waits for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    yield
+    torch.cuda.set_sync_debug_mode(before)
+
+
+def batch_of(worker: Any, rounds: int) -> BatchDict:
+    rows = worker._train.full_rows(rounds, worker._config.policy.max_total_sequence_length)
+    return BatchDict.from_arrays(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("sync_is_an_error")
+def test_micro_batches_do_not_wait_for_the_gpu(folder: Path, worker: Any, name: str) -> None:
+    measuring.setup(worker, measuring.configuration(folder, 1, 4, {"cluster.gpus_per_node": 1, **CASES[name]}))
+    measuring.step(worker)  # the first step opens connections and makes the state of the optimizer
+    batch = batch_of(worker, 4)
+    counts = step.count(batch, worker._device, worker._mesh.dims)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    total = step._backward_each(worker._model, batch, 1, CrossEntropy(256), counts, worker._device, False)
+    torch.cuda.set_sync_debug_mode("default")
+    worker._optimizer.zero_grad(set_to_none=True)
+    assert float(total) > 0
+
+
+def test_batches_arrive_unchanged_from_the_copying_stream(worker: Any) -> None:
+    parts = [BatchDict(x=torch.full((4, 1000), number), names=[f"{number}"] * 4) for number in range(20)]
+    sums = []
+    for moved, host in on_device(parts, worker._device):
+        assert moved["x"].is_cuda
+        assert moved["names"] == host["names"]
+        sums.append(moved["x"].sum())
+    assert [int(one) for one in sums] == [4000 * number for number in range(20)]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_step_takes_the_planned_memory(folder: Path, worker: Any, name: str, rounds: int) -> None:
+    config = measuring.configuration(folder, 1, rounds, {"cluster.gpus_per_node": 1, **CASES[name]})
+    measuring.setup(worker, config)
+    measuring.step(worker)
+    torch.cuda.reset_peak_memory_stats()
+    measuring.step(worker)
+    found = torch.cuda.max_memory_allocated()
+    wanted = measuring.planned(config)
+    assert 0.9 < wanted.total / found < 1.1, (wanted, found)
