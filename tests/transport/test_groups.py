@@ -121,7 +121,9 @@ def test_survivors_of_a_group_go_on(eventually: Any) -> None:
         kept, lost = a.make.remote(), c.make.remote()
         ray.wait([kept, lost], num_returns=2, fetch_local=False)
         assert ray.get(b.total.remote(lost)) == TOTAL
+        pid = ray.get(c.pid.remote())
         ray.kill(c)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"))
         with pytest.raises(SourceLostError, match="Member"):
             ray.get(b.total.remote(lost), timeout=30)
         assert ray.get(b.total.remote(kept)) == TOTAL
