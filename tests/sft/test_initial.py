@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from raylane.errors import ConfigError
 from raylane.sft import lora
 from raylane.sft.initial import fill_random, random_weights
 from raylane.sft.schema_lora import LoraConfig
@@ -49,6 +51,16 @@ def test_random_weights_follow_the_rule_of_the_model(model_type: str, tied: bool
         assert abs(float(values.std() - made.std())) < 2e-3, name
         assert abs(float(values.mean() - made.mean())) < 2e-3, name
     assert not found["model.embed_tokens.weight"][7].any(), "the row of padding is zero"
+
+
+def test_weights_without_a_rule_are_refused() -> None:
+    """They would be whatever was in that memory."""
+    model = empty("llama")
+    layer = model.model.layers[0].mlp
+    layer.gate = nn.Module()
+    layer.gate.weight = nn.Parameter(torch.empty(3))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate\.weight no random values; start from a folder"):
+        fill_random(model, 1)
 
 
 def test_random_weights_differ_by_seed_and_module() -> None:

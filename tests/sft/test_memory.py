@@ -92,8 +92,10 @@ def test_estimate_is_within_a_tenth_of_measured(folder: Path, groups: Groups, na
     assert 0.9 < ratio < 1.1, (ratio, wanted, found)
 
 
-def test_measured_memory_counts_what_is_allocated(groups: Groups) -> None:
-    during, after, peak = groups.of(1).run(measuring.instrument)[0]
+def test_measured_memory_counts_what_is_allocated() -> None:
+    # In a new process: one that has trained may release memory at any time.
+    with Ranks(1) as alone:
+        during, after, peak = alone.run(measuring.instrument)[0]
     assert 2**26 <= during < 1.1 * 2**26
     assert after < 0.1 * 2**26
     assert 2**26 <= peak < 1.1 * 2**26

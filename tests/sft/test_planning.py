@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from raylane.sft.memory import Memory, estimate_memory
 from raylane.sft.model_config import ModelShape, model_config, model_shape
 from raylane.sft.parallel import keeps_gathered, shards_parameters
 from raylane.sft.planning import RowCount, make_plan, num_validations, plan_run, render
+from raylane.sft.schema_policy import DTensorConfig
 from sft import tiny_run
 from sft.conversations import config, question, write_jsonl
 
@@ -277,3 +279,16 @@ def test_plan_of_a_model_that_cannot_be_names_the_configuration(tmp_path: Path, 
     run = config(tmp_path, policy={"hf_config_overrides": document})
     with pytest.raises(ConfigError, match=r"policy\.hf_config_overrides"):
         plan_run(run)
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_attention_dropout_on_divided_heads_is_refused(tmp_path: Path, in_folder: bool) -> None:
+    """Of an override and of a model folder: tensor-parallel workers would draw equal masks for different heads."""
+    shape = {"model_type": "llama", "vocab_size": 400, "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    chosen = {"model_name": str(tmp_path), "hf_config_overrides": {}} if in_folder else {"hf_config_overrides": shape}
+    divided = DTensorConfig(tensor_parallel_size=2)
+    policy = real(tmp_path).policy.model_copy(update={"model_name": None, **chosen, "dtensor_cfg": divided})
+    with pytest.raises(ConfigError, match=r"attention_dropout=0\.1.* Set .*attention_dropout=0"):
+        model_config(policy, vocab_size=300)
+    assert model_config(policy.model_copy(update={"dtensor_cfg": DTensorConfig()}), vocab_size=300)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
+from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerCallError
 from raylane.sft import attention, build, selfcheck
 from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
@@ -152,6 +152,33 @@ def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
 
 def whole(parameter):
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def test_no_step_runs_after_one_that_failed(worker, folder):
+    """Its gradients would be added to those of the next one."""
+    start(worker, folder)
+
+    def fail(logits, batch):
+        raise RuntimeError("no loss")
+
+    worker.add_loss("fail", fail)
+    rows = worker.own_rows(0)
+    with pytest.raises(RuntimeError, match="no loss"):
+        worker.train_batch(rows, 0, "fail", None, False)
+    with pytest.raises(WorkerCallError, match=r"an earlier step failed on rank 0.*Call recover\(\)"):
+        worker.train_step(1)
+    start(worker, folder)
+    assert worker.train_step(0)["loss"] > 0
+
+
+@pytest.mark.parametrize("model_type", ["gpt2"])
+def test_other_models_start_as_transformers_makes_them(worker, folder, model_type):
+    """gpt2's rule for output projections belongs to the model, not to these layers: 0.02 / sqrt(2 layers x 2)."""
+    shape = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "model_type": model_type}
+    start(worker, folder, {"policy.hf_config_overrides": shape})
+    weights = dict(worker._model.causal_lm.named_parameters())
+    assert abs(float(weights["transformer.h.0.mlp.c_proj.weight"].detach().std()) - 0.01) < 0.001
+    assert worker.train_step(0)["loss"] > 0
 
 
 @pytest.mark.parametrize(("tied", "shard"), [(True, "auto"), (False, "auto"), (True, "always"), (False, "always")])

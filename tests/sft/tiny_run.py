@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.sft import reference_loop
 
 from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model_config import model_config
 from raylane.workers.batch import BatchDict
-from sft import reference_loop
 
 ROW_TOKENS = 64
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")

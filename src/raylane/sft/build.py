@@ -22,6 +22,7 @@ from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
 from raylane.sft.initial import fill_random
 from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.layout import DIVISIBLE_MODELS
 from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
 from raylane.sft.model_config import attention_implementation
@@ -41,9 +42,9 @@ def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: 
     """Return the model, divided as `policy.dtensor_cfg` says, float32 masters, in training mode. Collective.
 
     No process holds the whole model, unless `parallel.shards_parameters` says so: weights from `policy.model_name` are
-    read part by part, and random ones are made one module at a time (`initial`). Random weights depend on `seed` alone,
-    not on the layout. Raises CheckpointError if the folder's safetensors do not fit, ConfigError if this model cannot
-    be trained with raylane.
+    read part by part, and random ones of `layout.DIVISIBLE_MODELS` are made one module at a time (`initial`); those of
+    other models are made whole. Random weights depend on `seed` alone, not on the layout. Raises CheckpointError if the
+    folder's safetensors do not fit, ConfigError if this model cannot be trained with raylane.
     """
     settings = policy.dtensor_cfg
     if mesh.dims.pp == 1:
@@ -67,8 +68,11 @@ def _build(
 ) -> SupervisedModel:
     """Return the model, or stage (number, number of stages) of it. Collective over the workers of the same stage."""
     name, settings = policy.model_name, policy.dtensor_cfg
+    # Other models may have rules for weights of inner modules (gpt2), so they are made whole, as transformers does.
+    made_whole = name is None and hf_config.model_type not in DIVISIBLE_MODELS
+    torch.manual_seed(seed)
     # On the meta device no weights are allocated; after sharding each worker allocates its own shard only.
-    with torch.device("meta"):
+    with torch.device("cpu" if made_whole else "meta"):
         causal_lm = _causal_lm(hf_config, attention_implementation(policy))
     # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
     lora.adapt(causal_lm, settings.lora_cfg)
@@ -84,15 +88,19 @@ def _build(
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     if not policy.megatron_cfg.enabled:
         _shard(model, policy, mesh)
-    model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
-    if tied:
-        # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
-        causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
-    _restore_buffers(model, hf_config, device)
-    if name is None:
-        fill_random(causal_lm, seed)
+    if made_whole:
+        if not settings.cpu_offload:
+            model.to(device)
     else:
-        read_weights(causal_lm, Path(name))
+        model.to_empty(device=torch.device("cpu") if settings.cpu_offload else device)
+        if tied:
+            # `to_empty` gives each name a tensor of its own. Without the tie the head would be trained separately.
+            causal_lm.get_output_embeddings().weight = causal_lm.get_input_embeddings().weight
+        _restore_buffers(model, hf_config, device)
+        if name is None:
+            fill_random(causal_lm, seed)
+        else:
+            read_weights(causal_lm, Path(name))
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
         read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)

@@ -44,8 +44,9 @@ class EdgeStep:
         if self._device.type != "cpu":
             # Plans of attention are made from these, so that the CPU does not wait for the GPU.
             tensors |= {HOST + name: part[name] for name in ("position_ids", "labels")}
-        # The memory of `incoming` belongs to the edge, and stays until the backward pass has dropped this tensor.
-        given = tensors["input_ids"] if incoming is None else incoming.to(self._device).detach().requires_grad_()
+        # A copy: `incoming` is memory of the edge, of which a sender has a limited amount. With gpipe it would wait for
+        # some to be returned, while this worker waits for its last micro-batch before it returns any.
+        given = tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()
         out = stage(given, **tensors)
         self._kept[own_stage, micro_batch] = given, out
         if not stage.is_last:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raylane.errors import ConfigError
 from raylane.sft import lora
 
 __all__ = ["fill_random", "random_weights", "seed_of"]
@@ -56,10 +57,16 @@ def random_weights(
     stand_in = copy.copy(module)
     # Keys without a parameter of their own stay, as None: the rules look at `bias` of every linear layer.
     stand_in._parameters = dict.fromkeys(module._parameters)
-    stand_in._parameters |= {key: nn.Parameter(torch.empty(shape)) for key, shape in shapes.items()}
+    stand_in._parameters |= {key: nn.Parameter(torch.full(shape, torch.nan)) for key, shape in shapes.items()}
     # An adapted layer has the values that it would have without its adapter.
     name = name.removesuffix(".base")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(seed, name))
         causal_lm._init_weights(stand_in)
-    return {key: one.detach() for key, one in stand_in._parameters.items() if one is not None}
+    values = {key: one.detach() for key, one in stand_in._parameters.items() if one is not None}
+    if unset := [key for key, value in values.items() if bool(value.isnan().any())]:
+        raise ConfigError(
+            f"transformers' rule for {type(causal_lm).__name__} gives {name}.{unset[0]} no random values; start from a "
+            "folder with weights (policy.model_name)"
+        )
+    return values

@@ -66,8 +66,11 @@ class AdapterDropout(nn.Module):
         # Drawn whole also where one part is used, so that the random states of the workers stay equal.
         whole_shape = list(x.shape)
         whole_shape[self._dim] = size * self._parts
-        kept = torch.empty(whole_shape, dtype=x.dtype, device=x.device).bernoulli_(1 - self.p)
-        return x * kept.narrow(self._dim, size * self._part, size) / (1 - self.p)
+        # autograd keeps the mask: one byte for each value, and of a part without the memory of the whole mask.
+        kept = torch.empty(whole_shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
+        if self._parts > 1:
+            kept = kept.narrow(self._dim, size * self._part, size).clone()
+        return x * kept / (1 - self.p)
 
 
 class LoraLinear(nn.Module):

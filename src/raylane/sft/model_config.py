@@ -75,7 +75,21 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             f"the model has vocab_size={config.vocab_size}, but the tokenizer has {vocab_size} tokens; use the model's "
             "own tokenizer, or remove vocab_size from policy.hf_config_overrides"
         )
+    _check_dropout(policy, config)
     return config
+
+
+def _check_dropout(policy: PolicyConfig, config: Any) -> None:
+    """Raise ConfigError for dropout of attention weights with tensor parallelism."""
+    p, size = getattr(config, "attention_dropout", None), policy.dtensor_cfg.tensor_parallel_size
+    if p and size > 1:
+        # These workers have one random state, and each draws a mask for its own heads: the masks would be equal.
+        raise ConfigError(
+            f"the model has attention_dropout={p}, whose masks would repeat on the workers of policy.dtensor_cfg."
+            f"tensor_parallel_size={size}. Set policy.hf_config_overrides.attention_dropout=0, or "
+            "tensor_parallel_size=1",
+            key="attention_dropout",
+        )
 
 
 def attention_implementation(policy: PolicyConfig) -> str:

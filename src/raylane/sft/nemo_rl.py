@@ -238,10 +238,9 @@ class _Work:
             return
         steps = _get(self.plain, "sft.max_num_steps")
         try:
-            made = megatron_optimizer(optimizer)
-            schedule = megatron_schedule(
-                section.get("scheduler") or {}, optimizer, steps if isinstance(steps, int) else None
-            )
+            scheduler = section.get("scheduler") or {}
+            made = megatron_optimizer(optimizer, scheduler)
+            schedule = megatron_schedule(scheduler, optimizer, steps if isinstance(steps, int) else None)
         except InexactScheduleError as error:
             self._remove(f"{_MEGATRON}.optimizer")
             if "scheduler" in section:

@@ -275,6 +275,11 @@ class Policy:
         """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
         config, prepared, _ = self._setup
         copies = delivery.provide(config, prepared, self._group.node_ids)
+        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self._group.compiled:
+            _log.warning(
+                "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
+                "connects the stages"
+            )
         self._call_one("use_copies", copies)
         return dict(self._call_one("setup", *self._setup))
 

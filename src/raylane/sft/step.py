@@ -32,7 +32,7 @@ from raylane.sft.pipeline import PipelinedModel
 from raylane.sft.sharded import own_part, whole
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "optimize", "update"]
+__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "update"]
 
 
 @dataclass(frozen=True)
@@ -163,22 +163,6 @@ def clip(model: RunModel, max_norm: float | None) -> float:
         # In place and without DTensor, which would refuse tensors of several meshes.
         torch._foreach_mul_([own_part(one) for one in gradients], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return float(norm)
-
-
-def optimize(
-    model: RunModel,
-    optimizer: torch.optim.Optimizer,
-    batch: BatchDict,
-    rows: int | TokenBudget,
-    loss_fn: LossFunction,
-    max_norm: float | None,
-    device: torch.device,
-    reduce_each: bool = False,
-) -> tuple[float, float, Counts]:
-    """Run one step and return (loss, gradient norm, counts); raises as `update`."""
-    counts = count(batch, device, model.mesh.dims)
-    loss = backward(model, batch, rows, loss_fn, counts, device, reduce_each)
-    return loss, update(model, optimizer, loss, max_norm), counts
 
 
 def update(model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None) -> float:

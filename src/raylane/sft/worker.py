@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raylane.errors import WorkerCallError
 from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
 from raylane.sft.background import BackgroundSave
@@ -75,7 +76,7 @@ class SftWorker:
         """Reader of the next step's rows while the current step computes; None before `setup`."""
         self._copies = Copies()
         self._open: _OpenStep | None = None
-        """Last step that ran in passes, with its `_edges`; None before the first one."""
+        """Step that has begun and not ended; it stays after an error, because gradients of it remain."""
         self._background: BackgroundSave | None = None
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
 
@@ -90,6 +91,7 @@ class SftWorker:
         held by this worker, and of training rows.
         """
         torch.manual_seed(config.sft.seed)
+        self._open = None
         config, prepared = self._copies.here(config, prepared)
         self._config, self._prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
@@ -187,11 +189,7 @@ class SftWorker:
 
     def end_step(self) -> dict[str, float]:
         """End the step whose passes have run; return its metrics."""
-        assert self._open is not None, "train_step comes first"
-        with self._open.kept:
-            loss = self._edges.end()
-            norm = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
-            return self._metrics(self._open, loss, norm, self._edges.counts)
+        return self._end_step(self._edges.end(), self._edges.counts)
 
     def _step(
         self,
@@ -204,11 +202,17 @@ class SftWorker:
         undone: bool = False,
     ) -> dict[str, float]:
         """Run one optimizer step on this worker's rows and return its metrics; or begin it, and return nothing."""
-        policy = self._config.policy
+        if self._open is not None:
+            raise WorkerCallError(
+                f"step {number} cannot run: an earlier step failed on rank {self._rank}, and its gradients would be "
+                "added to those of this step. Call recover() and load the last checkpoint, or start again",
+                rank=self._rank,
+            )
+        policy, model = self._config.policy, self._model
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
-        opened = _OpenStep(started, time.perf_counter(), lr, undone)
+        self._open = _OpenStep(started, time.perf_counter(), lr, undone)
         if undone:
-            opened.kept.enter_context(state_kept(self._model, self._optimizer))
+            self._open.kept.enter_context(state_kept(model, self._optimizer))
         seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
@@ -217,21 +221,23 @@ class SftWorker:
             torch.manual_seed(seed)
         set_learning_rate(self._optimizer, lr)
         if with_passes:
-            assert isinstance(self._model, PipelinedModel), "only pipelines have passes"
+            assert isinstance(model, PipelinedModel), "only pipelines have passes"
             assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
-            self._open, self._edges = opened, EdgeStep(self._model, batch, rows, loss_fn, self._device)
+            self._edges = EdgeStep(model, batch, rows, loss_fn, self._device)
             return {}
+        counts = step.count(batch, self._device, self._mesh.dims)
+        each = policy.dtensor_cfg.reduce_every_micro_batch
+        return self._end_step(step.backward(model, batch, rows, loss_fn, counts, self._device, each), counts)
+
+    def _end_step(self, loss: float, counts: step.Counts) -> dict[str, float]:
+        """Update the weights, undo the step if it is a warm-up, and return its metrics."""
+        assert self._open is not None, "train_step comes first"
+        opened = self._open
         with opened.kept:
-            loss, norm, counts = step.optimize(
-                self._model,
-                self._optimizer,
-                batch,
-                rows,
-                loss_fn,
-                policy.max_grad_norm,
-                self._device,
-                policy.dtensor_cfg.reduce_every_micro_batch,
-            )
+            try:
+                norm = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
+            finally:  # also after FloatingPointError, which leaves no gradients
+                self._open = None
             return self._metrics(opened, loss, norm, counts)
 
     def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.Counts) -> dict[str, float]:
