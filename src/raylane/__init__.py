@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.arrays import empty, empty_like
+    from raylane.transport.groups import (
+        CollectiveGroup,
+        create_collective_group,
+        destroy_all_collective_groups,
+        destroy_collective_group,
+        get_collective_groups,
+    )
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -25,6 +32,11 @@ if TYPE_CHECKING:
 
 _HOME = {  # module of each public name
     "errors": "raylane.errors",
+    "CollectiveGroup": "raylane.transport.groups",
+    "create_collective_group": "raylane.transport.groups",
+    "destroy_all_collective_groups": "raylane.transport.groups",
+    "destroy_collective_group": "raylane.transport.groups",
+    "get_collective_groups": "raylane.transport.groups",
     "empty": "raylane.transport.arrays",
     "empty_like": "raylane.transport.arrays",
     "get": "raylane.transport.api",
@@ -49,6 +61,7 @@ _HOME = {  # module of each public name
 
 __all__ = [
     "BatchDict",
+    "CollectiveGroup",
     "CompiledGraphExecutor",
     "CompiledWorkerGroup",
     "InputNode",
@@ -60,11 +73,15 @@ __all__ = [
     "__version__",
     "bind",
     "compile",
+    "create_collective_group",
+    "destroy_all_collective_groups",
+    "destroy_collective_group",
     "empty",
     "empty_like",
     "errors",
     "get",
     "get_async",
+    "get_collective_groups",
     "graph",
     "method",
     "put",

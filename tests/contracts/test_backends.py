@@ -23,8 +23,12 @@ class TestTcp(BackendContract):
     name = "tcp"
 
 
+class TestGloo(BackendContract):
+    name = "gloo"
+
+
 def test_every_transport_is_under_contract() -> None:
-    assert set(backends()) == {"local", "host", "tcp", "object_store"}
+    assert set(backends()) == {"local", "host", "tcp", "gloo", "object_store"}
 
 
 class TestObjectStore(BackendContract):

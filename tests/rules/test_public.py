@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_public_names() -> None:
     assert raylane.__all__ == [
         "BatchDict",
+        "CollectiveGroup",
         "CompiledGraphExecutor",
         "CompiledWorkerGroup",
         "InputNode",
@@ -30,11 +31,15 @@ def test_public_names() -> None:
         "__version__",
         "bind",
         "compile",
+        "create_collective_group",
+        "destroy_all_collective_groups",
+        "destroy_collective_group",
         "empty",
         "empty_like",
         "errors",
         "get",
         "get_async",
+        "get_collective_groups",
         "graph",
         "method",
         "put",

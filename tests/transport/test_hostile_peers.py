@@ -89,7 +89,7 @@ def test_link_waits_while_the_backlog_is_full(elsewhere: Any) -> None:
     source, process = elsewhere()
     process.send_signal(signal.SIGSTOP)
     flood = _fill_backlog(source.unix)
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     with pytest.raises(TransferTimeoutError), pool.borrow(source.unix, source, Deadline(0.3)):
         raise AssertionError("nobody accepts")
     answers = []
@@ -130,7 +130,7 @@ def test_link_tries_again_when_its_handshake_is_dropped(server: Server) -> None:
 
     serving = threading.Thread(target=drop_two_then_serve)
     serving.start()
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     with pool.borrow(address, server.source, Deadline(30)):
         pass
     pool.close()
@@ -147,7 +147,7 @@ def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any)
         child = int(file.read().split()[0])
     process.kill()
     process.wait()
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     try:
         for address in (source.unix, (source.host, source.port)):
             with pytest.raises(SourceLostError), pool.borrow(address, source, Deadline(60)):
@@ -160,7 +160,7 @@ def test_link_of_a_dead_process_is_lost_although_its_child_lives(elsewhere: Any)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_idle_link_to_a_dead_source_is_closed_unasked(elsewhere: Any, eventually: Any) -> None:
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     for _ in range(3):
         source, process = elsewhere()
         with pool.borrow((source.host, source.port), source, Deadline(30)) as link:
@@ -331,7 +331,7 @@ def test_own_lack_of_descriptors_is_not_the_sources_death(server: Server) -> Non
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
     taken = []
     try:

@@ -230,7 +230,7 @@ def test_link_without_a_listener_raises_source_lost(server: Server) -> None:
 
 
 def test_a_pool_reuses_good_links_and_closes_bad_ones(server: Server) -> None:
-    pool = LinkPool(SECRET, "test", place.here())
+    pool = LinkPool(SECRET, "test", place.here(), Link)
     address = server.addresses[0]
 
     def ask() -> Any:
@@ -301,7 +301,7 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_pool_without_threads_lends_links_and_leaves_nothing(server: Server, no_threads: pytest.MonkeyPatch) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
-    pool = LinkPool(SECRET, "test", server.source.place)
+    pool = LinkPool(SECRET, "test", server.source.place, Link)
     with pool.borrow(server.addresses[0], server.source, Deadline(10)) as link:
         link.send(wire.HeldQuery())
         assert link.receive() == wire.HeldCount(0)

@@ -216,6 +216,18 @@ def segment_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+SMALL_BLOCK_BYTES = 1 << 16
+"""Size below which blocks share one buffer, so that a thousand small tensors need one allocation and one message."""
+
+
+def small_blocks(sizes: Sequence[int]) -> tuple[dict[int, int], int]:
+    """Return the offsets of the small blocks in the buffer that they share, by number of the block, and its size."""
+    small = [i for i, size in enumerate(sizes) if size < SMALL_BLOCK_BYTES]
+    # Aligned to 64 bytes: every dtype is aligned there.
+    offsets, total = segment_offsets([sizes[i] for i in small])
+    return dict(zip(small, offsets, strict=True)), total
+
+
 def write_segment(blocks: Sequence[memoryview]) -> int:
     """Copy blocks into a new memfd at their `segment_offsets` and seal the memfd against any further change.
 

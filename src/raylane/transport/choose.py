@@ -43,7 +43,7 @@ def choose(
         return Choice(("local",), {})
     # Built-in transports from the closest to the most general; those of other packages before the object store,
     # which is the last resort because it copies twice.
-    added = [name for name in backends if name not in AUTO_ORDER]
+    added = [name for name, one in backends.items() if name not in AUTO_ORDER and not one.capability.on_request]
     candidates = [*AUTO_ORDER[:-1], *added, AUTO_ORDER[-1]] if wanted == AUTO else [wanted]
     names, refused = [], {}
     for name in candidates:

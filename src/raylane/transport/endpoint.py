@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import os
 import secrets
 import threading
@@ -24,12 +25,15 @@ from raylane.errors import ProtocolError, SourceLostError, TransportError, Trans
 from raylane.transport import wire
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
-from raylane.transport.link import Address, LinkPool, is_gone
+from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
+from raylane.transport.pairs import PAIRS, PairLink, PairServer
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
 
 MAX_IDLE_POOL_BYTES = 2 << 30
+ALIVE_WITHIN_S = 3.0
+"""Seconds in which a source must answer after a transfer from it has broken off."""
 _ACTOR_PREFIX = "actor/"
 """Prefix of the keys under which actors publish their Source in Ray's key-value store."""
 _MOST_KEYS = 256
@@ -81,6 +85,8 @@ class Endpoint:
         """Transports that failed to reach a process, with the reason."""
         self.streams: dict[bytes, TakeStream] = {}
         """Components that take over connections to this process's listener, by the key in the Stream request."""
+        self.groups: dict[str, str] | None = None
+        """Collective groups of this process and their transports; None before Ray was asked (`groups`)."""
         self.counts: collections.Counter[str] = collections.Counter()
         """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
         # Reentrant, because creating one part uses others: the source needs the listener, which needs the secret.
@@ -95,8 +101,13 @@ class Endpoint:
         """Handles of actors that are kept alive for their results."""
         self.anchors = _OnFirstUse(lock, AnchorPool)
         """Spare anchors for tickets."""
-        self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place))
+        self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place, Link))
         """Idle connections to other processes."""
+        self.pair_server: PairServer | None = None
+        """This process's ends of channels to its readers; None before the listener."""
+        self._pairs: dict[str, LinkPool[PairLink]] = {}
+        """Idle channels to sources, by transport."""
+        self._pairs_lock = threading.Lock()  # guards the creation of pools of channels
         self.fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
         """Threads that fetch several values at once; none runs before the first fetch."""
         self.getters = FetchPool(None, "raylane-get")
@@ -125,6 +136,8 @@ class Endpoint:
 
     def _listen(self) -> Listener:
         secret, host = self.secret(), _ray.node_ip()
+        self.pair_server = PairServer(self.store, self.pool, host)
+        self.streams[PAIRS] = self.pair_server.take
         try:
             return Listener(
                 self.store,
@@ -140,6 +153,27 @@ class Endpoint:
                 f"this process cannot listen on {host} for readers of its values: {error.strerror}. Free descriptors "
                 "in this process (ulimit -n), or check the node's address",
             ) from error
+
+    def pairs(self, backend: str) -> LinkPool[PairLink]:
+        """Return the idle channels of a transport to other processes."""
+        with self._pairs_lock:
+            pool = self._pairs.get(backend)
+            if pool is None:
+                open_pair: Callable[..., PairLink] = functools.partial(PairLink, backend=backend, host=_ray.node_ip())
+                pool = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
+                self._pairs[backend] = pool
+            return pool
+
+    def check_alive(self, source: Source) -> None:
+        """Raise SourceLostError if a source has died; waits ALIVE_WITHIN_S at most."""
+        deadline = Deadline(ALIVE_WITHIN_S)
+        try:
+            with self.links().borrow(self.address_of(source), source, deadline) as link:
+                link.send(wire.HeldQuery())
+                link.receive()
+        except TransportError as error:
+            # A process that ends closes its connections a moment before its listener's address is free.
+            raise SourceLostError(f"{source} died during a transfer: {error}", source=source.label) from error
 
     def address_of(self, source: Source) -> Address:
         """Return the address by which a control link reaches a source from here."""
@@ -196,6 +230,8 @@ class Endpoint:
         # Compare with None: an empty keeper or pool has length 0 and is false.
         found["kept_actors"] = 0 if keeper is None else len(keeper)
         found["idle_links"] = 0 if links is None else len(links)
+        found["idle_channels"] = sum(map(len, self._pairs.values()))
+        found["served_channels"] = 0 if self.pair_server is None else len(self.pair_server)
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
@@ -208,6 +244,10 @@ class Endpoint:
         for part in (self.keeper, self.anchors, self.listener, self.links):
             if part.made is not None:
                 part.made.close()
+        for pool in self._pairs.values():
+            pool.close()
+        if self.pair_server is not None:
+            self.pair_server.close()
         self.fetchers.close()
         self.getters.close()
         actor = _ray.current_actor_id()

@@ -20,8 +20,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from raylane.core import place
 from raylane.core.deadline import Deadline
@@ -66,50 +66,17 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
     return sock
 
 
-class Link:
-    """One authenticated connection to a listener.
+class Connection:
+    """One connected socket that carries messages, and raw bytes between them.
 
     Methods raise SourceLostError, TransferTimeoutError, ProtocolError or TransportError; each message names the peer.
     """
 
-    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, client: str, peer: str) -> None:
-        """Connect and authenticate before the deadline. `client` labels this process, `peer` the listener's process."""
-        self.peer = peer
+    def __init__(self, sock: socket.socket, deadline: Deadline, *, peer: str) -> None:
+        """Take over a socket; `peer` describes the process at its other end."""
+        self.socket = sock
         self.deadline = deadline
-        with self._translated("connect to"):
-            self.socket = _connect(address, deadline)
-        try:
-            self._shake_hands(secret, client, address)
-        except BaseException:
-            self.close()
-            raise
-
-    def _shake_hands(self, secret: bytes, client: str, address: Address) -> None:
-        """Exchange proofs in the order that `wire` describes. ProtocolError if the peer fails to prove itself."""
-        challenge = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
-        if not isinstance(challenge, wire.Challenge):
-            if isinstance(challenge, wire.Refusal):
-                # The peer has proved nothing yet, so its text is untrusted.
-                raise ProtocolError(f"{self.peer} refused the link: {_quoted(challenge.reason)}")
-            raise ProtocolError(
-                f"could not connect to {self.peer}: the peer opened with {type(challenge).__name__} instead of "
-                "Challenge"
-            )
-        if challenge.version != wire.VERSION:
-            raise ProtocolError(
-                f"could not connect to {self.peer}: the peer speaks version {challenge.version} of the protocol, this "
-                f"process version {wire.VERSION}. Install one version of raylane in all environments"
-            )
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        proof = wire.make_proof(secret, "client", challenge.nonce, nonce, address)
-        # Cut the label: the frame has to stay within the limit of the handshake.
-        self.send(wire.Hello(wire.VERSION, nonce, proof, client[:200]))
-        answer = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
-        if isinstance(answer, wire.Refusal):
-            raise ProtocolError(f"{self.peer} refused the link: {_quoted(answer.reason)}")
-        expected = wire.make_proof(secret, "listener", challenge.nonce, nonce, address)
-        if not (isinstance(answer, wire.Welcome) and wire.proofs_equal(answer.proof, expected)):
-            raise ProtocolError(f"{self.peer} could not prove that it belongs to this Ray cluster")
+        self.peer = peer
 
     @contextlib.contextmanager
     def _translated(self, attempt: str) -> Iterator[None]:
@@ -181,6 +148,49 @@ class Link:
         self.socket.close()
 
 
+class Link(Connection):
+    """One authenticated connection to a listener."""
+
+    def __init__(self, address: Address, secret: bytes, deadline: Deadline, *, client: str, peer: str) -> None:
+        """Connect and authenticate before the deadline. `client` labels this process, `peer` the listener's process."""
+        self.peer = peer
+        self.deadline = deadline
+        with self._translated("connect to"):
+            self.socket = _connect(address, deadline)
+        try:
+            self._shake_hands(secret, client, address)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shake_hands(self, secret: bytes, client: str, address: Address) -> None:
+        """Exchange proofs in the order that `wire` describes. ProtocolError if the peer fails to prove itself."""
+        challenge = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
+        if not isinstance(challenge, wire.Challenge):
+            if isinstance(challenge, wire.Refusal):
+                # The peer has proved nothing yet, so its text is untrusted.
+                raise ProtocolError(f"{self.peer} refused the link: {_quoted(challenge.reason)}")
+            raise ProtocolError(
+                f"could not connect to {self.peer}: the peer opened with {type(challenge).__name__} instead of "
+                "Challenge"
+            )
+        if challenge.version != wire.VERSION:
+            raise ProtocolError(
+                f"could not connect to {self.peer}: the peer speaks version {challenge.version} of the protocol, this "
+                f"process version {wire.VERSION}. Install one version of raylane in all environments"
+            )
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        proof = wire.make_proof(secret, "client", challenge.nonce, nonce, address)
+        # Cut the label: the frame has to stay within the limit of the handshake.
+        self.send(wire.Hello(wire.VERSION, nonce, proof, client[:200]))
+        answer = self.receive(wire.MAX_HANDSHAKE_FRAME_BYTES)
+        if isinstance(answer, wire.Refusal):
+            raise ProtocolError(f"{self.peer} refused the link: {_quoted(answer.reason)}")
+        expected = wire.make_proof(secret, "listener", challenge.nonce, nonce, address)
+        if not (isinstance(answer, wire.Welcome) and wire.proofs_equal(answer.proof, expected)):
+            raise ProtocolError(f"{self.peer} could not prove that it belongs to this Ray cluster")
+
+
 def _quoted(reason: str) -> str:
     """Return text from an unauthenticated peer in a form safe for messages: short, control characters escaped."""
     return repr(reason[:200])
@@ -196,19 +206,24 @@ def is_gone(error: BaseException) -> bool:
     )
 
 
-class LinkPool:
+LinkT = TypeVar("LinkT", bound=Link)
+
+
+class LinkPool(Generic[LinkT]):
     """Idle links by address, at most MAX_IDLE_PER_SOURCE each. Thread-safe.
 
-    A thread, started with the first idle link, closes idle links whose peer has closed them.
+    A thread, started with the first idle link, closes idle links whose peer has closed them. `open_link` makes a new
+    link; it takes the arguments of `Link`.
     """
 
-    def __init__(self, secret: bytes, client: str, here: Place) -> None:
+    def __init__(self, secret: bytes, client: str, here: Place, open_link: Callable[..., LinkT]) -> None:
         self._secret = secret
         self._client = client
         self._here = here
+        self._open_link = open_link
         self._lock = threading.Lock()  # guards everything below
-        self._idle: dict[Address, collections.deque[Link]] = {}
-        self._watched: dict[int, tuple[Address, Link]] = {}
+        self._idle: dict[Address, collections.deque[LinkT]] = {}
+        self._watched: dict[int, tuple[Address, LinkT]] = {}
         """Idle links by descriptor, as registered with the epoll object."""
         self._watcher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
@@ -217,7 +232,7 @@ class LinkPool:
         self._closed = False
 
     @contextlib.contextmanager
-    def borrow(self, address: Address, source: Source, deadline: Deadline) -> Iterator[Link]:
+    def borrow(self, address: Address, source: Source, deadline: Deadline) -> Iterator[LinkT]:
         """Lend a link to `source` for a `with` block; keep the link afterwards, or close it if the block raised."""
         link = self._take(address) or self._open(address, source, deadline)
         link.deadline = deadline  # an idle link still has the deadline of its last borrower
@@ -228,12 +243,12 @@ class LinkPool:
             raise
         self._put_back(address, link)
 
-    def _open(self, address: Address, source: Source, deadline: Deadline) -> Link:
+    def _open(self, address: Address, source: Source, deadline: Deadline) -> LinkT:
         """Connect; repeat until the deadline unless the source is known to be gone (SourceLostError)."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                return Link(address, self._secret, deadline, client=self._client, peer=str(source))
+                return self._open_link(address, self._secret, deadline, client=self._client, peer=str(source))
             except (SourceLostError, TransferTimeoutError, ProtocolError) as error:
                 if is_gone(error):
                     raise
@@ -253,9 +268,9 @@ class LinkPool:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _put_back(self, address: Address, link: Link) -> None:
+    def _put_back(self, address: Address, link: LinkT) -> None:
         with self._lock:
-            surplus: Link | None = link
+            surplus: LinkT | None = link
             # Without descriptors (OSError) or threads (RuntimeError) the link is closed instead of kept.
             with contextlib.suppress(OSError, RuntimeError):
                 if not self._closed:
@@ -283,7 +298,7 @@ class LinkPool:
         self._wake, self._watcher, self._epoll = wake, watcher, epoll
         return epoll
 
-    def _take(self, address: Address) -> Link | None:
+    def _take(self, address: Address) -> LinkT | None:
         """Return an idle link that is still open, or None."""
         while True:
             with self._lock:
@@ -297,7 +312,7 @@ class LinkPool:
                 return link
             link.close()  # the peer died, or its actor was restarted
 
-    def _remove(self, address: Address, link: Link) -> Link:
+    def _remove(self, address: Address, link: LinkT) -> LinkT:
         """Remove a link from the idle ones. Call with the lock held.
 
         The link is unregistered before it is lent: the thread would take the first answer for the end of the link.

@@ -27,7 +27,9 @@ from raylane.core import vm
 from raylane.core.segment import bytes_at, write_segment
 from raylane.errors import TransportError
 from raylane.transport import codec
+from raylane.transport.backends.registry import TWO_SIDED
 from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.groups import groups_of_this_process
 from raylane.transport.guards import digest, footprint, guard_ranges, write_counters
 from raylane.transport.options import PublishOptions
 from raylane.transport.reader import materialize
@@ -187,6 +189,9 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         guards=guards,
         guarded=digest(vm.gather(os.getpid(), guards)) if guards else b"",
         checksum=entry.checksum,
+        groups=[name for name, one in groups_of_this_process(here).items() if one == options.tensor_transport]
+        if options.tensor_transport in TWO_SIDED
+        else [],
     )
 
 

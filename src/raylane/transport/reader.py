@@ -34,6 +34,7 @@ from raylane.transport.backends.base import FetchResult, allocate, copy_to_pool,
 from raylane.transport.backends.registry import AUTO, backends
 from raylane.transport.choose import choose
 from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.groups import groups_of_this_process
 from raylane.transport.invocation import unpickles_for_wrapper
 from raylane.transport.store import Entry
 from raylane.transport.ticket import Ticket, checksum, decode_ticket
@@ -147,6 +148,9 @@ def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadli
     here = endpoint()
     source = ticket.origin()
     wish = ticket.wanted if wanted is None else wanted
+    if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
+        here.counts["outside_group"] += 1
+        wish = AUTO
     choice = choose(source, here.place, wish, backends(), here.blocked, may_call_ray=may_call_ray)
     if choice.names[0] == "local":
         entry = here.store.get(ticket.key)

@@ -100,17 +100,20 @@ class Entry:
             self._mapped = map_segment(self.segment, [block.nbytes for block in self.layout.blocks])
         return [(memoryview(array).cast("B"), array) for array in self._mapped]
 
-    def copy_to(self, buffers: Sequence[Any]) -> bool:
-        """Copy the blocks into these ctypes arrays of the same sizes.
+    def copy_to(self, buffers: Sequence[Any], numbers: Sequence[int] | None = None) -> bool:
+        """Copy the blocks with these numbers (None: all) into ctypes arrays of the same sizes.
 
         Returns False if the owner has meanwhile freed, resized or re-pointed the memory; the content of the buffers is
         then invalid.
         """
+        wanted = range(len(self.layout.blocks)) if numbers is None else numbers
         if self.segment >= 0:
-            for target, (source, _) in zip(buffers, self.views(), strict=True):
-                memoryview(target).cast("B")[:] = source
+            views = self.views()
+            for target, number in zip(buffers, wanted, strict=True):
+                memoryview(target).cast("B")[:] = views[number][0]
             return True
-        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(self.layout.blocks, buffers, strict=True)]
+        blocks = [self.layout.blocks[number] for number in wanted]
+        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(blocks, buffers, strict=True)]
         try:
             vm.read(os.getpid(), ranges)  # copied by the kernel: EFAULT for unmapped memory instead of a crash
         except OSError as error:

@@ -16,7 +16,7 @@ from raylane.core.spans import Span
 from raylane.transport.codec import LeafSpec
 from raylane.transport.source import Source
 
-VERSION = 2
+VERSION = 3
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -58,6 +58,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Digest of the content of the guards at publication."""
     checksum: int | None = None
     """CRC-32 over all blocks at publication under `on_mutation="error"`; None otherwise."""
+
+    groups: list[str] = []
+    """Collective groups of the source with the wanted transport; readers outside of them use another transport."""
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_FRAME_BYTES = 1 << 12
 """Limit of a frame's size before the peer is authenticated, in either direction."""
@@ -155,6 +155,29 @@ class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
     clock_s: float
 
 
+class Meet(msgspec.Struct, tag=15, array_like=True, frozen=True):
+    """First message of a stream to `pairs`: both processes create a channel of this backend. Words follow, then Met."""
+
+    backend: str
+
+
+class Word(msgspec.Struct, tag=16, array_like=True, frozen=True):
+    """Part of the rendezvous of a channel, in either direction: a value under a key."""
+
+    key: str
+    value: bytes
+
+
+class Met(msgspec.Struct, tag=17, array_like=True, frozen=True):
+    """End of the rendezvous: the sender's end of the channel is open."""
+
+
+class Send(msgspec.Struct, tag=18, array_like=True, frozen=True):
+    """Request to send the blocks of a value through the channel; answered by Data, whose bytes come there, or Gone."""
+
+    key: _Key
+
+
 Message: TypeAlias = (
     Challenge
     | Hello
@@ -171,6 +194,10 @@ Message: TypeAlias = (
     | HeldCount
     | Stream
     | Streaming
+    | Meet
+    | Word
+    | Met
+    | Send
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

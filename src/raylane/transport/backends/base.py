@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import segment_offsets
+from raylane.core.segment import small_blocks
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -22,15 +22,14 @@ from raylane.transport.ticket import Ticket
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
 
-SMALL_BLOCK_BYTES = 1 << 16
-"""Size below which blocks share one buffer, so that a thousand small tensors need one allocation."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
     """The distances that a transport covers; `summary` is one line for people."""
 
     summary: str
+    on_request: bool = False
+    """True if `auto` never chooses this transport, because another one is always at least as good."""
     same_process: bool = False
     same_host: bool = False
     across_hosts: bool = False
@@ -116,10 +115,7 @@ def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
 
     TransportError if this process has no more memory.
     """
-    # Small blocks start at multiples of 64 bytes in the shared buffer: every dtype is aligned there.
-    small = [i for i, block in enumerate(ticket.blocks) if block.nbytes < SMALL_BLOCK_BYTES]
-    starts, total = segment_offsets([ticket.blocks[i].nbytes for i in small])
-    offsets = dict(zip(small, starts, strict=True))
+    offsets, total = small_blocks([block.nbytes for block in ticket.blocks])
     try:
         shared: Any = endpoint.pool.take(total) if total else None
         return [

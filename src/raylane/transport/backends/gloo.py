@@ -1,0 +1,69 @@
+"""gloo: the source sends the blocks through a channel of torch's gloo backend, which both processes open together.
+
+For programs that ask for it by name. `auto` takes `host` or `tcp`, which need no channel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raylane.core.deadline import Deadline
+from raylane.core.place import Place
+from raylane.errors import TransportError
+from raylane.transport import wire
+from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, timeout_error
+from raylane.transport.backends.tcp import answer_error
+from raylane.transport.pairs import PairLink
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket
+
+if TYPE_CHECKING:
+    from raylane.transport.endpoint import Endpoint
+
+
+class GlooBackend(Backend):
+    """Transfer through a gloo process group of source and reader."""
+
+    name = "gloo"
+    capability = Capability(
+        summary="sent by the source through gloo", on_request=True, same_process=True, same_host=True, across_hosts=True
+    )
+
+    def refusal(self, source: Source, here: Place) -> str | None:
+        """Return None: gloo works between any two processes of the cluster."""
+        return None
+
+    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Request the blocks and receive them into pooled memory; the first time, open a channel."""
+        source = ticket.origin()
+        for attempt in (1, 2):
+            try:
+                with endpoint.pairs(self.name).borrow((source.host, source.port), source, deadline) as pair:
+                    return _read(pair, ticket, endpoint)
+            except RuntimeError as error:  # of torch: the channel broke, and was closed
+                if deadline.left_s() == 0:
+                    raise timeout_error(ticket, deadline) from error
+                endpoint.check_alive(source)
+                if attempt == 2:
+                    raise TransportError(
+                        f"two gloo channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
+                        "source still holds the value: read it again, or with tensor_transport='tcp'",
+                        source=source.label,
+                    ) from error
+        raise AssertionError("both attempts return or raise")
+
+
+def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:
+    """Read a value through a channel. After an error the channel must be closed: it may still expect the value."""
+    blocks = allocate(ticket, endpoint)
+    wait = pair.expect(blocks, [block.nbytes for block in ticket.blocks])
+    pair.send(wire.Send(ticket.key))
+    answer = pair.receive()
+    if isinstance(answer, wire.Data) and answer.nbytes == ticket.nbytes:
+        wait(pair.deadline)
+        answer = pair.receive()
+        if isinstance(answer, wire.Trailer):
+            if answer.intact:
+                return FetchResult(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
+            answer = wire.Gone(ticket.key, moved=True)
+    raise answer_error(answer, ticket.origin(), ticket)

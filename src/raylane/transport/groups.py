@@ -1,0 +1,204 @@
+"""Collective groups: named sets of actors between which a two-sided transport (gloo) moves values.
+
+A group is a record in Ray's key-value store, so any process may create, list or destroy it, and a restarted actor finds
+its groups again. No process group spans all members: two members open a channel when they first need one (`pairs`).
+A member that dies therefore harms no transfer between the others, and the group simply has one member less.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import ray
+
+from raylane import _ray
+from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
+from raylane.transport.backends.registry import check_name
+from raylane.transport.endpoint import Endpoint, endpoint
+
+__all__ = [
+    "CollectiveGroup",
+    "create_collective_group",
+    "destroy_all_collective_groups",
+    "destroy_collective_group",
+    "get_collective_groups",
+]
+
+_PREFIX = "group/"
+"""Prefix of the keys of groups in Ray's key-value store."""
+_MOST_GROUPS = 4096
+_BACKENDS = {"gloo": "gloo", "torch_gloo": "gloo", "nccl": "nccl"}
+"""Transport of each accepted name of a backend; the second one is Ray's name for the first."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    """A group in Ray's key-value store."""
+
+    backend: str
+    actors: list[str]
+    """Hexadecimal ids of the members, by rank."""
+    handles: list[bytes]
+    """Pickled handles of the members; they keep no actor alive."""
+    token: bytes
+    """Random bytes, which no other group has."""
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """Actors between which values travel by one transport, as they were when this object was made."""
+
+    name: str
+    backend: str
+    """Name of the transport, such as "gloo"."""
+    actors: tuple[Any, ...]
+    """Handles of the living members, by rank."""
+
+    def get_rank(self, actor: Any) -> int:
+        """Return the rank of an actor in the group, -1 if it is no member."""
+        ids = [_ray.actor_id_of(member) for member in self.actors]
+        wanted = _ray.actor_id_of(actor)
+        return ids.index(wanted) if wanted in ids else -1
+
+
+def create_collective_group(actors: Sequence[Any], backend: str, name: str | None = None) -> CollectiveGroup:
+    """Create a group of actors whose values travel by one transport, and wait until every member knows of it.
+
+    A value that a member publishes with this transport goes to other members through it; processes outside the group
+    get the value another way, counted as `outside_group` in `raylane.stats()`. An actor may be in several groups. A
+    transport works without a group as well; then any two processes open a channel when they need it.
+
+    Args:
+        actors: Handles of at least two different actors. They may still be starting.
+        backend: "gloo" (or "torch_gloo", Ray's name for it), or "nccl".
+        name: Name of the group in the Ray cluster; None for a new one.
+
+    Raises:
+        ValueError: The backend is unknown, the name is in use, or an actor is missing or named twice.
+        TransportUnavailableError: A member cannot use the transport.
+        TransferTimeoutError: A member did not answer within RAYLANE_TIMEOUT_S (60 s).
+        SourceLostError: A member has died.
+    """
+    members = list(actors)
+    ids = [_ray.actor_id_of(actor) if _ray.is_handle(actor) else "" for actor in members]
+    if "" in ids:
+        raise TypeError(f"create_collective_group: actors must be actor handles, got {members[ids.index('')]!r}")
+    if len(ids) < 2 or len(set(ids)) < len(ids):
+        raise ValueError(f"create_collective_group needs two or more different actors, got {len(ids)}: {members!r}")
+    transport = _transport(backend)
+    name = f"{transport}-{secrets.token_hex(4)}" if name is None else name
+    record = _Record(transport, ids, [_ray.dumps(actor) for actor in members], secrets.token_bytes(8))
+    packed = msgspec.msgpack.encode(record)
+    # The name is taken before the members are called, so that two processes cannot both create the group.
+    if _ray.kv_put_if_absent(_PREFIX + name, packed) != packed:
+        raise ValueError(f"create_collective_group: the name {name!r} is in use. Choose another one, or destroy it")
+    try:
+        _tell(members, _join, name, transport)
+    except BaseException:
+        _ray.kv_delete(_PREFIX + name)
+        raise
+    return CollectiveGroup(name, transport, tuple(members))
+
+
+def get_collective_groups(actors: Sequence[Any] = (), backend: str | None = None) -> list[CollectiveGroup]:
+    """Return the groups that contain all of these actors, with their living members; any process may ask.
+
+    `backend` selects the groups of one transport. Groups with fewer than two living members are left out.
+    """
+    transport = None if backend is None else _transport(backend)
+    wanted = {_ray.actor_id_of(actor) for actor in actors}
+    living = _ray.living_actors()
+    found = []
+    for name, record in sorted(_records().items()):
+        if not wanted.issubset(record.actors) or transport not in (None, record.backend):
+            continue
+        pairs = zip(record.actors, record.handles, strict=True)
+        members = tuple(ray.cloudpickle.loads(handle) for actor, handle in pairs if actor in living)
+        if len(members) > 1:
+            found.append(CollectiveGroup(name, record.backend, members))
+    return found
+
+
+def destroy_collective_group(group: CollectiveGroup | str) -> None:
+    """Destroy a group, given by itself or by its name, from any process; values stay where they are.
+
+    ValueError if there is no such group.
+    """
+    name = group.name if isinstance(group, CollectiveGroup) else group
+    record = _records().get(name)
+    if record is None:
+        known = ", ".join(sorted(_records())) or "none"
+        raise ValueError(f"destroy_collective_group: there is no group {name!r}; the groups are: {known}")
+    _ray.kv_delete(_PREFIX + name)
+    living = _ray.living_actors()
+    handles = zip(record.actors, record.handles, strict=True)
+    _tell([ray.cloudpickle.loads(handle) for actor, handle in handles if actor in living], _leave, name)
+
+
+def destroy_all_collective_groups() -> None:
+    """Destroy all groups of the Ray cluster."""
+    for name in _records():
+        destroy_collective_group(name)
+
+
+def groups_of_this_process(here: Endpoint) -> dict[str, str]:
+    """Return the transport of each group of this process by its name. Asks Ray once per process."""
+    if here.groups is None:
+        actor = _ray.current_actor_id()
+        # A restarted actor was a member before it could be told.
+        here.groups = {name: one.backend for name, one in _records().items() if actor in one.actors} if actor else {}
+    return here.groups
+
+
+def _transport(backend: str) -> str:
+    found = _BACKENDS.get(str(backend).lower())
+    if found is None:
+        raise ValueError(f"unknown backend {backend!r} of a collective group; the backends are {', '.join(_BACKENDS)}")
+    return check_name(found)
+
+
+def _records() -> dict[str, _Record]:
+    found = _ray.kv_sample(_PREFIX, _MOST_GROUPS)
+    return {key.removeprefix(_PREFIX): msgspec.msgpack.decode(data, type=_Record) for key, data in found.items()}
+
+
+def _join(_: Any, name: str, transport: str) -> str | None:
+    """Become a member; return why this process cannot use the transport, None if it can. Runs in the actor."""
+    from raylane.transport.torch_channels import missing
+
+    reason = missing(transport)
+    if reason is None:
+        groups_of_this_process(endpoint())[name] = transport
+    return reason
+
+
+def _leave(_: Any, name: str) -> None:
+    """Leave a group. Runs in the actor."""
+    groups_of_this_process(endpoint()).pop(name, None)
+
+
+def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
+    """Run a function in all actors at the same time, and wait; raises the errors of `create_collective_group`."""
+    deadline = Deadline(default_timeout_s())
+    here = _ray.current_actor_id()
+    # An actor that creates a group of its own would wait for itself.
+    others = [actor for actor in actors if _ray.actor_id_of(actor) != here]
+    refs = [actor.__ray_call__.remote(function, *args) for actor in others]
+    if len(others) < len(actors):
+        function(None, *args)
+    for actor, ref in zip(others, refs, strict=True):
+        try:
+            reason = ray.get(ref, timeout=deadline.left_s())
+        except ray.exceptions.GetTimeoutError as error:
+            raise TransferTimeoutError(
+                f"{actor!r} did not answer within {deadline.timeout_s} s: it is busy, or still starting. Raise "
+                "RAYLANE_TIMEOUT_S, or call it when it is idle"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise SourceLostError(f"{actor!r} has died: {error}") from error
+        if reason is not None:
+            raise TransportUnavailableError(f"{actor!r} cannot be a member of the group: {reason}")
