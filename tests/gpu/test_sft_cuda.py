@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from raylane.sft import step
 from raylane.sft.loss import CrossEntropy
@@ -41,15 +40,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Any]:
     """Return the only worker of a run, on the first GPU."""
-    from raylane.sft.worker import SftWorker
-
-    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ranks._variables(0, 1, store.port).items():
-            patch.setenv(name, value)
-        worker = SftWorker("cuda")
+    with ranks.only_worker("cuda") as worker:
         yield worker
-        worker.teardown()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 
 
 @contextmanager
-def only_worker() -> Iterator[Any]:
+def only_worker(device_type: str = "cpu") -> Iterator[Any]:
     """Make this process the only rank of a run for a `with` block, and give its worker."""
     from raylane.sft.worker import SftWorker
 
@@ -47,7 +47,7 @@ def only_worker() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _variables(0, 1, store.port).items():
             patch.setenv(name, value)
-        worker = SftWorker("cpu")
+        worker = SftWorker(device_type)
         yield worker
         worker.teardown()
 

@@ -14,7 +14,6 @@ from raylane.errors import ConfigError
 from raylane.sft import megatron_checks, megatron_weights
 from raylane.sft.data import prepare
 from raylane.sft.megatron_model import MegatronModel
-from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.policy import Policy
 from sft import tiny_run
 from sft.ranks import Ranks
@@ -69,18 +68,7 @@ def one_process(config, prepared):
     first = tiny_run.reference_gradients(
         tiny_run.reference_model(config, prepared), tiny_run.global_batch(config, prepared)
     )
-    holder = torch.nn.Module()
-    model = holder.causal_lm = tiny_run.reference_model(config, prepared)
-    settings, policy = config.policy.optimizer, config.policy
-    optimizer, losses = make_optimizer(holder, settings), []
-    for step in range(STEPS):
-        set_learning_rate(optimizer, learning_rate(step, settings.kwargs.lr, policy.scheduler, 8))
-        loss, _ = tiny_run.reference_gradients(model, tiny_run.global_batch(config, prepared, step))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return first, losses
+    return first, tiny_run.reference_losses(config, prepared, STEPS)
 
 
 @needs_megatron

@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from raylane.errors import ConfigError
 from raylane.sft.data import prepare
-from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from sft import tiny_run
 from sft.ranks import Ranks
 
@@ -52,27 +51,11 @@ def train(worker, config, prepared):
     return [worker.train_step(number)["loss"] for number in range(STEPS)]
 
 
-def one_process(config, prepared):
-    """Return the losses of a plain model that one process trains with the optimizer of the run."""
-    holder = torch.nn.Module()
-    model = holder.causal_lm = tiny_run.reference_model(config, prepared)
-    settings, policy = config.policy.optimizer, config.policy
-    optimizer, losses = make_optimizer(holder, settings), []
-    for step in range(STEPS):
-        set_learning_rate(optimizer, learning_rate(step, settings.kwargs.lr, policy.scheduler, 8))
-        loss, _ = tiny_run.reference_gradients(model, tiny_run.global_batch(config, prepared, step))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss)
-    return losses
-
-
 @pytest.mark.parametrize("layout", PARALLEL)
 def test_muon_equals_one_process(ranks, folder, layout):
     config = config_of(folder, MUON, PARALLEL[layout])
     prepared = prepare(config)
-    wanted = one_process(config, prepared)
+    wanted = tiny_run.reference_losses(config, prepared, STEPS)
     for losses in ranks.run(train, config, prepared):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
@@ -81,7 +64,7 @@ def test_muon_equals_one_process(ranks, folder, layout):
 def test_token_budget_equals_one_process(ranks, folder, layout):
     config = config_of(folder, BUDGET, PARALLEL[layout])
     prepared = prepare(config)
-    wanted = one_process(config, prepared)
+    wanted = tiny_run.reference_losses(config, prepared, STEPS)
     for losses in ranks.run(train, config, prepared):
         assert losses == pytest.approx(wanted, abs=2e-5)
 
@@ -190,4 +173,6 @@ def test_stage_without_adapters_is_refused_by_every_rank(ranks, folder):
 def test_selective_checkpointing_equals_one_process(ranks, folder, layout):
     config = config_of(folder, {"policy.dtensor_cfg.activation_checkpointing": "selective"}, PARALLEL[layout])
     prepared = prepare(config)
-    assert ranks.run(train, config, prepared)[0] == pytest.approx(one_process(config, prepared), abs=2e-5)
+    assert ranks.run(train, config, prepared)[0] == pytest.approx(
+        tiny_run.reference_losses(config, prepared, STEPS), abs=2e-5
+    )

@@ -283,7 +283,7 @@ def test_plan_of_a_model_that_cannot_be_names_the_configuration(tmp_path: Path, 
 
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_attention_dropout_on_divided_heads_is_refused(tmp_path: Path, in_folder: bool) -> None:
-    """Of an override and of a model folder: tensor-parallel workers would draw equal masks for different heads."""
+    """Tensor-parallel workers would draw equal masks for different heads."""
     shape = {"model_type": "llama", "vocab_size": 400, "attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     chosen = {"model_name": str(tmp_path), "hf_config_overrides": {}} if in_folder else {"hf_config_overrides": shape}

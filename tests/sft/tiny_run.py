@@ -16,10 +16,27 @@ from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import PreparedData, prepare
 from raylane.sft.mixing import open_training_rows
 from raylane.sft.model_config import model_config
+from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.workers.batch import BatchDict
 
 ROW_TOKENS = 64
 WORDS = ("red", "green", "blue", "stone", "river", "cloud", "apple", "north", "south", "early", "late", "one", "two")
+
+
+def reference_losses(config: RunConfig, prepared: PreparedData, steps: int) -> list[float]:
+    """Return the losses of a plain model that one process trains with the optimizer of the run."""
+    holder: Any = torch.nn.Module()
+    model = holder.causal_lm = reference_model(config, prepared)
+    settings, policy = config.policy.optimizer, config.policy
+    optimizer, losses = make_optimizer(holder, settings), []
+    for step in range(steps):
+        set_learning_rate(optimizer, learning_rate(step, settings.kwargs.lr, policy.scheduler, 8))
+        loss, _ = reference_gradients(model, global_batch(config, prepared, step))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), policy.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    return losses
 
 
 def write_conversations(path: Path, count: int, seed: int) -> None:

@@ -42,7 +42,7 @@ class Adapters:
 
     settings: LoraConfig
     tensors: dict[str, Tensor]
-    """Whole tensors by their names in PEFT's files."""
+    """Tensors of undivided layers, by their names in PEFT's files."""
     layers: list[str]
     """Names of the adapted layers."""
     others: list[str]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raylane.sft import step
 from raylane.sft.loss import LossFunction
-from raylane.sft.model import HOST, fsdp
+from raylane.sft.model import fsdp, stage_tensors
 from raylane.sft.pipeline import PipelinedModel
 from raylane.workers.batch import BatchDict
 
@@ -40,10 +40,7 @@ class EdgeStep:
     def forward(self, own_stage: int, micro_batch: int, incoming: Tensor | None) -> Tensor | None:
         """Return the hidden states for the next stage; None from the last one, which adds to the loss."""
         stage, part = self._model.own_stages[own_stage], self._parts[micro_batch]
-        tensors = {name: value for name, value in part.to(self._device).items() if isinstance(value, Tensor)}
-        if self._device.type != "cpu":
-            # Plans of attention are made from these, so that the CPU does not wait for the GPU.
-            tensors |= {HOST + name: part[name] for name in ("position_ids", "labels")}
+        tensors = stage_tensors(part, self._device)
         # A copy: `incoming` is memory of the edge, of which a sender has a limited amount. With gpipe it would wait for
         # some to be returned, while this worker waits for its last micro-batch before it returns any.
         given = tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()

@@ -23,9 +23,9 @@ from raylane.workers.batch import BatchDict
 if TYPE_CHECKING:
     from raylane.sft.parallel import WorkerMesh
 
-__all__ = ["HOST", "OnHost", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered"]
+__all__ = ["OnHost", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered", "stage_tensors"]
 
-HOST = "host_"
+_HOST = "host_"
 """Prefix of the names of tensors that a pipeline stage gets in CPU memory too."""
 
 Chunks = Sequence[tuple[int, int]]
@@ -182,8 +182,8 @@ class StageModel(SupervisedModel):
         `incoming`: tokens [B, T] for the first stage, hidden states for the others. `tensors`: those of the batch; in a
         GPU run also `host_position_ids` and `host_labels`, copies in CPU memory.
         """
-        batch = BatchDict({name: value for name, value in tensors.items() if not name.startswith(HOST)})
-        on_host = {name.removeprefix(HOST): value for name, value in tensors.items() if name.startswith(HOST)}
+        batch = BatchDict({name: value for name, value in tensors.items() if not name.startswith(_HOST)})
+        on_host = {name.removeprefix(_HOST): value for name, value in tensors.items() if name.startswith(_HOST)}
         out = super().forward(
             batch,
             self.loss_fn,
@@ -191,6 +191,16 @@ class StageModel(SupervisedModel):
             incoming=None if self.is_first else incoming,
         )
         return torch.stack([out]) if self.is_last else out
+
+
+def stage_tensors(batch: BatchDict, device: torch.device) -> dict[str, Tensor]:
+    """Return the keyword arguments of a `StageModel` for rows in CPU memory."""
+    # torch's pipelines split every argument into micro-batches, so only tensors can be passed.
+    tensors = {name: values for name, values in batch.to(device).items() if isinstance(values, Tensor)}
+    if device.type != "cpu":
+        # Plans of attention are made from these, so that the CPU does not wait for the GPU.
+        tensors |= {_HOST + name: batch[name] for name in ("position_ids", "labels")}
+    return tensors
 
 
 def fsdp(model: SupervisedModel) -> FSDPModule | None:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from raylane.sft.loss import IGNORED, LossFunction
-from raylane.sft.model import HOST, RunModel, StageModel
+from raylane.sft.model import RunModel, StageModel, stage_tensors
 from raylane.sft.sharded import own_part
 from raylane.sft.stage_modules import merged
 from raylane.workers.batch import BatchDict
@@ -76,11 +76,7 @@ class PipelinedModel(RunModel):
             real, missing = batch.size, -batch.size % (rows * self._count)
             batch = batch.select([*range(real), *[real - 1] * missing])
             batch["labels"][real:] = IGNORED
-        moved = batch.to(self._device)
-        # torch splits every argument into micro-batches, so only tensors can be passed.
-        tensors = {name: values for name, values in moved.items() if isinstance(values, Tensor)}
-        if self._device.type != "cpu":
-            tensors |= {HOST + name: batch[name] for name in ("position_ids", "labels")}
+        tensors = stage_tensors(batch, self._device)
         # Later stages get hidden states from the stage before; all stages get the rest.
         first = [tensors["input_ids"]] if self.mesh.stage == 0 else []
         plan = self._plan(batch, rows, scale is not None)

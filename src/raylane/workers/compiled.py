@@ -107,15 +107,15 @@ class CallGraph:
 def _bind_passes(plan: DispatchPlan, actors: Sequence[Any], begun: Mapping[WorkerCall, Any]) -> dict[WorkerCall, Any]:
     """Return the nodes of the last results of all workers; `begun` are the nodes of their first calls."""
     heads = {call.rank: node for call, node in begun.items()}
-    results: dict[int, Any] = {}
+    last: dict[int, Any] = {}
     values: list[Any] = []
     for one in plan.passes:
         source = () if one.source is None else (values[one.source],)
         node = bind(actors[one.rank].run_pass, heads[one.rank], one.method, *one.args, *source)
         heads[one.rank] = node[0]
         values.append(node[1])
-        results[one.rank] = node[1]
-    return {call: results.get(call.rank, node) for call, node in begun.items()}
+        last[one.rank] = node[1]
+    return {call: last[call.rank] for call in plan.calls}
 
 
 class GraphCalls:

@@ -5,14 +5,14 @@ For programs that ask for it by name. `auto` takes `host` or `tcp`, which need n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.errors import TransportError
 from raylane.transport import wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, timeout_error
-from raylane.transport.backends.tcp import answer_error
+from raylane.transport.backends.tcp import answer_error, read_answer
 from raylane.transport.pairs import PairLink
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -58,12 +58,12 @@ def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:
     blocks = allocate(ticket, endpoint)
     wait = pair.expect(blocks, [block.nbytes for block in ticket.blocks])
     pair.send(wire.Send(ticket.key))
-    answer = pair.receive()
-    if isinstance(answer, wire.Data) and answer.nbytes == ticket.nbytes:
+
+    def receive() -> list[Any]:
         wait(pair.deadline)
-        answer = pair.receive()
-        if isinstance(answer, wire.Trailer):
-            if answer.intact:
-                return FetchResult(blocks=blocks, mutated=answer.mutated, creator_read=answer.creator_read)
-            answer = wire.Gone(ticket.key, moved=True)
-    raise answer_error(answer, ticket.origin(), ticket)
+        return blocks
+
+    found = read_answer(pair, ticket, receive)
+    if isinstance(found, FetchResult):
+        return found
+    raise answer_error(found, ticket.origin(), ticket)

@@ -5,13 +5,15 @@ Works for every value between any two processes, so `auto` uses it when nothing 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport import wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, freed_error, moved_error
+from raylane.transport.link import Link
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
@@ -34,27 +36,41 @@ class TcpBackend(Backend):
         source = ticket.origin()
         with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
             link.send(wire.Read(ticket.key))
-            answer = link.receive()
-            if isinstance(answer, wire.Data):
-                # Compare before receiving: the blocks are allocated by the ticket's sizes.
-                if answer.nbytes != ticket.nbytes:
-                    raise ProtocolError(
-                        f"could not read a value of {source}: the source announced {answer.nbytes} bytes, the ticket "
-                        f"{ticket.nbytes}"
-                    )
+
+            def receive() -> list[Any]:
                 blocks = allocate(ticket, endpoint)
                 link.receive_into(blocks)
-                trailer = link.receive()
-                if not isinstance(trailer, wire.Trailer):
-                    raise ProtocolError(
-                        f"could not read a value of {source}: the source ended it with {type(trailer).__name__}"
-                    )
-                # Only the trailer tells whether the received bytes are valid (see `wire.Trailer`).
-                if trailer.intact:
-                    return FetchResult(blocks=blocks, mutated=trailer.mutated, creator_read=trailer.creator_read)
-                answer = wire.Gone(ticket.key, moved=True)
+                return blocks
+
+            found = read_answer(link, ticket, receive)
+        if isinstance(found, FetchResult):
+            return found
         # Raise outside the `with` block: the link is in a defined state and can be used again.
-        raise answer_error(answer, source, ticket)
+        raise answer_error(found, source, ticket)
+
+
+def read_answer(link: Link, ticket: Ticket, receive: Callable[[], list[Any]]) -> FetchResult | wire.Message:
+    """Return the value that a source sends after a request, or its other answer; `receive` returns the filled blocks.
+
+    ProtocolError if the source announces another size, or does not end the value with a Trailer.
+    """
+    answer, source = link.receive(), ticket.origin()
+    if not isinstance(answer, wire.Data):
+        return answer
+    # Compare before receiving: the blocks are allocated by the ticket's sizes.
+    if answer.nbytes != ticket.nbytes:
+        raise ProtocolError(
+            f"could not read a value of {source}: the source announced {answer.nbytes} bytes, the ticket "
+            f"{ticket.nbytes}"
+        )
+    blocks = receive()
+    trailer = link.receive()
+    if not isinstance(trailer, wire.Trailer):
+        raise ProtocolError(f"could not read a value of {source}: the source ended it with {type(trailer).__name__}")
+    # Only the trailer tells whether the received bytes are valid (see `wire.Trailer`).
+    if not trailer.intact:
+        return wire.Gone(ticket.key, moved=True)
+    return FetchResult(blocks=blocks, mutated=trailer.mutated, creator_read=trailer.creator_read)
 
 
 def answer_error(answer: wire.Message, source: Source, ticket: Ticket) -> TensorFreedError | ProtocolError:
