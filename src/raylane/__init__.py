@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from raylane.transport.opened import OpenedValue, TensorInfo
     from raylane.transport.opened import open_value as open
+    from raylane.transport.submission import options
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -50,6 +51,7 @@ _HOME = {  # module of each public name
     "OpenedValue": "raylane.transport.opened",
     "TensorInfo": "raylane.transport.opened",
     "open": "raylane.transport.opened:open_value",
+    "options": "raylane.transport.submission",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",
@@ -92,6 +94,7 @@ __all__ = [
     "graph",
     "method",
     "open",
+    "options",
     "put",
     "stats",
     "wait_tensor_freed",

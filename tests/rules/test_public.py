@@ -45,6 +45,7 @@ def test_public_names() -> None:
         "graph",
         "method",
         "open",
+        "options",
         "put",
         "stats",
         "wait_tensor_freed",

@@ -12,15 +12,12 @@ from collections.abc import AsyncIterator, Callable, Generator
 from types import GeneratorType
 from typing import Any
 
-import ray
-
 from raylane import _ray
-from raylane.errors import TransportUnavailableError
-from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import WRAPPER_ATTRIBUTE, claim, release, task_to_publish
 from raylane.transport.options import PublishOptions
 from raylane.transport.publish import Publication, PublishOnPickle
 from raylane.transport.reader import Pending
+from raylane.transport.submission import check_generator, keep_actor_alive
 
 OPTIONS_ATTRIBUTE = "__raylane_options__"
 
@@ -58,10 +55,14 @@ class PublishingCall:
                 yield self.publish(value)
 
 
-def begin(wrapper: Callable[..., Any], *, streams: bool = False) -> PublishingCall | None:
-    """Return the call if Ray made it, or None for a call from Python, which goes straight to the function."""
+def begin(wrapper: Callable[..., Any], kwargs: dict[str, Any], *, streams: bool = False) -> PublishingCall | None:
+    """Return the call if Ray made it, or None for a call from Python, which goes straight to the function.
+
+    Takes the options of this one call out of its keyword arguments.
+    """
+    options = kwargs.pop(_ray.OPTIONS_KEYWORD, None) or getattr(wrapper, OPTIONS_ATTRIBUTE)
     task_id = task_to_publish(wrapper)
-    return None if task_id is None else PublishingCall(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE), streams=streams)
+    return None if task_id is None else PublishingCall(task_id, options, streams=streams)
 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,21 +84,12 @@ async def receive_async(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
     return receive(args, kwargs)
 
 
-def keep_actor_alive(invocation: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the actor of a call alive for the returned refs. Ray runs this hook in the caller of a decorated method.
-
-    The hook is an attribute of the method that stock Ray reads; Ray pickles this function by name.
-    """
-
-    def submit(args: Any, kwargs: Any) -> Any:
-        returned = invocation(args, kwargs)
-        for ref in returned if isinstance(returned, list) else [returned]:
-            if type(ref) is ray.ObjectRef and _ray.is_actor_call(ref):
-                # `invocation` holds the actor's handle.
-                endpoint().keeper().watch(ref, invocation)
-        return returned
-
-    return submit
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the keyword for options of one call: Ray checks arguments against it."""
+    keyword = inspect.Parameter(_ray.OPTIONS_KEYWORD, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = list(signature.parameters.values())
+    last = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*parameters[:last], keyword, *parameters[last:]])
 
 
 def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[..., Any]:
@@ -109,11 +101,8 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     wrapper.
     """
     generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    if generator and options.tensor_transport not in ("auto", "object_store"):
-        raise TransportUnavailableError(
-            f"tensor_transport={options.tensor_transport!r} is not available for {function.__qualname__}, a generator: "
-            "Ray loses count of refs nested in streamed items, so Ray itself carries them. Use auto, or return a list"
-        )
+    if generator:
+        check_generator(function.__qualname__, options)
     if inspect.isasyncgenfunction(function):
         wrapper = _wrap_async_generator(function)
     elif inspect.iscoroutinefunction(function):
@@ -125,7 +114,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     # Before the attributes below: this copies the attributes of `function`, such as the options of ray.method.
     functools.update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]
-    wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    wrapper.__signature__ = _with_options(inspect.signature(function))  # type: ignore[attr-defined]
     setattr(wrapper, OPTIONS_ATTRIBUTE, options)
     setattr(wrapper, WRAPPER_ATTRIBUTE, wrapper)
     setattr(wrapper, _ray.INVOCATION_HOOK, keep_actor_alive)
@@ -137,7 +126,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
 
 def _wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = begin(wrapper)
+        call = begin(wrapper, kwargs)
         if call is None:
             return function(*args, **kwargs)
         with call:
@@ -149,7 +138,7 @@ def _wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = begin(wrapper)
+        call = begin(wrapper, kwargs)
         if call is None:
             return await function(*args, **kwargs)
         with call:
@@ -161,7 +150,7 @@ def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        call = begin(wrapper, streams=True)
+        call = begin(wrapper, kwargs, streams=True)
         if call is None:
             return (yield from function(*args, **kwargs))
         with call:
@@ -175,7 +164,7 @@ def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_async_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        call = begin(wrapper, streams=True)
+        call = begin(wrapper, kwargs, streams=True)
         if call is None:
             async for value in function(*args, **kwargs):
                 yield value
