@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.arrays import empty, empty_like
+    from raylane.transport.calls import options
     from raylane.transport.groups import (
         CollectiveGroup,
         create_collective_group,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     )
     from raylane.transport.opened import OpenedValue, TensorInfo
     from raylane.transport.opened import open_value as open
-    from raylane.transport.submission import options
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -51,7 +51,7 @@ _HOME = {  # module of each public name
     "OpenedValue": "raylane.transport.opened",
     "TensorInfo": "raylane.transport.opened",
     "open": "raylane.transport.opened:open_value",
-    "options": "raylane.transport.submission",
+    "options": "raylane.transport.calls",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",
