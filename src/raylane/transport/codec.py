@@ -9,6 +9,7 @@ object arrays) are pickled as usual; plain tensors inside them are leaves again.
 
 from __future__ import annotations
 
+import collections
 import functools
 import io
 import pickle
@@ -187,17 +188,16 @@ def _transferable(leaf: Any) -> Any:
     """Return a leaf as raw host memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed."""
     if isinstance(leaf, torch.Tensor):
         leaf = leaf.detach()  # so that autograd does not record the copies below
-        _require_memory(leaf)
+        contiguous = leaf.is_contiguous()
+        _require_memory(leaf, contiguous=contiguous)
         # torch evaluates these two lazily: the memory holds the values before conjugation or negation.
         if leaf.is_conj():
             leaf = leaf.resolve_conj()
         if leaf.is_neg():
             leaf = leaf.resolve_neg()
-        if leaf.device.type != "cpu":
+        if not leaf.is_cpu:
             return leaf.to("cpu")
-        if not leaf.is_contiguous() and (
-            leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()
-        ):
+        if not contiguous and (leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()):
             return leaf.contiguous()
     elif not leaf.flags.c_contiguous and leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes:
         return np.ascontiguousarray(leaf).reshape(leaf.shape)  # ascontiguousarray turns zero dimensions into one
@@ -216,17 +216,20 @@ def strides_bytes(leaf: Any) -> tuple[int, ...]:
 def leaf_span(leaf: Any) -> Span:
     """Return the addresses that a leaf occupies: host addresses, or device addresses for CUDA."""
     if isinstance(leaf, torch.Tensor):
-        return strided_span(leaf.data_ptr(), leaf.shape, strides_bytes(leaf), leaf.element_size())
+        start = leaf.data_ptr()
+        if leaf.is_contiguous():  # the common case, in half the time
+            return Span(start, start + leaf.nbytes)
+        return strided_span(start, leaf.shape, strides_bytes(leaf), leaf.element_size())
     return strided_span(leaf_address(leaf), leaf.shape, leaf.strides, leaf.itemsize)
 
 
-def _require_memory(tensor: torch.Tensor) -> None:
+def _require_memory(tensor: torch.Tensor, *, contiguous: bool) -> None:
     """Raise TensorFreedError for a tensor whose storage was freed or shrunk below the tensor's own size.
 
     The addresses of such a tensor may belong to other objects by now, so publishing them would leak unrelated memory.
     """
     count = tensor.numel()
-    if count and not tensor.is_contiguous():
+    if count and not contiguous:
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     held = tensor.untyped_storage().nbytes()
     if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
@@ -244,8 +247,13 @@ def _aligned(span: Span, leaf: Any) -> Span:
     """
     if not isinstance(leaf, torch.Tensor) or not span.nbytes:
         return span
-    base = leaf.untyped_storage().data_ptr()
-    return Span(span.start - (span.start - base) % _ALIGNMENT, span.stop)
+    over = int(leaf.storage_offset()) * leaf.element_size() % _ALIGNMENT
+    return Span(span.start - over, span.stop) if over else span
+
+
+@functools.cache
+def _torch_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
@@ -253,13 +261,13 @@ def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
     tensor = isinstance(leaf, torch.Tensor)
     return LeafSpec(
         kind=(PARAMETER if type(original) is Parameter else TENSOR) if tensor else ARRAY,
-        dtype=str(leaf.dtype).removeprefix("torch.") if tensor else _array_dtype(leaf.dtype),
+        dtype=_torch_dtype(leaf.dtype) if tensor else _array_dtype(leaf.dtype),
         shape=tuple(leaf.shape),
         strides=strides_bytes(leaf),
         block=block,
         offset=offset,
         requires_grad=bool(tensor and original.requires_grad),
-        device=str(original.device) if tensor else "cpu",
+        device="cpu" if not tensor or original.is_cpu else str(original.device),
     )
 
 
@@ -311,8 +319,12 @@ def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
     device, else to the current CUDA device; torch raises RuntimeError if there is none.
     """
     storages: dict[int, torch.UntypedStorage] = {}
+    users = collections.Counter(spec.block for spec in specs)
     leaves: list[Any] = []
     for spec in specs:
+        if spec.kind == TENSOR and users[spec.block] == 1 and (found := _build_alone(spec, blocks)) is not None:
+            leaves.append(found)
+            continue
         if spec.kind != ARRAY:
             leaves.append(_build_tensor(spec, blocks, storages))
             continue
@@ -323,6 +335,22 @@ def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
             block = blocks[spec.block]
             leaves.append(np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides))
     return leaves
+
+
+def _build_alone(spec: LeafSpec, blocks: Sequence[Any]) -> torch.Tensor | None:
+    """Return a contiguous CPU tensor that has a block for itself, in half the time of `_build_tensor`; else None."""
+    if spec.block < 0 or spec.offset or spec.device != "cpu":
+        return None
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    block, step = blocks[spec.block], dtype.itemsize
+    for size, stride in zip(reversed(spec.shape), reversed(spec.strides), strict=True):
+        if stride != step:
+            return None
+        step *= size
+    if step != len(block):
+        return None
+    tensor = torch.frombuffer(block, dtype=dtype).view(spec.shape)
+    return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
 def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:

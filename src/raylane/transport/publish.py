@@ -24,6 +24,7 @@ import torch
 
 from raylane import _ray
 from raylane.core import vm
+from raylane.core.collector import paused
 from raylane.core.segment import bytes_at, write_segment
 from raylane.errors import TransportError
 from raylane.transport import codec
@@ -112,6 +113,11 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     skeleton, leaves = codec.encode_value(value)
     if not leaves:  # no tensors: an ordinary pickle, which needs no raylane to unpickle
         return pickle.loads, (_buffer(skeleton),)
+    with paused(len(leaves)):
+        return _publish_leaves(skeleton, leaves, publication)
+
+
+def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication) -> tuple[Any, ...]:
     layout = codec.plan_layout(leaves)
     size = sum(block.nbytes for block in layout.blocks)
     here = endpoint()
@@ -146,12 +152,11 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     """Put a value into the store and return its ticket."""
     options = publication.options
     source = here.source()
-    blocks = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
     entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=publication.anchored)
     counters = b""
     guards: bytes | None = b""
-    if options.snapshot and blocks:
-        entry.segment = _write_snapshot(layout, blocks)
+    if options.snapshot and layout.blocks:
+        entry.segment = _write_snapshot(layout)
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
@@ -169,7 +174,8 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
         ranges = guard_ranges(shared)
         guards = None if ranges is None else vm.pack_ranges(ranges)
         counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
-        entry.checksum = checksum(blocks) if options.on_mutation == "error" else None
+        content = (bytes_at(block.start, block.nbytes) for block in layout.blocks)
+        entry.checksum = checksum(content) if options.on_mutation == "error" else None
     # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     here.store.publish(entry)
     publication.keys.append(entry.key)
@@ -195,10 +201,10 @@ def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publicatio
     )
 
 
-def _write_snapshot(layout: codec.Layout, blocks: list[memoryview]) -> int:
+def _write_snapshot(layout: codec.Layout) -> int:
     """Return the memfd of a snapshot. TransportError if this process has no descriptor or memory for it."""
     try:
-        return write_segment(blocks)
+        return write_segment([bytes_at(block.start, block.nbytes) for block in layout.blocks])
     except OSError as error:
         raise TransportError(
             f"could not publish a snapshot of {sum(block.nbytes for block in layout.blocks)} bytes: {error.strerror}. "

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from raylane import _ray
+from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.segment import bytes_at
 from raylane.errors import TensorMutatedError, TransportUnavailableError
@@ -139,6 +140,11 @@ def redeem(
     found = _find(ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray)
     if isinstance(found, Present):
         return found.deliver(wish)
+    with paused(len(ticket.specs)):
+        return _fetched(found, ticket, skeleton, wish)
+
+
+def _fetched(found: _Fetching, ticket: Ticket, skeleton: bytes, wish: Delivery) -> Any:
     specs = ticket.specs
     if wish.into is not None:
         targets = match(structure(skeleton, specs), len(specs), wish.into)
