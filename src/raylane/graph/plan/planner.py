@@ -7,12 +7,14 @@ only the same member uses are not sent at all.
 
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes as n
+from raylane.graph.collectives import Collective, CollectiveNode
 from raylane.graph.plan import schedule
 from raylane.graph.plan.ir import (
     DRIVER,
@@ -80,6 +82,8 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], bool]:
             # The input knows every call bound to it, so calls that no output needs (leaves) are found too.
             waiting.extend(source._calls)
         waiting.extend(parts)
+        if isinstance(node, CollectiveNode):  # its calls in all actors belong to the graph, used or not
+            waiting.extend(node.calls)
     _refuse_cycles(seen)
     if len(inputs) > 1:
         raise GraphPlanError(
@@ -136,7 +140,7 @@ class _Planner:
         # value without content, which also carries the error of a leaf that failed.
         leaves = tuple((self._value(task, DONE), task) for task in range(len(self.calls)) if task not in used)
         tasks = tuple(
-            Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed)
+            Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed, self._collective(call))
             for index, (call, (args, kwargs, reads)) in enumerate(zip(self.calls, drafts, strict=True))
         )
         collects = tuple(dict.fromkeys([*values_in(result), *(value for value, _ in leaves)]))
@@ -156,6 +160,14 @@ class _Planner:
                 _distinct([f"{self.members[m]}.{c.method}" for m, c in zip(member_of, self.calls, strict=True)])
             ),
         )
+
+    def _collective(self, call: n.CallNode) -> Collective | None:
+        """Return the collective of a call, with its members; None if it calls a method."""
+        if not isinstance(call, CollectiveNode):
+            return None
+        combines = sorted((c for c in call.calls if c.collective.role == "combine"), key=lambda c: c.collective.rank)
+        members = tuple(self.keys[self.identify(one.actor)] for one in combines)
+        return dataclasses.replace(call.collective, members=members)
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
         args = tuple(self._argument(arg) for arg in call.args)

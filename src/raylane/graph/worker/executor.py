@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import pickle
@@ -25,9 +26,10 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.ring import WAKE, Received
+from raylane.graph.collectives import Collective
 from raylane.graph.plan.ir import DRIVER, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
-from raylane.graph.values import operations
+from raylane.graph.values import operations, shares
 from raylane.graph.values.failures import Failure, error_message, raised_message
 from raylane.graph.values.message import ERROR, NOTHING, VALUE, Encoder, Message
 
@@ -222,7 +224,10 @@ class Executor:
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
-            found = PreparedTask(task, plan.labels[index], method_of(instance, task.method), inputs)
+            call = (
+                method_of(instance, task.method) if task.collective is None else collective_call(plan, task.collective)
+            )
+            found = PreparedTask(task, plan.labels[index], call, inputs)
             for value in plan.values:
                 if value.source == index and value.index in used_here:
                     found.local.append((value.index, value.steps, value.index in plan.fatal_values))
@@ -468,6 +473,14 @@ class Executor:
 
 def _do_nothing() -> bool:
     return False
+
+
+def collective_call(plan: Plan, collective: Collective) -> Callable[..., Any]:
+    """Return the function that a call of a collective calls instead of a method."""
+    if collective.role == "share":
+        return functools.partial(shares.share, collective)
+    names = [plan.members[member] for member in collective.members]
+    return functools.partial(shares.combine, collective, names)
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:

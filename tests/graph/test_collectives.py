@@ -1,0 +1,85 @@
+"""Collectives in graphs of actors and of plain objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raylane
+from raylane import MultiOutputNode, bind
+from raylane.graph import allreduce
+
+Compile = Callable[..., Any]
+
+
+class Rank:
+    """One of several trainers."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def ones(self, shape: Any, dtype: Any = torch.float32) -> Any:
+        """Return rank + 1 everywhere."""
+        self.given = torch.full(shape, self.rank + 1, dtype=dtype)
+        return self.given
+
+    def same(self, x: Any) -> bool:
+        """Return True if what was given last has not changed, and is not what came back."""
+        return bool((self.given == self.rank + 1).all()) and x.data_ptr() != self.given.data_ptr()
+
+    def echo(self, x: Any) -> Any:
+        return x
+
+    def item(self, xs: Any) -> Any:
+        """Return the item of this rank."""
+        return xs[self.rank]
+
+
+@pytest.fixture(scope="module")
+def actors(ray_session: None) -> Iterator[list[Any]]:
+    made = [ray.remote(num_cpus=0.1)(Rank).remote(rank) for rank in range(3)]
+    ray.get([actor.__ray_ready__.remote() for actor in made])
+    yield made
+    for actor in made:
+        ray.kill(actor)
+    made.clear()
+
+
+@pytest.fixture(params=["inline", pytest.param("ray", marks=pytest.mark.ray)])
+def ranks(request: pytest.FixtureRequest) -> list[Any]:
+    """Return three objects, or three actors."""
+    if request.param == "inline":
+        return [Rank(rank) for rank in range(3)]
+    found: list[Any] = request.getfixturevalue("actors")
+    return found
+
+
+@pytest.fixture
+def graph(ranks: list[Any]) -> Iterator[Compile]:
+    """`graph(lambda x, ranks: ...)` compiles what the function binds."""
+    made: list[Any] = []
+    backend = "inline" if type(ranks[0]) is Rank else "ray"
+
+    def compile(write: Callable[..., Any], **options: Any) -> Any:
+        with raylane.InputNode() as x:
+            found = write(x, ranks)
+        made.append(raylane.compile(MultiOutputNode(found), backend=backend, **options))
+        return made[-1]
+
+    yield compile
+    for one in made:
+        one.teardown()
+
+
+@pytest.mark.parametrize(("op", "wanted"), [("sum", 6), ("prod", 6), ("min", 1), ("max", 3), ("avg", 2)])
+def test_allreduce_gives_every_actor_the_same(graph: Compile, op: str, wanted: int) -> None:
+    g = graph(lambda x, ranks: allreduce.bind([bind(r.ones, x) for r in ranks], op=op))
+    for shape in [(2, 3), (), (0,), (300, 400)]:
+        for found in g.execute(shape).get():
+            assert found.shape == shape
+            assert found.dtype == torch.float32
+            assert (found == wanted).all()
