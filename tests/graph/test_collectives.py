@@ -83,3 +83,33 @@ def test_allreduce_gives_every_actor_the_same(graph: Compile, op: str, wanted: i
             assert found.shape == shape
             assert found.dtype == torch.float32
             assert (found == wanted).all()
+
+
+def _compile_with_ray(node: Any, value: Any) -> Any:
+    """Run a graph with Ray's own compiled graphs."""
+    theirs = node.experimental_compile()
+    try:
+        return ray.get(theirs.execute(value))
+    finally:
+        theirs.teardown(kill_actors=False)
+
+
+@pytest.mark.parametrize("op", ["SUM", "PRODUCT", "MAX", "MIN", "AVG"])
+def test_a_graph_of_ray_gives_what_ray_gives(actors: list[Any], op: str) -> None:
+    from ray import dag
+    from ray.experimental import collective
+    from ray.experimental.channel.cpu_communicator import CPUCommunicator
+    from ray.experimental.util.types import ReduceOp
+
+    with dag.InputNode() as x:
+        given = [actor.ones.bind(x) for actor in actors]
+        reduced = collective.allreduce.bind(given, op=ReduceOp[op], transport=CPUCommunicator(3, actors))
+        node = dag.MultiOutputNode([*reduced, actors[1].same.bind(reduced[1])])
+    with raylane.compile(node) as ours:
+        *found, same = ours.execute((2, 5)).get()
+    *wanted, theirs_same = _compile_with_ray(node, (2, 5))
+    assert same
+    assert theirs_same
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype

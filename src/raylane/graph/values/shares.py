@@ -89,8 +89,8 @@ def combine(collective: Collective, names: Sequence[str], shares: Sequence[Share
             results = _cut(_reduced(spec, collective.op, flat), shapes)
         for place, result in zip(places, results, strict=True):
             made[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
-    results = iter(made)
-    answers = [_rebuilt(value, results) for value in values]
+    left = iter(made)
+    answers = [_rebuilt(value, left) for value in values]
     return answers[0] if len(answers) == 1 else tuple(answers)
 
 
