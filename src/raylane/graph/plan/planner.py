@@ -44,14 +44,19 @@ def plan(
     identify: Callable[[Any], Hashable],
     name: Callable[[Any], str],
     order: Mapping[Any, Sequence[n.Node]] | None = None,
+    overlap: bool = False,
 ) -> tuple[Plan, list[Any]]:
     """Return the plan of the graph that computes `output`, and the actors of its members 1, 2, ...
 
     `identify` maps an actor handle to a key that is equal for handles of one actor, `name` to the actor's name. `order`
-    lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding).
+    lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding). With
+    `overlap` an actor takes the result of a collective after all calls that need not wait for it.
     GraphPlanError if the nodes make no graph: no calls, two inputs, an argument that is not a node.
     """
     calls, whole = _find(output)
+    if overlap:
+        # The smallest index goes first among the calls that may run: see `schedule.order_of`.
+        calls.sort(key=lambda call: isinstance(call, CollectiveNode) and call.collective.role == "combine")
     planner = _Planner(calls, whole, identify, name)
     return planner.build(output, order or {}), planner.actors
 
@@ -193,7 +198,7 @@ class _Planner:
             member = self.keys.get(self.identify(actor))
             if member is None:
                 raise GraphPlanError(f"order names {actor!r}, which has no call in this graph. Remove it from order")
-            tasks = [self._task_of(node) for node in given]
+            tasks = [task for node in given for task in self._tasks_of(node)]
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
                 raise GraphPlanError(
@@ -202,13 +207,16 @@ class _Planner:
             wanted[member] = tasks
         return wanted
 
-    def _task_of(self, node: Any) -> int:
+    def _tasks_of(self, node: Any) -> list[int]:
+        """Return the task of a call, or of a collective the two of its actor."""
         while isinstance(node, n.ItemNode):  # the result of bind for a method with several returns
             node = node.base
-        task = self.task_of.get(id(node))
-        if task is None:
+        if id(node) not in self.task_of:
             raise GraphPlanError(f"order lists {node!r}, which is no call of this graph. List results of raylane.bind")
-        return task
+        calls = (
+            [call for call in node.calls if call.actor is node.actor] if isinstance(node, CollectiveNode) else [node]
+        )
+        return [self.task_of[id(call)] for call in calls]
 
     # Expressions
 

@@ -58,7 +58,12 @@ def share(collective: Collective, *values: Any) -> Any:
     TypeError if a value holds anything but tensors and arrays, or has no such reduction; ValueError if it has no such
     parts.
     """
-    tensors = list(_tensors(values, collective.name))
+    several = len(values) > 1  # inputs are named in messages where there are several
+    tensors = [
+        found
+        for place, value in enumerate(values)
+        for found in _tensors(value, collective.name, f"input {place}" if several else "")
+    ]
     specs = tuple(spec for spec, _ in tensors)
     for spec in specs:
         _check(collective, spec)
@@ -97,8 +102,8 @@ def combine(collective: Collective, names: Sequence[str], shares: Sequence[Share
 # Tensors in values
 
 
-def _tensors(value: Any, name: str, path: str = "") -> Iterator[tuple[Spec, Any]]:
-    """Yield the tensors and arrays in a value, in order. The outermost value is the tuple of all inputs."""
+def _tensors(value: Any, name: str, path: str) -> Iterator[tuple[Spec, Any]]:
+    """Yield the tensors and arrays in a value, in order."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
         yield Spec(path, "torch", str(value.dtype).removeprefix("torch."), tuple(value.shape)), value
@@ -107,8 +112,7 @@ def _tensors(value: Any, name: str, path: str = "") -> Iterator[tuple[Spec, Any]
     elif type(value) in (list, tuple, dict):
         items = value.items() if type(value) is dict else enumerate(value)
         for key, item in items:
-            # A single input is not called [0] in messages.
-            yield from _tensors(item, name, path if not path and len(value) == 1 else f"{path}[{key!r}]")
+            yield from _tensors(item, name, f"{path}[{key!r}]")
     else:
         kind = type(value)
         shown = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
