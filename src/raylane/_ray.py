@@ -528,6 +528,16 @@ def dag_collective_calls(node: Any) -> list[Any]:
     return found
 
 
+def dag_transport(node: Any) -> tuple[str, str]:
+    """Return the transport and the target device that were chosen for the value of a node of `ray.dag`.
+
+    The transport is "auto", "cpu" or "accelerator".
+    """
+    hint = node._original_type_hint or node.type_hint
+    device = getattr(hint, "device", None)
+    return getattr(hint, "transport", "auto"), "default" if device is None else device.value
+
+
 def dag_users(node: Any) -> list[Any]:
     """Return the nodes of `ray.dag` that use this node."""
     return list(getattr(node, "_downstream_nodes", ()))

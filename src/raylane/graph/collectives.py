@@ -70,7 +70,7 @@ class AllReduce:
         Args:
             inputs: Results of calls of different actors.
             op: "sum", "prod", "min", "max" or "avg" (or a member of Ray's ReduceOp).
-            transport: None or "auto": through the graph's own channels.
+            transport: Way of the values between the actors, as of `Node.with_tensor_transport`.
 
         Raises:
             ValueError: The inputs are not one node of each actor, or `op` or `transport` is unknown.
@@ -107,16 +107,15 @@ def _bind(kind: str, inputs: Sequence[Any], op: Any, transport: Any) -> list[Any
     actors = [_actor_of(kind, node) for node in lists[0]]
     for place, found in enumerate(lists):
         _check_actors(kind, found, actors, place)
-    check_transport(kind, transport)
     per_actor = [tuple(found[rank] for found in lists) for rank in range(len(actors))]
-    combined = bind_collective(kind, "" if op is None else operation(kind, op), actors, per_actor)
+    combined = bind_collective(kind, "" if op is None else operation(kind, op), actors, per_actor, transport)
     if not nested:
         return list(combined)
     return [[nodes.ItemNode(node, "return", index) for index in range(len(lists))] for node in combined]
 
 
 def bind_collective(
-    kind: str, op: str, actors: Sequence[Any], per_actor: Sequence[tuple[Any, ...]]
+    kind: str, op: str, actors: Sequence[Any], per_actor: Sequence[tuple[Any, ...]], transport: Any = None
 ) -> list[CollectiveNode]:
     """Return the node of each actor's result. `per_actor` are the inputs of each actor, which were checked."""
     calls: list[CollectiveNode] = []
@@ -125,6 +124,8 @@ def bind_collective(
         CollectiveNode(actor, Collective(kind, op, "share", rank, size), given, calls)
         for rank, (actor, given) in enumerate(zip(actors, per_actor, strict=True))
     ]
+    for share in shares:
+        share.with_tensor_transport("auto" if transport is None else transport)
     combined = []
     for rank, actor in enumerate(actors):
         # Of a reducescatter each member gets its own part alone.
@@ -144,15 +145,6 @@ def operation(kind: str, op: Any) -> str:
     if found not in OPERATIONS:
         raise ValueError(f"{kind}: unknown op {op!r}; the operations are {', '.join(OPERATIONS)}")
     return found
-
-
-def check_transport(kind: str, transport: Any) -> None:
-    """Raise ValueError for a transport that a collective cannot use."""
-    if transport not in (None, "auto", "accelerator"):
-        raise ValueError(
-            f"{kind}: transport {transport!r} is not available; leave it out, and tensors travel through the graph's "
-            "own channels"
-        )
 
 
 def _lists(kind: str, inputs: Any) -> tuple[list[list[Any]], bool]:

@@ -82,6 +82,15 @@ class _Conversion:
         if id(value) not in self._converted:
             self._originals.append(value)
             self._converted[id(value)] = self._new_node(value, found)
+            transport, device = _ray.dag_transport(value)
+            if device != "default":
+                raise GraphPlanError(
+                    f"with_tensor_transport(device={device!r}): raylane has no such option, a tensor arrives on the "
+                    "kind of device on which it was sent. Call tensor.to(...) in the method that receives it"
+                )
+            # Ray's "shm" and "cpu" mean host memory, also between hosts: this is "auto" here.
+            if transport == "accelerator":
+                self._converted[id(value)].with_tensor_transport(transport)
         return self._converted[id(value)]
 
     def _new_node(self, value: Any, found: tuple[Any, ...]) -> nodes.Node:

@@ -116,6 +116,8 @@ class Edge:
     value: int
     writer: int
     readers: tuple[int, ...]
+    transport: str = "auto"
+    """"auto", "shm" or "tcp": see `nodes.Node.with_tensor_transport`."""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def plan(
     """Return the plan of the graph that computes `output`, and the actors of its members 1, 2, ...
 
     `identify` maps an actor handle to a key that is equal for handles of one actor, `name` to the actor's name. `order`
-    lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding). With
-    `overlap` an actor takes the result of a collective after all calls that need not wait for it.
+    lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding).
+    With `overlap` an actor takes the result of a collective after all calls that need not wait for it.
     GraphPlanError if the nodes make no graph: no calls, two inputs, an argument that is not a node.
     """
     calls, whole = _find(output)
@@ -118,6 +118,8 @@ class _Planner:
         """Ids of the containers whose items are being converted, to find a container inside itself."""
         self.values: dict[tuple[int, tuple[Step, ...]], Value] = {}
         self.numbered: list[Value] = []
+        self.transports: dict[int, str] = {}
+        """Transport of each value for which the user has chosen one."""
         self.actors: list[Any] = []
         self.keys: dict[Hashable, int] = {}
         self.identify = identify
@@ -155,7 +157,7 @@ class _Planner:
             members=tuple(self.members),
             tasks=tasks,
             values=values,
-            edges=_edges(values, tasks, collects),
+            edges=_edges(values, tasks, collects, self.transports),
             order=schedule.order_of(member_of, needs, self._wanted(order, member_of)),
             output=result,
             collects=collects,
@@ -243,13 +245,20 @@ class _Planner:
 
     def _expression(self, node: Any) -> Expression:
         steps: list[Step] = []
+        transport = node._transport
         while isinstance(node, n.ItemNode | n.PartNode):
             steps.insert(0, self._step(node))
             node = node.base
+            transport = transport or node._transport
         if isinstance(node, n.CallNode | n.InputNode):
             # The producer applies the steps, so that only the selected part is sent.
             source = INPUT if isinstance(node, n.InputNode) else self.task_of[id(node)]
-            return Ref(self._value(source, tuple(steps)))
+            value = self._value(source, tuple(steps))
+            if transport is not None and self.transports.setdefault(value, transport) != transport:
+                raise GraphPlanError(
+                    f"{node!r} has two transports, {self.transports[value]!r} and {transport!r}: a value is sent once"
+                )
+            return Ref(value)
         if isinstance(node, n.MultiOutputNode):
             raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
         made = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
@@ -314,7 +323,9 @@ def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
         raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(calls)}. Remove the cycle") from None
 
 
-def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
+def _edges(
+    values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int], transports: Mapping[int, str]
+) -> tuple[Edge, ...]:
     # One edge for each value, whatever the number of readers: the value is serialised and written once.
     readers: dict[int, set[int]] = {value.index: set() for value in values}
     for task in tasks:
@@ -328,7 +339,7 @@ def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[in
         # The writer itself keeps the value as an object: nothing is sent to it.
         others = tuple(sorted(readers[found.index] - {writer}))
         if others:
-            edges.append(Edge(len(edges), found.index, writer, others))
+            edges.append(Edge(len(edges), found.index, writer, others, transports.get(found.index, "auto")))
     return tuple(edges)
 
 
