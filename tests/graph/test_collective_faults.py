@@ -15,7 +15,7 @@ from tests.graph.hosts import connections, start, wait_until_gone
 
 import raylane
 from raylane import MultiOutputNode, bind
-from raylane.errors import GraphActorDiedError, GraphClosedError, GraphTimeoutError
+from raylane.errors import GraphActorDiedError, GraphClosedError, GraphDeadlockError, GraphPlanError, GraphTimeoutError
 from raylane.graph import allgather, allreduce
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -115,3 +115,64 @@ def test_actors_on_several_hosts(ray_session: None) -> None:
     wait_until_gone(workers, before)
     for worker in workers:
         ray.kill(worker)
+
+
+# Process groups: an actor that is killed or late has told the others that it will take part
+
+
+def _meeting(workers: list[Any], **options: Any) -> Any:
+    """Compile a sum through a process group, in which the third actor waits before it meets the others."""
+    with raylane.InputNode() as x:
+        given = [bind(worker.echo, x) for worker in workers]
+        held = bind(workers[2].wait, x)
+        node = MultiOutputNode([*allreduce.bind(given, transport="gloo"), held])
+    return raylane.compile(node, overlap=True, **options)
+
+
+@pytest.mark.processes
+def test_a_member_of_a_process_group_dies(three: list[Any]) -> None:
+    g = _meeting(three)
+    result = g.execute(torch.ones(2))
+    os.kill(ray.get(three[2].pid.remote()), signal.SIGKILL)
+    with pytest.raises(GraphActorDiedError, match="Worker"):
+        result.get(timeout=5)
+    assert ray.get([worker.add.remote(1, 1) for worker in three[:2]], timeout=30) == [2, 2]
+    with g.recompile() as again:
+        ray.get(three[2].release.remote())
+        for _ in range(3):
+            assert [one.tolist() for one in again.execute(torch.ones(2)).get()[:3]] == [[3, 3]] * 3
+
+
+def test_teardown_frees_the_members_of_a_process_group(three: list[Any]) -> None:
+    g = _meeting(three)
+    result = g.execute(torch.ones(2))
+    g.teardown(timeout=1)
+    with pytest.raises(GraphClosedError):
+        result.get()
+    ray.get(three[2].release.remote())
+
+
+def test_an_error_does_not_reach_the_process_group(three: list[Any]) -> None:
+    with raylane.InputNode() as x:
+        given = [bind(worker.fail_unless, x[i]) for i, worker in enumerate(three)]
+        node = MultiOutputNode(allreduce.bind(given, transport="gloo"))
+    with raylane.compile(node) as g:
+        for last in (torch.tensor(1.0), torch.tensor(-1.0), torch.ones(1), torch.tensor(1.0)):
+            result = g.execute(torch.tensor(1.0), torch.tensor(1.0), last)
+            if last.shape or last < 0:
+                with pytest.raises(ValueError, match=r"cannot do|equal shapes"):
+                    result.get()
+            else:
+                assert result.get() == [3, 3, 3]
+
+
+def test_members_that_meet_in_different_orders_are_refused(three: list[Any]) -> None:
+    a, b, _ = three
+    with raylane.InputNode() as x:
+        given = [bind(a.echo, x), bind(b.echo, x)]
+        first, second = (allreduce.bind(given, op=op, transport="gloo") for op in ("sum", "max"))
+        node = MultiOutputNode([*first, *second])
+    with pytest.raises(GraphDeadlockError, match="then meets the others in the collective"):
+        raylane.compile(node, order={a: [given[0], second[0], first[0]]})
+    with pytest.raises(GraphPlanError, match=r"transport 'nccl': .* sees no GPU.*num_gpus=1"):
+        raylane.compile(MultiOutputNode(allreduce.bind(given, transport="nccl")))

@@ -20,7 +20,8 @@ from raylane.graph import nodes
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
 _ALIASES = {"product": "prod", "mean": "avg"}
 """Other names of operations: those of Ray and of NumPy."""
-KINDS = ("allreduce", "allgather", "reducescatter")
+GROUPS = ("gloo", "nccl")
+"""Transports that are process groups of torch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Collective:
     """"share" or "combine"."""
     rank: int
     size: int
+    transport: str = "auto"
+    """"gloo" and "nccl": a process group of torch. Else the values travel with the shares."""
+    number: int = -1
+    """Number that all calls of the collective have, and no others; known to the planner."""
     members: tuple[int, ...] = ()
     """Members of the graph, by rank; known to the planner."""
 
@@ -70,7 +75,8 @@ class AllReduce:
         Args:
             inputs: Results of calls of different actors.
             op: "sum", "prod", "min", "max" or "avg" (or a member of Ray's ReduceOp).
-            transport: Way of the values between the actors, as of `Node.with_tensor_transport`.
+            transport: Way of the values between the actors: "auto", "shm" or "tcp", as of
+                `Node.with_tensor_transport`; or "gloo" or "nccl", a process group of torch.
 
         Raises:
             ValueError: The inputs are not one node of each actor, or `op` or `transport` is unknown.
@@ -119,20 +125,22 @@ def bind_collective(
 ) -> list[CollectiveNode]:
     """Return the node of each actor's result. `per_actor` are the inputs of each actor, which were checked."""
     calls: list[CollectiveNode] = []
-    size = len(actors)
+    size, name = len(actors), "auto" if transport is None else str(transport).lower()
+    in_group = name in GROUPS
+    name = name if in_group else nodes.edge_transport(name)
     shares = [
-        CollectiveNode(actor, Collective(kind, op, "share", rank, size), given, calls)
+        CollectiveNode(actor, Collective(kind, op, "share", rank, size, name), given, calls)
         for rank, (actor, given) in enumerate(zip(actors, per_actor, strict=True))
     ]
-    for share in shares:
-        share.with_tensor_transport("auto" if transport is None else transport)
+    for share in shares if not in_group else ():
+        share.with_tensor_transport(name)
     combined = []
     for rank, actor in enumerate(actors):
         # Of a reducescatter each member gets its own part alone.
         parts = [nodes.ItemNode(share, "return", rank) for share in shares] if kind == "reducescatter" else shares
         for share in shares:
             share.num_returns = size if kind == "reducescatter" else 1
-        node = CollectiveNode(actor, Collective(kind, op, "combine", rank, size), (list(parts),), calls)
+        node = CollectiveNode(actor, Collective(kind, op, "combine", rank, size, name), (list(parts),), calls)
         node.num_returns = len(per_actor[rank])
         combined.append(node)
     return combined

@@ -174,7 +174,8 @@ class _Planner:
             return None
         combines = sorted((c for c in call.calls if c.collective.role == "combine"), key=lambda c: c.collective.rank)
         members = tuple(self.keys[self.identify(one.actor)] for one in combines)
-        return dataclasses.replace(call.collective, members=members)
+        number = min(self.task_of[id(one)] for one in call.calls)
+        return dataclasses.replace(call.collective, members=members, number=number)
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
         args = tuple(self._argument(arg) for arg in call.args)
@@ -245,7 +246,7 @@ class _Planner:
 
     def _expression(self, node: Any) -> Expression:
         steps: list[Step] = []
-        transport = node._transport
+        transport = getattr(node, "_transport", None)  # an output may be a constant
         while isinstance(node, n.ItemNode | n.PartNode):
             steps.insert(0, self._step(node))
             node = node.base

@@ -35,26 +35,31 @@ class Spec(NamedTuple):
 class Share:
     """What one member gives. In other processes without `like`."""
 
-    __slots__ = ("arrays", "like", "specs")
+    __slots__ = ("arrays", "like", "meeting", "specs")
 
-    def __init__(self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None) -> None:
+    def __init__(
+        self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: tuple[str, int] | None = None
+    ) -> None:
         self.specs = specs
         self.arrays = arrays
         """Bytes of all tensors of one dtype, for each dtype in order of first use."""
         self.like = like
-        """(value, tensors): the member's own."""
+        """(values, tensors): the member's own."""
+        self.meeting = meeting
+        """Address at which the members of a process group meet, in the share of rank 0."""
 
     def __reduce__(self) -> Any:
-        return _received, (tuple(map(tuple, self.specs)), self.arrays)
+        return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)
 
 
-def _received(specs: Sequence[Any], arrays: Sequence[Any]) -> Share:
-    return Share(tuple(Spec(*spec) for spec in specs), arrays)
+def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: tuple[str, int] | None) -> Share:
+    return Share(tuple(Spec(*spec) for spec in specs), arrays, meeting=meeting)
 
 
-def share(collective: Collective, *values: Any) -> Any:
+def share(collective: Collective, group: Any, *values: Any) -> Any:
     """Return what this member gives: one Share for all, or for a reducescatter one for each member.
 
+    With `group` (a `worker.process_groups.Group`) the shares hold no tensors, which travel through the group.
     TypeError if a value holds anything but tensors and arrays, or has no such reduction; ValueError if it has no such
     parts.
     """
@@ -69,14 +74,19 @@ def share(collective: Collective, *values: Any) -> Any:
         _check(collective, spec)
     found = [tensor for _, tensor in tensors]
     like = values, found
+    if group is not None:
+        made = Share(specs, (), like, group.meeting())
+        return made if collective.kind != "reducescatter" else (made,) * collective.size
     if collective.kind != "reducescatter":
         return Share(specs, _packed(specs, found), like)
     parts = ([_rows(tensor, rank, collective.size) for tensor in found] for rank in range(collective.size))
     return tuple(Share(specs, _packed(specs, part), like) for part in parts)
 
 
-def combine(collective: Collective, names: Sequence[str], shares: Sequence[Share]) -> Any:
+def combine(collective: Collective, names: Sequence[str], group: Any, shares: Sequence[Share]) -> Any:
     """Return the result of a member from the shares of all, by rank. `names` are the members' names.
+
+    With `group` the members exchange their tensors now; each of them waits for all others.
 
     ValueError, with the members and their shapes, if the shares do not fit together.
     """
@@ -86,12 +96,13 @@ def combine(collective: Collective, names: Sequence[str], shares: Sequence[Share
     made: list[Any] = [None] * len(own.specs)
     for number, places in enumerate(_by_dtype(own.specs)):
         spec = own.specs[places[0]]
-        flat = [_typed(spec, found.arrays[number]) for found in shares]
-        shapes = [_part_shape(collective, own.specs[place].shape) for place in places]
-        if collective.kind == "allgather":
-            results = _gathered(spec, flat, shapes)
+        shapes = [part_shape(collective, own.specs[place].shape) for place in places]
+        if group is not None:
+            results = group.exchange(shares[0].meeting, collective, spec, [tensors[place] for place in places])
+        elif collective.kind == "allgather":
+            results = _gathered(spec, _flat(spec, shares, number), shapes)
         else:
-            results = _cut(_reduced(spec, collective.op, flat), shapes)
+            results = cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
         for place, result in zip(places, results, strict=True):
             made[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
     left = iter(made)
@@ -196,6 +207,10 @@ def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(torch.uint8).numpy()
 
 
+def _flat(spec: Spec, shares: Sequence[Share], number: int) -> list[Any]:
+    return [_typed(spec, found.arrays[number]) for found in shares]
+
+
 def _typed(spec: Spec, data: Any) -> Any:
     """Return the bytes as a flat tensor or array on the same memory, which must not be written."""
     if spec.module == "numpy":
@@ -213,11 +228,12 @@ def _rows(tensor: Any, rank: int, size: int) -> Any:
     return tensor[rank * rows : (rank + 1) * rows]
 
 
-def _part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...]:
+def part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what one member gives another (allgather) or gets."""
     return shape if collective.kind != "reducescatter" else (shape[0] // collective.size, *shape[1:])
 
 
-def _cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+def cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the tensors that lie one after the other in a flat one."""
     start, found = 0, []
     for shape in shapes:
@@ -231,7 +247,7 @@ def _cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 
 def _gathered(spec: Spec, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    parts = [_cut(one, shapes) for one in flat]
+    parts = [cut(one, shapes) for one in flat]
     join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
     return [join(list(found)) for found in zip(*parts, strict=True)]
 
@@ -240,8 +256,7 @@ def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
     """Return a new flat tensor: the reduction in the order of the members, so that all get the same bits."""
     module: Any = sys.modules[spec.module]
     dtype = flat[0].dtype
-    # Half precision is summed in single precision: 65,504 is the largest float16.
-    wide = module.float32 if dtype.itemsize < 4 and op in ("sum", "prod", "avg") and _is_float(spec) else dtype
+    wide = wide_dtype(module, dtype, op)
     first, *others = [one if one.dtype == wide else _cast(one, wide) for one in flat]
     function: Callable[..., Any] = getattr(module, _FUNCTIONS[op])
     total = function(first, others[0]) if others else _cast(first, wide, copy=True)
@@ -256,8 +271,10 @@ _FUNCTIONS = {"sum": "add", "avg": "add", "prod": "multiply", "min": "minimum", 
 """Function of NumPy and of torch for each reduction."""
 
 
-def _is_float(spec: Spec) -> bool:
-    return spec.dtype.startswith(("float", "bfloat"))
+def wide_dtype(module: Any, dtype: Any, op: str) -> Any:
+    """Return the dtype in which a reduction computes: single precision for halves, whose largest number is 65,504."""
+    halves = "float" in str(dtype) and dtype.itemsize < 4 and op in ("sum", "prod", "avg")
+    return module.dtype("float32") if halves and module.__name__ == "numpy" else module.float32 if halves else dtype
 
 
 def _cast(array: Any, dtype: Any, *, copy: bool = False) -> Any:

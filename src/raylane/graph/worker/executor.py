@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import logging
 import pickle
@@ -26,12 +25,12 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.ring import WAKE, Received
-from raylane.graph.collectives import Collective
 from raylane.graph.plan.ir import DRIVER, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
-from raylane.graph.values import operations, shares
+from raylane.graph.values import operations
 from raylane.graph.values.failures import Failure, error_message, raised_message
 from raylane.graph.values.message import ERROR, NOTHING, VALUE, Encoder, Message
+from raylane.graph.worker.collectives import Collectives
 
 log = logging.getLogger("raylane.graph")
 
@@ -194,6 +193,7 @@ class Executor:
         self.encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
+        self.collectives = Collectives(timeout_s)
         self.flags = 0
         """Flags of all messages of the current execution, for the messages that it sends."""
         self.tasks = self._prepare(instance, writers)
@@ -224,9 +224,8 @@ class Executor:
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
-            call = (
-                method_of(instance, task.method) if task.collective is None else collective_call(plan, task.collective)
-            )
+            method = task.collective is None
+            call = method_of(instance, task.method) if method else self.collectives.call(plan, task)
             found = PreparedTask(task, plan.labels[index], call, inputs)
             for value in plan.values:
                 if value.source == index and value.index in used_here:
@@ -455,6 +454,7 @@ class Executor:
         self.advance = _do_nothing  # type: ignore[method-assign]
         self._blocked = None
         self._unblocked = _do_nothing
+        self.collectives.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
 
@@ -473,14 +473,6 @@ class Executor:
 
 def _do_nothing() -> bool:
     return False
-
-
-def collective_call(plan: Plan, collective: Collective) -> Callable[..., Any]:
-    """Return the function that a call of a collective calls instead of a method."""
-    if collective.role == "share":
-        return functools.partial(shares.share, collective)
-    names = [plan.members[member] for member in collective.members]
-    return functools.partial(shares.combine, collective, names)
 
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:
