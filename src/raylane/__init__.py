@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.arrays import empty, empty_like
+    from raylane.transport.calls import options
     from raylane.transport.groups import (
         CollectiveGroup,
         create_collective_group,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
         destroy_collective_group,
         get_collective_groups,
     )
+    from raylane.transport.opened import OpenedValue, TensorInfo
+    from raylane.transport.opened import open_value as open
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -45,6 +48,10 @@ _HOME = {  # module of each public name
     "put": "raylane.transport.api",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
+    "OpenedValue": "raylane.transport.opened",
+    "TensorInfo": "raylane.transport.opened",
+    "open": "raylane.transport.opened:open_value",
+    "options": "raylane.transport.calls",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",
@@ -68,6 +75,8 @@ __all__ = [
     "MultiDPCompiledGraphExecutor",
     "MultiOutputNode",
     "NamedSharding",
+    "OpenedValue",
+    "TensorInfo",
     "WorkerGroup",
     "WorkerOptions",
     "__version__",
@@ -84,6 +93,8 @@ __all__ = [
     "get_collective_groups",
     "graph",
     "method",
+    "open",
+    "options",
     "put",
     "stats",
     "wait_tensor_freed",
@@ -95,8 +106,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'raylane' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = importlib.import_module(home)
-    value = module if home == f"raylane.{name}" else getattr(module, name)
+    # `open` has another name in its module, where it would hide Python's own.
+    where, _, attribute = home.partition(":")
+    module = importlib.import_module(where)
+    value = module if home == f"raylane.{name}" else getattr(module, attribute or name)
     globals()[name] = value  # later uses find the name without calling this function
     return value
 
