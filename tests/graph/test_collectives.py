@@ -189,6 +189,9 @@ def test_several_lists_are_reduced_together(graph: Compile) -> None:
     assert [tuple(one.shape) for one in found] == [(3,), (2,)] * 3
     assert all((one == 6).all() for one in found)
     assert "allreduce.sum.share" in g.show()
+    # A collective has names like any call.
+    assert "allreduce.sum computes" in g.explain()
+    assert {"Rank#1.allreduce.sum.share", "Rank#1.allreduce.sum"} <= set(g.stats()["calls"])
 
 
 @pytest.mark.parametrize(

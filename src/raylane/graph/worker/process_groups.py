@@ -94,7 +94,9 @@ class Group:
             raise GraphError(f"{collective.name}: the graph has ended")
         if self._thread is None or meeting != self._meeting:
             self._start(meeting)
-        future = self._submit(lambda group: self._run(group, collective, spec, tensors))
+        # What the calls of this actor have started on the GPU comes before the collective.
+        ready = torch.cuda.current_stream().record_event() if self._transport == "nccl" else None
+        future = self._submit(lambda group: self._run(group, collective, spec, tensors, ready))
         found: list[Any] = self._finish(future, collective)
         return found
 
@@ -176,21 +178,23 @@ class Group:
         options._timeout = self._timeout
         return nccl(store, self._rank, self._size, options)
 
-    def _run(self, group: Any, collective: Collective, spec: Spec, tensors: Sequence[Any]) -> list[Any]:
+    def _run(self, group: Any, collective: Collective, spec: Spec, tensors: Sequence[Any], ready: Any) -> list[Any]:
+        if self._transport == "gloo":
+            results = self._collect(group, collective, tensors)
+        else:
+            # A stream of its own: kernels of the actor's other work go on meanwhile. This thread alone waits for it.
+            device = tensors[0].device if spec.module == "torch" and tensors[0].is_cuda else None
+            with torch.cuda.device(device):
+                stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                stream.wait_event(ready)
+                with torch.cuda.stream(stream):
+                    results = self._collect(group, collective, tensors)
+                stream.synchronize()
+        return [result.cpu().numpy() for result in results] if spec.module == "numpy" else results
+
+    def _collect(self, group: Any, collective: Collective, tensors: Sequence[Any]) -> list[Any]:
         given = [_as_torch(tensor, self._transport) for tensor in tensors]
         shapes = [part_shape(collective, tuple(tensor.shape)) for tensor in given]
-        if self._transport == "nccl":
-            # A stream of its own: kernels of the actor's other work go on meanwhile.
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                results = self._collect(group, collective, given, shapes)
-            stream.synchronize()
-        else:
-            results = self._collect(group, collective, given, shapes)
-        return [result.numpy() for result in results] if spec.module == "numpy" else results
-
-    def _collect(self, group: Any, collective: Collective, given: list[Any], shapes: list[Any]) -> list[Any]:
         size, dtype = self._size, given[0].dtype
         flat = _flat(given, size if collective.kind == "reducescatter" else 1)
         if collective.kind == "allgather":
