@@ -50,6 +50,7 @@ class Reducer:
         """Sum in the method itself, without changing the tensor that the actor keeps."""
         import torch.distributed as dist
 
+        # The other contenders give new memory too.
         total = self.tensor.clone()
         dist.all_reduce(total)
         return self.take(total)
@@ -78,6 +79,7 @@ def bind_ray(actors: Sequence[Any]) -> Any:
 
 def open_groups(actors: Sequence[Any], timeout_s: float) -> None:
     """Open torch's default process group in all actors."""
+    # A port that is free now; nothing else on this machine takes it within the next second.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

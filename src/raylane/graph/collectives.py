@@ -134,6 +134,7 @@ def bind_collective(
     ]
     for share in shares if not in_group else ():
         share.with_tensor_transport(name)
+    # All shares come before the first result, so that in the order of binding every actor gives before any waits.
     combined = []
     for rank, actor in enumerate(actors):
         # Of a reducescatter each member gets its own part alone.
@@ -148,6 +149,7 @@ def bind_collective(
 
 def operation(kind: str, op: Any) -> str:
     """Return the name of a reduction, given by name or as a member of an enumeration."""
+    # Enumerations of Ray and of torch have names; their numbers differ.
     name = getattr(op, "name", op)
     found = _ALIASES.get(str(name).lower(), str(name).lower())
     if found not in OPERATIONS:
@@ -161,6 +163,7 @@ def _lists(kind: str, inputs: Any) -> tuple[list[list[Any]], bool]:
         raise ValueError(f"{kind}: the inputs must be a list with a node of each actor, got {inputs!r}")
     nested = isinstance(inputs[0], list | tuple)
     lists = [list(found) for found in inputs] if nested else [list(inputs)]
+    # As in Ray: the parts of several lists would be ambiguous.
     if nested and kind != "allreduce":
         raise ValueError(f"{kind}: only allreduce takes several lists; bind one {kind} for each list")
     return lists, nested
@@ -176,6 +179,7 @@ def _actor_of(kind: str, node: Any) -> Any:
 
 
 def _check_actors(kind: str, found: Sequence[Any], first: Sequence[Any], place: int) -> None:
+    # Handles of one actor may be different objects.
     keys = [_key(_actor_of(kind, node)) for node in found]
     twice = next((node for node, key in zip(found, keys, strict=True) if keys.count(key) > 1), None)
     if twice is not None:

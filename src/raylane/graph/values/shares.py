@@ -33,7 +33,7 @@ class Spec(NamedTuple):
 
 
 class Share:
-    """What one member gives. In other processes without `like`."""
+    """Contribution of one member. In other processes without `like`."""
 
     __slots__ = ("arrays", "like", "meeting", "specs")
 
@@ -79,6 +79,7 @@ def share(collective: Collective, group: Any, *values: Any) -> Any:
         return made if collective.kind != "reducescatter" else (made,) * collective.size
     if collective.kind != "reducescatter":
         return Share(specs, _packed(specs, found), like)
+    # A part for each member, so that the planner sends it to that member alone.
     parts = ([_rows(tensor, rank, collective.size) for tensor in found] for rank in range(collective.size))
     return tuple(Share(specs, _packed(specs, part), like) for part in parts)
 
@@ -93,6 +94,7 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
     own = shares[collective.rank]
     _check_equal(collective, names, shares)
     values, tensors = own.like
+    # Every dtype travels in an array of its own, so the tensors are made out of order.
     made: list[Any] = [None] * len(own.specs)
     for number, places in enumerate(_by_dtype(own.specs)):
         spec = own.specs[places[0]]
@@ -172,6 +174,7 @@ def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[
         if found.specs == first:
             continue
         lengths = len(first), len(found.specs)
+        # Name the first difference: hundreds of gradients would not fit into a message.
         place = next((i for i, pair in enumerate(zip(first, found.specs, strict=False)) if pair[0] != pair[1]), None)
         if place is None:
             detail = f"{names[0]} gave {lengths[0]} tensors, {names[rank]} {lengths[1]}"
@@ -199,6 +202,7 @@ def _packed(specs: Sequence[Spec], tensors: Sequence[Any]) -> list[Any]:
 def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
     if module == "numpy":
         numpy = sys.modules["numpy"]
+        # No copy for one contiguous array: the encoder of the message copies it once, to its readers.
         flat = [numpy.ascontiguousarray(tensor).reshape(-1) for tensor in tensors]
         return (flat[0] if len(flat) == 1 else numpy.concatenate(flat)).view(numpy.uint8)
     torch = sys.modules["torch"]
@@ -257,6 +261,7 @@ def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
     module: Any = sys.modules[spec.module]
     dtype = flat[0].dtype
     wide = wide_dtype(module, dtype, op)
+    # Own and foreign memory is only read; the first sum is new memory, into which the others are added.
     first, *others = [one if one.dtype == wide else _cast(one, wide) for one in flat]
     function: Callable[..., Any] = getattr(module, _FUNCTIONS[op])
     total = function(first, others[0]) if others else _cast(first, wide, copy=True)

@@ -28,9 +28,11 @@ class Collectives:
         assert collective is not None
         group = None
         if collective.transport in GROUPS:
+            # Imports torch, which actors without such collectives may not have loaded.
             from raylane.graph.worker import process_groups
 
             process_groups.check_available(collective.transport)
+            # In the order of the ranks: the same actors in another order are another group.
             key = collective.transport, collective.members
             if key not in self._groups:
                 self._groups[key] = process_groups.Group(

@@ -78,6 +78,7 @@ class Group:
 
     def meeting(self) -> Meeting | None:
         """Return the address for the share of rank 0, which creates the store; None for any other rank."""
+        # A port that the system chooses: several graphs of an actor have groups at the same time.
         if self._rank == 0 and self._meeting is None:
             host = _ray.node_ip()
             self._store = TCPStore(host, 0, self._size, True, self._timeout, wait_for_workers=False)
@@ -112,7 +113,7 @@ class Group:
     # Waiting
 
     def _start(self, meeting: Meeting) -> None:
-        store = self._store
+        store = self._store  # rank 0 has made it already, and told the others its address
         self.close()
         self._meeting, self._store = meeting, store
         self._work, self._closed = queue.SimpleQueue(), threading.Event()
@@ -140,6 +141,7 @@ class Group:
                 raise GraphError(f"{collective.name}: the graph has ended during the collective")
         if error is None:
             return future.result()
+        # After an error the members may no longer be in step: the next execution opens a new group.
         self.close()
         if not isinstance(error, RuntimeError):
             raise error
@@ -171,7 +173,7 @@ class Group:
             # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
             options._devices = [gloo.create_device(hostname=_ray.node_ip())]
             options._timeout = self._timeout
-            options._threads = 1
+            options._threads = 1  # one collective at a time; more threads would only sleep
             return gloo(store, self._rank, self._size, options)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
@@ -202,6 +204,7 @@ class Group:
             group._allgather_base(out, flat).wait()
             parts = [cut(one, shapes) for one in out.chunk(size)] if out.numel() else [cut(out, shapes)] * size
             return [torch.cat(found) for found in zip(*parts, strict=True)]
+        # Sums of halves in single precision, as over the graph's own channels.
         flat = flat.to(wide_dtype(torch, dtype, collective.op))
         options: Any = dist.AllreduceOptions() if collective.kind == "allreduce" else dist.ReduceScatterOptions()
         options.reduceOp = getattr(dist.ReduceOp, _OPS[collective.op])
