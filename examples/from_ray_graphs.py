@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.dag import InputNode, MultiOutputNode
+from ray.experimental.collective import allreduce
 
 import raylane
 
@@ -41,9 +42,6 @@ class Worker:
 
     def ones(self, count: int) -> Any:
         return np.ones(count)
-
-    def total(self, *values: Any) -> Any:
-        return sum(values)
 
     def wait(self, x: int) -> int:
         self.gate.wait()
@@ -183,11 +181,10 @@ def two_graphs_of_one_actor(worker: Any, other: Any) -> None:
 
 def sum_of_all(workers: list[Any]) -> None:
     with InputNode() as inp:
-        parts = [worker.scale.bind(inp) for worker in workers]
-        sums = workers[0].total.bind(*parts)  # was: allreduce.bind(parts)
-        dag = MultiOutputNode([worker.scale.bind(sums) for worker in workers])
+        sums = allreduce.bind([worker.ones.bind(inp) for worker in workers])  # of ray.experimental.collective
+        dag = MultiOutputNode([worker.scale.bind(one) for worker, one in zip(workers, sums, strict=True)])
     with raylane.compile(dag) as graph:
-        print("sum on one actor:", graph.execute(10).get())
+        print("allreduce:", [array.tolist() for array in graph.execute(2).get()])
 
 
 def main() -> None:

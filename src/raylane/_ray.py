@@ -65,7 +65,10 @@ __all__ = [
     "class_name_of",
     "connected",
     "current_actor_id",
+    "dag_collective",
+    "dag_collective_calls",
     "dag_node",
+    "dag_transport",
     "dag_users",
     "describe_self",
     "dumps",
@@ -509,7 +512,8 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
     """Return the content of a node of `ray.dag` as a tuple, or None for any other object.
 
     The tuple is one of ("input",), ("attribute", base, how, key), ("call", actor, method, args, kwargs, num_returns,
-    number of calls bound before on this handle), ("output", call, index), ("multiple", nodes) and ("other",).
+    number of calls bound before on this handle), ("output", call, index), ("multiple", nodes), ("collective",
+    operation, inputs, that number) and ("other",).
     """
     import sys
 
@@ -533,7 +537,44 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
         if actor is not None:
             bound = node.get_args(), node.get_kwargs()
             return "call", actor, node.get_method_name(), *bound, node.num_returns, node._get_bind_index()
+    if isinstance(node, dag.CollectiveOutputNode):
+        if node.is_class_method_output:
+            return "output", node.class_method_call, node.output_idx
+        return "collective", node.collective_op, list(node.get_args()), node._get_bind_index()
     return ("other",)
+
+
+def dag_collective(operation: Any) -> tuple[str, str | None, list[Any]]:
+    """Return the kind of a collective operation of `ray.dag`, its reduction (None for allgather), and its actors."""
+    op = operation._op
+    kind = type(op).__name__.removesuffix("Op").lower()
+    return kind, op.reduceOp.name if hasattr(op, "reduceOp") else None, list(operation.actor_handles)
+
+
+def dag_collective_calls(node: Any) -> list[Any]:
+    """Return the nodes of all actors that take part in the collective of this node of `ray.dag`, in any order."""
+    # Ray's operation knows the actors, not the nodes: search the graph, in both directions.
+    found, seen, waiting = [], set[int](), [node]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        waiting += [*one._upstream_nodes, *one._downstream_nodes]
+        # Not getattr: on an InputNode it would make an input of that name.
+        if vars(one).get("_collective_op") is node._collective_op:
+            found.append(one)
+    return found
+
+
+def dag_transport(node: Any) -> tuple[str, str]:
+    """Return the transport and the target device that were chosen for the value of a node of `ray.dag`.
+
+    The transport is "auto", "cpu" or "accelerator".
+    """
+    hint = node._original_type_hint or node.type_hint
+    device = getattr(hint, "device", None)
+    return getattr(hint, "transport", "auto"), "default" if device is None else device.value
 
 
 def dag_users(node: Any) -> list[Any]:

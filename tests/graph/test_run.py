@@ -399,17 +399,6 @@ def test_leaf_calls_of_rays_nodes_run_too(workers: list[Any]) -> None:
         assert ray.get(b.count.remote()) == calls + 1
 
 
-def test_collectives_of_rays_nodes_are_refused(workers: list[Any]) -> None:
-    from ray.dag.collective_node import CollectiveOutputNode
-
-    with dag.InputNode() as inp:
-        middle = workers[0].echo.bind(inp)
-    collective = CollectiveOutputNode.__new__(CollectiveOutputNode)
-    with pytest.raises(GraphPlanError, match=r"cannot convert CollectiveOutputNode of ray.dag"):
-        raylane.compile(collective)
-    del middle
-
-
 def test_rays_node_inside_an_object_is_refused(workers: list[Any]) -> None:
     with dag.InputNode() as inp:
         node = workers[0].describe.bind(Opaque(inp))

@@ -15,7 +15,7 @@ LAYERS = ("core", "transport", "graph", "workers", "sft", "bench", "cli")
 BASE = {"errors", "_ray"}
 ROOMS = ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api")
 """Rooms of graph; each may import what stands to its left."""
-AUTHORING = {"nodes", "ray_dag"}
+AUTHORING = {"collectives", "nodes", "ray_dag"}
 """Modules of graph that any room may import; they import no room."""
 TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 

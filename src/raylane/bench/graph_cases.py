@@ -17,6 +17,8 @@ __all__ = [
     "CALLS",
     "CASES",
     "COMPILED",
+    "GLOO",
+    "IN_METHOD",
     "LOOP",
     "RAYLANE",
     "VLLM",
@@ -34,6 +36,8 @@ BESIDE = "raylane:beside"
 """raylane's graph on an actor that has idle graphs as well (`Case.idle_graphs`)."""
 VLLM = "vllm"
 """vLLM's message queues, used as its executor uses them; optional (`vllm_queue`)."""
+GLOO, IN_METHOD = "raylane:gloo", "raylane:in-method"
+"""raylane's graph with a collective through gloo, and with methods that call torch.distributed themselves."""
 _GRAPHS = (RAYLANE, COMPILED, CALLS)
 
 
@@ -44,7 +48,7 @@ class Case:
     name: str
     actors: int = 1
     shape: Literal["chain", "fan"] = "chain"
-    method: Literal["echo", "touch", "step"] = "echo"
+    method: Literal["echo", "touch", "step", "allreduce"] = "echo"
     workload: Literal["calls", "asyncio", "stream", "steps", "idle", "million", "compile"] = "calls"
     """Way in which calls are made.
 
@@ -103,6 +107,10 @@ _ALL = [
     Case("echo-busy2", busy=2, contenders=_AGAINST_BLOCKING),
     Case("chain-4-busy1", 4, busy=1, contenders=_AGAINST_BLOCKING),
     Case("chain-4-busy2", 4, busy=2, contenders=_AGAINST_BLOCKING),
+]
+_ALL += [
+    Case(f"allreduce-1MB-{actors}", actors, "fan", "allreduce", contenders=(RAYLANE, GLOO, IN_METHOD, COMPILED))
+    for actors in (2, 4)
 ]
 CASES = {case.name: case for case in _ALL}
 

@@ -17,13 +17,15 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.bench import graph_workloads, vllm_queue
+from raylane.bench import graph_collectives, graph_workloads, vllm_queue
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import (
     BESIDE,
     BLOCKING,
     CALLS,
     COMPILED,
+    GLOO,
+    IN_METHOD,
     LOOP,
     RAYLANE,
     VLLM,
@@ -135,7 +137,9 @@ class Raylane(Graph):
 
     wait = "adaptive"
 
-    def open(self) -> None:
+    def _node(self) -> Any:
+        if self.case.method == "allreduce":
+            return graph_collectives.bind_raylane(self.actors, "auto")
         with raylane.InputNode() as x:
             if self.case.shape == "fan":
                 node: Any = raylane.MultiOutputNode(
@@ -145,11 +149,14 @@ class Raylane(Graph):
                 node = x
                 for actor in self.actors:
                     node = raylane.bind(getattr(actor, self.case.method), node)
+        return node
+
+    def open(self) -> None:
         # The driver reads the variable when it compiles; its actors got theirs from the runtime_env.
         before = os.environ.get(WAIT_VARIABLE)
         os.environ[WAIT_VARIABLE] = self.wait
         try:
-            self.graph = raylane.compile(node, max_inflight=max(2, self.case.in_flight), timeout_s=TIMEOUT_S)
+            self.graph = raylane.compile(self._node(), max_inflight=max(2, self.case.in_flight), timeout_s=TIMEOUT_S)
         finally:
             if before is None:
                 del os.environ[WAIT_VARIABLE]
@@ -158,6 +165,21 @@ class Raylane(Graph):
 
     def finish(self, token: Any) -> Any:
         return token.get()
+
+
+class RaylaneGloo(Raylane):
+    """raylane's compiled graph with a collective through gloo."""
+
+    def _node(self) -> Any:
+        return graph_collectives.bind_raylane(self.actors, "gloo")
+
+
+class RaylaneInMethod(Raylane):
+    """raylane's compiled graph whose methods call torch.distributed."""
+
+    def _node(self) -> Any:
+        graph_collectives.open_groups(self.actors, TIMEOUT_S)
+        return graph_collectives.bind_in_method(self.actors)
 
 
 class RaylaneBlocking(Raylane):
@@ -187,6 +209,9 @@ class RayCompiled(Graph):
     """Ray's compiled graph with its default settings."""
 
     def open(self) -> None:
+        if self.case.method == "allreduce":
+            self.graph = graph_collectives.bind_ray(self.actors).experimental_compile()
+            return
         with dag.InputNode() as x:
             if self.case.shape == "fan":
                 node: Any = dag.MultiOutputNode([getattr(actor, self.case.method).bind(x) for actor in self.actors])
@@ -275,6 +300,8 @@ KINDS: dict[str, Callable[..., Contender]] = {
     CALLS: RayCalls,
     LOOP: Loop,
     BESIDE: RaylaneBeside,
+    GLOO: RaylaneGloo,
+    IN_METHOD: RaylaneInMethod,
     VLLM: Vllm,
 }
 
@@ -282,7 +309,7 @@ KINDS: dict[str, Callable[..., Contender]] = {
 def start(group: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
     """Start the actors of all contenders of cases with the same graph; return the contenders, not yet opened."""
     case = group[0]
-    kind = Stepper if case.method == "step" else Peer
+    kind = {"step": Stepper, "allreduce": graph_collectives.Reducer}.get(case.method, Peer)
     # Almost no logical CPU, so that Ray places the actors of all contenders at once; only one set runs at a time.
     actors = {}
     for name in contender_names(group):
@@ -309,6 +336,8 @@ def _value_and_answer(case: Case) -> tuple[Any, Any]:
         array = raylane.empty(ARRAY_FLOATS, dtype=np.float32) if case.empty else np.empty(ARRAY_FLOATS, np.float32)
         array[:] = np.arange(ARRAY_FLOATS)
         return array, [float(ARRAY_FLOATS - 1)] * case.actors
+    if case.method == "allreduce":
+        return 1, [float(case.actors)] * case.actors
     value = {"step": 1}
     return value, [value] * case.actors if case.shape == "fan" else value
 

@@ -25,6 +25,7 @@ def compile(
     fail_fast: str = "output",
     order: Mapping[Any, Sequence[nodes.Node]] | None = None,
     max_lent_bytes: int = DEFAULT_MAX_LENT_BYTES,
+    overlap: bool = False,
 ) -> Any:
     """Plan a graph once and return a `CompiledGraph`, whose `execute` runs it with a few microseconds of overhead.
 
@@ -40,6 +41,7 @@ def compile(
             the other calls; with "leaves" also as soon as a call has failed whose result no output needs.
         order: For an actor, all its calls in the order in which they shall run (default: the order of binding).
         max_lent_bytes: Bytes of memory that each process may lend to readers that keep large arrays.
+        overlap: An actor does not wait for a collective while it has other calls to run.
 
     Raises:
         GraphPlanError: The nodes make no graph, or an actor cannot take part.
@@ -59,7 +61,7 @@ def compile(
     output = ray_dag.convert(node)
     inline = backend == "inline"
     identify = _identify_object if inline else _identify_actor
-    plan, actors = planner.plan(output, identify=identify, name=_ray.class_name_of, order=order)
+    plan, actors = planner.plan(output, identify=identify, name=_ray.class_name_of, order=order, overlap=overlap)
     plan = dataclasses.replace(plan, leaves_are_fatal=fail_fast == "leaves")
     schedule.check(plan, max_inflight)
     if inline:

@@ -35,7 +35,7 @@ from raylane.graph.values import message as messages
 from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import Failure
 from raylane.graph.worker.executor import KEPT_RECORDS, Executor
-from raylane.graph.worker.program import share_of
+from raylane.graph.worker.program import share_of, without_groups
 
 NO_LIMIT = 1 << 62
 """Bytes that an inline graph may lend: a wait for readers would never end, because they are on the same thread."""
@@ -100,7 +100,9 @@ class InlineGraph:
 
     def _executor(self, member: int, instance: Any, readers: dict[int, RingReader]) -> Executor:
         try:
-            plan: Plan = pickle.loads(_ray.dumps(share_of(self.plan, member)))  # each object has its own constants
+            plan: Plan = pickle.loads(
+                _ray.dumps(without_groups(share_of(self.plan, member)))
+            )  # each object has its own constants
         except Exception as error:
             raise GraphPlanError(
                 f"a constant in the calls of {self.plan.members[member]} cannot be pickled: {error}. Pass a value that "

@@ -13,16 +13,39 @@ from __future__ import annotations
 import contextvars
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from raylane import _ray
+from raylane.errors import GraphPlanError
 
+EDGE_TRANSPORTS = ("auto", "shm", "tcp")
+"""Ways of a value to its readers: shared memory within a host and links between hosts; or one of the two alone."""
+_SAME_AS_AUTO = ("accelerator",)
+_NOT_ON_EDGES = {
+    "gloo": "raylane has no gloo edges; links between hosts use tcp",
+    "nccl": "CUDA tensors on an edge go through host memory",
+    "cuda_ipc": "CUDA tensors on an edge go through host memory",
+    "nixl": "CUDA tensors on an edge go through host memory, and links between hosts use tcp",
+}
 _numbers = itertools.count()
 _open_input: contextvars.ContextVar[InputNode | None] = contextvars.ContextVar("raylane_input", default=None)
 
 
 class Node:
     """Value that each execution computes. Indexing selects an item of the value: `node[0]`, `node["loss"]`."""
+
+    _transport: str | None = None
+
+    def with_tensor_transport(self, transport: str = "auto") -> Self:
+        """Choose the way of this value, and of items of it, to the processes that use it; return the node itself.
+
+        "auto": shared memory to processes of the same host, and a link to each other host. "shm": shared memory;
+        `compile` raises an error if a reader is on another host. "tcp": a link to each reader, even on the same host.
+
+        ValueError for an unknown transport, GraphPlanError for one that edges of a graph cannot use.
+        """
+        self._transport = edge_transport(transport)
+        return self
 
     def __getitem__(self, key: Any) -> Node:
         # Slices and tuples would need the length of a value that does not exist yet.
@@ -196,6 +219,18 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
         )
     node = CallNode(actor, name, args, kwargs, num_returns=num_returns)
     return node if num_returns <= 1 else tuple(ItemNode(node, "return", index) for index in range(num_returns))
+
+
+def edge_transport(name: Any) -> str:
+    """Return the name of a transport of edges. Errors as of `Node.with_tensor_transport`."""
+    lower = str(name).lower()
+    if lower in _NOT_ON_EDGES:
+        raise GraphPlanError(
+            f"transport {name!r} is not available for values of a graph: {_NOT_ON_EDGES[lower]}. Use 'auto'"
+        )
+    if lower not in (*EDGE_TRANSPORTS, *_SAME_AS_AUTO):
+        raise ValueError(f"unknown transport {name!r} of a value; the transports are {', '.join(EDGE_TRANSPORTS)}")
+    return "auto" if lower in _SAME_AS_AUTO else lower
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:

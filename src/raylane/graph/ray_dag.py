@@ -12,14 +12,14 @@ from typing import Any
 
 from raylane import _ray
 from raylane.errors import GraphPlanError
-from raylane.graph import nodes
+from raylane.graph import collectives, nodes
 
 
 def convert(node: Any) -> Any:
     """Return the same graph in raylane's nodes; anything that is no node of Ray is returned as it is.
 
     Each actor's calls run in the order in which they were bound. GraphPlanError for nodes of Ray that have no
-    counterpart (functions, collectives).
+    counterpart (functions, for example).
     """
     conversion = _Conversion()
     found = conversion.convert(node)
@@ -35,7 +35,7 @@ class _Conversion:
         """Nodes of raylane by id of the node of Ray."""
         self._originals: list[Any] = []
         """Converted nodes of Ray: kept, so that their ids stay valid."""
-        self._calls: list[tuple[int, int, nodes.CallNode]] = []
+        self._calls: list[tuple[int, float, nodes.CallNode]] = []
         """(id of the actor handle, number of calls bound on the handle before, call)."""
 
     def number_calls(self) -> None:
@@ -64,7 +64,7 @@ class _Conversion:
             seen_ids.add(id(node))
             for user in _ray.dag_users(node):
                 found = _ray.dag_node(user)
-                if found is not None and found[0] == "call":
+                if found is not None and found[0] in ("call", "collective"):
                     self.convert(user)
                     waiting.append(user)
                 elif found is not None and found[0] in ("attribute", "output"):
@@ -82,6 +82,15 @@ class _Conversion:
         if id(value) not in self._converted:
             self._originals.append(value)
             self._converted[id(value)] = self._new_node(value, found)
+            transport, device = _ray.dag_transport(value)
+            if device != "default":
+                raise GraphPlanError(
+                    f"with_tensor_transport(device={device!r}): raylane has no such option, a tensor arrives on the "
+                    "kind of device on which it was sent. Call tensor.to(...) in the method that receives it"
+                )
+            # Ray's "shm" and "cpu" mean host memory, also between hosts: this is "auto" here.
+            if transport == "accelerator":
+                self._converted[id(value)].with_tensor_transport(transport)
         return self._converted[id(value)]
 
     def _new_node(self, value: Any, found: tuple[Any, ...]) -> nodes.Node:
@@ -97,6 +106,8 @@ class _Conversion:
             call = nodes.CallNode(actor, method, *arguments, num_returns=num_returns)
             self._calls.append((id(actor), place, call))
             return call
+        if kind == "collective":
+            return self._new_collective(value, *parts)
         if kind == "output":
             call, index = parts
             return nodes.ItemNode(self.convert(call), "return", index)
@@ -106,6 +117,27 @@ class _Conversion:
             f"cannot convert {type(value).__name__} of ray.dag: a compiled graph of raylane has no such node. Use "
             "InputNode, actor.method.bind and MultiOutputNode"
         )
+
+    def _new_collective(self, value: Any, operation: Any, inputs: list[Any], place: int) -> nodes.Node:
+        """Convert the nodes of all actors in a collective; return that of `value`."""
+        kind, op, actors = _ray.dag_collective(operation)
+        by_actor = {}
+        for node in _ray.dag_collective_calls(value):
+            found = _ray.dag_node(node)
+            assert found is not None
+            by_actor[_ray.actor_id_of(node._get_actor_handle())] = node, found
+        made = [by_actor[_ray.actor_id_of(actor)] for actor in actors]
+        inputs_of = [tuple(self.convert(found[2])) for _, found in made]
+        name = "" if op is None else collectives.operation(kind, op)
+        combined = collectives.bind_collective(kind, name, actors, inputs_of)
+        for (node, found), call in zip(made, combined, strict=True):
+            self._originals.append(node)
+            self._converted[id(node)] = call
+            handle = id(node._get_actor_handle())
+            # What the actor gives is sent just before its place: Ray has one call there, the graph two.
+            share = next(one for one in call.calls if one.collective.role == "share" and one.actor is call.actor)
+            self._calls += [(handle, found[3] - 0.5, share), (handle, found[3], call)]
+        return self._converted[id(value)]
 
 
 def _calls_in(values: Iterable[Any]) -> list[nodes.CallNode]:

@@ -79,7 +79,8 @@ class Connections:
             route = self.routes.edges[edge.index]
             with_gpus = self.with_gpus.intersection((edge.writer, *edge.readers))
             notes = [routing.note(route, self.plan.members), CUDA_NOTE if with_gpus else ""]
-            found[edge.index] = [(routing.kind(route), "; ".join(filter(None, notes)))]
+            kind = "tcp" if edge.transport == "tcp" else routing.kind(route)
+            found[edge.index] = [(kind, "; ".join(filter(None, notes)))]
         return found
 
     def leased_bytes(self) -> int:

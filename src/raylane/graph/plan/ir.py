@@ -14,6 +14,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from raylane.graph.collectives import Collective
+
 DRIVER = 0
 INPUT = -1
 """Source of the values that are arguments of `execute`."""
@@ -102,6 +104,8 @@ class Task:
     reads: tuple[int, ...]
     leaf: bool
     """True if no output needs the call: its errors are reported, its result is dropped."""
+    collective: Collective | None = None
+    """The collective of which this is one call; None for a call of a method."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,8 @@ class Edge:
     value: int
     writer: int
     readers: tuple[int, ...]
+    transport: str = "auto"
+    """"auto", "shm" or "tcp": see `nodes.Node.with_tensor_transport`."""
 
 
 @dataclass(frozen=True)

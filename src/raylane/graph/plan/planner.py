@@ -7,12 +7,14 @@ only the same member uses are not sent at all.
 
 from __future__ import annotations
 
+import dataclasses
 import graphlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raylane.errors import GraphPlanError
 from raylane.graph import nodes as n
+from raylane.graph.collectives import Collective, CollectiveNode
 from raylane.graph.plan import schedule
 from raylane.graph.plan.ir import (
     DRIVER,
@@ -42,14 +44,19 @@ def plan(
     identify: Callable[[Any], Hashable],
     name: Callable[[Any], str],
     order: Mapping[Any, Sequence[n.Node]] | None = None,
+    overlap: bool = False,
 ) -> tuple[Plan, list[Any]]:
     """Return the plan of the graph that computes `output`, and the actors of its members 1, 2, ...
 
     `identify` maps an actor handle to a key that is equal for handles of one actor, `name` to the actor's name. `order`
     lists, for each actor in it, all its calls in the order in which they shall run (default: the order of binding).
+    With `overlap` an actor takes the result of a collective after all calls that need not wait for it.
     GraphPlanError if the nodes make no graph: no calls, two inputs, an argument that is not a node.
     """
     calls, whole = _find(output)
+    if overlap:
+        # The smallest index goes first among the calls that may run: see `schedule.order_of`.
+        calls.sort(key=lambda call: isinstance(call, CollectiveNode) and call.collective.role == "combine")
     planner = _Planner(calls, whole, identify, name)
     return planner.build(output, order or {}), planner.actors
 
@@ -80,6 +87,8 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], bool]:
             # The input knows every call bound to it, so calls that no output needs (leaves) are found too.
             waiting.extend(source._calls)
         waiting.extend(parts)
+        if isinstance(node, CollectiveNode):  # its calls in all actors belong to the graph, used or not
+            waiting.extend(node.calls)
     _refuse_cycles(seen)
     if len(inputs) > 1:
         raise GraphPlanError(
@@ -109,6 +118,8 @@ class _Planner:
         """Ids of the containers whose items are being converted, to find a container inside itself."""
         self.values: dict[tuple[int, tuple[Step, ...]], Value] = {}
         self.numbered: list[Value] = []
+        self.transports: dict[int, str] = {}
+        """Transport of each value for which the user has chosen one."""
         self.actors: list[Any] = []
         self.keys: dict[Hashable, int] = {}
         self.identify = identify
@@ -136,7 +147,7 @@ class _Planner:
         # value without content, which also carries the error of a leaf that failed.
         leaves = tuple((self._value(task, DONE), task) for task in range(len(self.calls)) if task not in used)
         tasks = tuple(
-            Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed)
+            Task(index, member_of[index], call.method, args, kwargs, reads, index not in needed, self._collective(call))
             for index, (call, (args, kwargs, reads)) in enumerate(zip(self.calls, drafts, strict=True))
         )
         collects = tuple(dict.fromkeys([*values_in(result), *(value for value, _ in leaves)]))
@@ -146,7 +157,7 @@ class _Planner:
             members=tuple(self.members),
             tasks=tasks,
             values=values,
-            edges=_edges(values, tasks, collects),
+            edges=_edges(values, tasks, collects, self.transports),
             order=schedule.order_of(member_of, needs, self._wanted(order, member_of)),
             output=result,
             collects=collects,
@@ -156,6 +167,15 @@ class _Planner:
                 _distinct([f"{self.members[m]}.{c.method}" for m, c in zip(member_of, self.calls, strict=True)])
             ),
         )
+
+    def _collective(self, call: n.CallNode) -> Collective | None:
+        """Return the collective of a call, with its members; None if it calls a method."""
+        if not isinstance(call, CollectiveNode):
+            return None
+        combines = sorted((c for c in call.calls if c.collective.role == "combine"), key=lambda c: c.collective.rank)
+        members = tuple(self.keys[self.identify(one.actor)] for one in combines)
+        number = min(self.task_of[id(one)] for one in call.calls)
+        return dataclasses.replace(call.collective, members=members, number=number)
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
         args = tuple(self._argument(arg) for arg in call.args)
@@ -181,7 +201,7 @@ class _Planner:
             member = self.keys.get(self.identify(actor))
             if member is None:
                 raise GraphPlanError(f"order names {actor!r}, which has no call in this graph. Remove it from order")
-            tasks = [self._task_of(node) for node in given]
+            tasks = [task for node in given for task in self._tasks_of(node)]
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
                 raise GraphPlanError(
@@ -190,13 +210,16 @@ class _Planner:
             wanted[member] = tasks
         return wanted
 
-    def _task_of(self, node: Any) -> int:
+    def _tasks_of(self, node: Any) -> list[int]:
+        """Return the task of a call, or of a collective the two of its actor."""
         while isinstance(node, n.ItemNode):  # the result of bind for a method with several returns
             node = node.base
-        task = self.task_of.get(id(node))
-        if task is None:
+        if id(node) not in self.task_of:
             raise GraphPlanError(f"order lists {node!r}, which is no call of this graph. List results of raylane.bind")
-        return task
+        calls = (
+            [call for call in node.calls if call.actor is node.actor] if isinstance(node, CollectiveNode) else [node]
+        )
+        return [self.task_of[id(call)] for call in calls]
 
     # Expressions
 
@@ -223,13 +246,20 @@ class _Planner:
 
     def _expression(self, node: Any) -> Expression:
         steps: list[Step] = []
+        transport = getattr(node, "_transport", None)  # an output may be a constant
         while isinstance(node, n.ItemNode | n.PartNode):
             steps.insert(0, self._step(node))
             node = node.base
+            transport = transport or node._transport
         if isinstance(node, n.CallNode | n.InputNode):
             # The producer applies the steps, so that only the selected part is sent.
             source = INPUT if isinstance(node, n.InputNode) else self.task_of[id(node)]
-            return Ref(self._value(source, tuple(steps)))
+            value = self._value(source, tuple(steps))
+            if transport is not None and self.transports.setdefault(value, transport) != transport:
+                raise GraphPlanError(
+                    f"{node!r} has two transports, {self.transports[value]!r} and {transport!r}: a value is sent once"
+                )
+            return Ref(value)
         if isinstance(node, n.MultiOutputNode):
             raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
         made = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
@@ -294,7 +324,9 @@ def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
         raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(calls)}. Remove the cycle") from None
 
 
-def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int]) -> tuple[Edge, ...]:
+def _edges(
+    values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[int], transports: Mapping[int, str]
+) -> tuple[Edge, ...]:
     # One edge for each value, whatever the number of readers: the value is serialised and written once.
     readers: dict[int, set[int]] = {value.index: set() for value in values}
     for task in tasks:
@@ -308,7 +340,7 @@ def _edges(values: Sequence[Value], tasks: Sequence[Task], collects: Iterable[in
         # The writer itself keeps the value as an object: nothing is sent to it.
         others = tuple(sorted(readers[found.index] - {writer}))
         if others:
-            edges.append(Edge(len(edges), found.index, writer, others))
+            edges.append(Edge(len(edges), found.index, writer, others, transports.get(found.index, "auto")))
     return tuple(edges)
 
 

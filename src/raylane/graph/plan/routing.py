@@ -21,7 +21,8 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from raylane.graph.plan.ir import DRIVER, Plan
+from raylane.errors import GraphPlanError
+from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 ARITY = 4
 CONTROL_LEVEL = 0
@@ -126,10 +127,23 @@ def routes(plan: Plan, hosts: Sequence[Hashable]) -> Routes:
     count = len(plan.edges) - 2
     actors = range(1, len(plan.members))
     return Routes(
-        edges=tuple(route(edge.index, edge.writer, edge.readers, hosts) for edge in plan.edges),
+        edges=tuple(_edge_route(edge, plan, hosts) for edge in plan.edges),
         orders=tuple(route(count + 2 * actor, DRIVER, (actor,), hosts, control=True) for actor in actors),
         reports=tuple(route(count + 2 * actor + 1, actor, (DRIVER,), hosts, control=True) for actor in actors),
     )
+
+
+def _edge_route(edge: Edge, plan: Plan, hosts: Sequence[Hashable]) -> Route:
+    # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
+    apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
+    found = route(edge.index, edge.writer, edge.readers, apart)
+    if edge.transport == "shm" and found.relays:
+        writer, reader = plan.members[edge.writer], plan.members[found.relays[0].member]
+        raise GraphPlanError(
+            f"{plan.source_label(edge.value)} has the transport 'shm', but {writer} and {reader} are on different "
+            "hosts, which share no memory. Use 'auto' or 'tcp'"
+        )
+    return found
 
 
 def kind(found: Route) -> str:

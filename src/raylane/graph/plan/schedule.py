@@ -31,6 +31,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from raylane.errors import GraphDeadlockError
+from raylane.graph.collectives import GROUPS
 from raylane.graph.plan.ir import INPUT, Plan
 
 __all__ = ["Wait", "check", "find_deadlock", "order_of", "reading_task", "waits_of"]
@@ -101,7 +102,22 @@ def waits_of(plan: Plan) -> list[list[Wait]]:
     for reader in plan.tasks:
         sources = ((value, plan.values[value].source) for value in reader.reads)
         waits[reader.index] += [Wait(reader.index, source, value) for value, source in sources if source != INPUT]
+    _add_meetings(plan, waits)
     return waits
+
+
+def _add_meetings(plan: Plan, waits: list[list[Wait]]) -> None:
+    """Add the waits of process groups, whose members meet: each waits for what the others run before."""
+    meeting: dict[int, list[int]] = {}
+    for task in plan.tasks:
+        found = task.collective
+        if found is not None and found.role == "combine" and found.transport in GROUPS:
+            meeting.setdefault(found.number, []).append(task.index)
+    before = {task: earlier for tasks in plan.order for earlier, task in pairwise(tasks)}
+    for meet in meeting.values():
+        for one in meet:
+            others = [before[other] for other in meet if other != one and other in before]
+            waits[one] += [Wait(one, other, None) for other in others]
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:
@@ -167,7 +183,9 @@ def _text(plan: Plan, wait: Wait) -> str:
         label, name = plan.labels[task], plan.members[plan.tasks[task].member]
         names.append(label if label.startswith(name) else f"{label} on {name}")
     if wait.value is None:
-        why = f"{plan.members[member]} runs it first"
+        why = f"{plan.members[before]} runs it first"
+        if member != before:
+            why += ", and then meets the others in the collective"
     elif member == before:
         why = f"it uses {plan.source_label(wait.value)}"
     else:

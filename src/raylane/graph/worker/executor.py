@@ -30,6 +30,7 @@ from raylane.graph.values import message as messages
 from raylane.graph.values import operations
 from raylane.graph.values.failures import Failure, error_message, raised_message
 from raylane.graph.values.message import ERROR, NOTHING, VALUE, Encoder, Message
+from raylane.graph.worker.collectives import Collectives
 
 log = logging.getLogger("raylane.graph")
 
@@ -192,6 +193,7 @@ class Executor:
         self.encoder = Encoder()
         self.values: list[Any] = [None] * len(plan.values)
         """Values of the current execution; the prepared list is copied for each."""
+        self.collectives = Collectives(timeout_s)
         self.flags = 0
         """Flags of all messages of the current execution, for the messages that it sends."""
         self.tasks = self._prepare(instance, writers)
@@ -222,7 +224,9 @@ class Executor:
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
-            found = PreparedTask(task, plan.labels[index], method_of(instance, task.method), inputs)
+            method = task.collective is None
+            call = method_of(instance, task.method) if method else self.collectives.call(plan, task)
+            found = PreparedTask(task, plan.labels[index], call, inputs)
             for value in plan.values:
                 if value.source == index and value.index in used_here:
                     found.local.append((value.index, value.steps, value.index in plan.fatal_values))
@@ -450,6 +454,7 @@ class Executor:
         self.advance = _do_nothing  # type: ignore[method-assign]
         self._blocked = None
         self._unblocked = _do_nothing
+        self.collectives.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
 

@@ -1,0 +1,286 @@
+"""Shares of a collective: the tensors of one member as bytes for the others, and the result from all of them. Pure.
+
+    share()    tensors  ->  Share: what they are, and one array of bytes for each dtype
+    combine()  the Shares of all members  ->  new tensors
+
+Bytes, because NumPy knows no bfloat16, and because a message with NumPy arrays is read in place: the tensors of others
+are added from the memory where their sender has written them. Many small tensors travel as one array.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from raylane.core.segment import bytes_at
+from raylane.graph.collectives import Collective
+
+
+class Spec(NamedTuple):
+    """One tensor of a share, as the other members must have it too."""
+
+    path: str
+    """Place in the value: `['w'][0]`; empty for the value itself."""
+    module: str
+    """"torch" or "numpy"."""
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}{': ' if self.path else ''}{self.module}.{self.dtype} {self.shape}"
+
+
+class Share:
+    """Contribution of one member. In other processes without `like`."""
+
+    __slots__ = ("arrays", "like", "meeting", "specs")
+
+    def __init__(
+        self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: tuple[str, int] | None = None
+    ) -> None:
+        self.specs = specs
+        self.arrays = arrays
+        """Bytes of all tensors of one dtype, for each dtype in order of first use."""
+        self.like = like
+        """(values, tensors): the member's own."""
+        self.meeting = meeting
+        """Address at which the members of a process group meet, in the share of rank 0."""
+
+    def __reduce__(self) -> Any:
+        return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)
+
+
+def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: tuple[str, int] | None) -> Share:
+    return Share(tuple(Spec(*spec) for spec in specs), arrays, meeting=meeting)
+
+
+def share(collective: Collective, group: Any, *values: Any) -> Any:
+    """Return what this member gives: one Share for all, or for a reducescatter one for each member.
+
+    With `group` (a `worker.process_groups.Group`) the shares hold no tensors, which travel through the group.
+    TypeError if a value holds anything but tensors and arrays, or has no such reduction; ValueError if it has no such
+    parts.
+    """
+    several = len(values) > 1  # inputs are named in messages where there are several
+    tensors = [
+        found
+        for place, value in enumerate(values)
+        for found in _tensors(value, collective.name, f"input {place}" if several else "")
+    ]
+    specs = tuple(spec for spec, _ in tensors)
+    for spec in specs:
+        _check(collective, spec)
+    found = [tensor for _, tensor in tensors]
+    like = values, found
+    if group is not None:
+        made = Share(specs, (), like, group.meeting())
+        return made if collective.kind != "reducescatter" else (made,) * collective.size
+    if collective.kind != "reducescatter":
+        return Share(specs, _packed(specs, found), like)
+    # A part for each member, so that the planner sends it to that member alone.
+    parts = ([_rows(tensor, rank, collective.size) for tensor in found] for rank in range(collective.size))
+    return tuple(Share(specs, _packed(specs, part), like) for part in parts)
+
+
+def combine(collective: Collective, names: Sequence[str], group: Any, shares: Sequence[Share]) -> Any:
+    """Return the result of a member from the shares of all, by rank. `names` are the members' names.
+
+    With `group` the members exchange their tensors now; each of them waits for all others.
+
+    ValueError, with the members and their shapes, if the shares do not fit together.
+    """
+    own = shares[collective.rank]
+    _check_equal(collective, names, shares)
+    values, tensors = own.like
+    # Every dtype travels in an array of its own, so the tensors are made out of order.
+    made: list[Any] = [None] * len(own.specs)
+    for number, places in enumerate(_by_dtype(own.specs)):
+        spec = own.specs[places[0]]
+        shapes = [part_shape(collective, own.specs[place].shape) for place in places]
+        if group is not None:
+            results = group.exchange(shares[0].meeting, collective, spec, [tensors[place] for place in places])
+        elif collective.kind == "allgather":
+            results = _gathered(spec, _flat(spec, shares, number), shapes)
+        else:
+            results = cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
+        for place, result in zip(places, results, strict=True):
+            made[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
+    left = iter(made)
+    answers = [_rebuilt(value, left) for value in values]
+    return answers[0] if len(answers) == 1 else tuple(answers)
+
+
+# Tensors in values
+
+
+def _tensors(value: Any, name: str, path: str) -> Iterator[tuple[Spec, Any]]:
+    """Yield the tensors and arrays in a value, in order."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(value, torch.Tensor):
+        yield Spec(path, "torch", str(value.dtype).removeprefix("torch."), tuple(value.shape)), value
+    elif numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        yield Spec(path, "numpy", value.dtype.name, tuple(value.shape)), value
+    elif type(value) in (list, tuple, dict):
+        items = value.items() if type(value) is dict else enumerate(value)
+        for key, item in items:
+            yield from _tensors(item, name, f"{path}[{key!r}]")
+    else:
+        kind = type(value)
+        shown = f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{name} of a value of type {shown}{f' at {path}' if path else ''}: the inputs of a collective are tensors "
+            "or arrays of numbers, and lists, tuples and dicts of those. Return such a value, or use "
+            "raylane.graph.gather or mean"
+        )
+
+
+def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
+    """Return the value with its tensors replaced, in order."""
+    if type(value) in (list, tuple):
+        return type(value)([_rebuilt(item, tensors) for item in value])
+    if type(value) is dict:
+        return {key: _rebuilt(item, tensors) for key, item in value.items()}
+    return next(tensors)
+
+
+# Checks
+
+
+def _check(collective: Collective, spec: Spec) -> None:
+    """Raise an error if a tensor has no such reduction, or cannot be split or joined."""
+    text = f"{collective.name} of {spec}"
+    if spec.dtype == "bool" and collective.op in ("sum", "prod", "avg"):
+        raise TypeError(f"{text}: bools have no {collective.op}; use min, max, or convert them")
+    if spec.dtype.startswith("complex") and collective.op in ("min", "max"):
+        raise TypeError(f"{text}: complex numbers have no order; use sum, prod or avg")
+    if collective.op == "avg" and not spec.dtype.startswith(("float", "bfloat", "complex")):
+        raise TypeError(f"{text}: the mean of integers is none; convert them to a float dtype")
+    if collective.kind != "allreduce" and not spec.shape:
+        raise ValueError(f"{text}: it has no dimensions; reshape it to (1,)")
+    if collective.kind == "reducescatter" and spec.shape[0] % collective.size:
+        raise ValueError(
+            f"{text}: the length {spec.shape[0]} along axis 0 must be divisible by the number of actors, "
+            f"{collective.size}; pad the tensor"
+        )
+
+
+def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[Share]) -> None:
+    """Raise ValueError if the members gave different tensors."""
+    first = shares[0].specs
+    # All are compared with the first one, in every member: so all raise the same error.
+    for rank, found in enumerate(shares):
+        if found.specs == first:
+            continue
+        lengths = len(first), len(found.specs)
+        # Name the first difference: hundreds of gradients would not fit into a message.
+        place = next((i for i, pair in enumerate(zip(first, found.specs, strict=False)) if pair[0] != pair[1]), None)
+        if place is None:
+            detail = f"{names[0]} gave {lengths[0]} tensors, {names[rank]} {lengths[1]}"
+        else:
+            detail = f"{names[0]} gave {first[place]}, {names[rank]} gave {found.specs[place]}"
+        raise ValueError(f"{collective.name}: all actors must give equal shapes and dtypes, but {detail}")
+
+
+# Bytes
+
+
+def _by_dtype(specs: Sequence[Spec]) -> list[list[int]]:
+    """Return the places of the tensors of each dtype."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for place, spec in enumerate(specs):
+        found.setdefault((spec.module, spec.dtype), []).append(place)
+    return list(found.values())
+
+
+def _packed(specs: Sequence[Spec], tensors: Sequence[Any]) -> list[Any]:
+    """Return one array of bytes for each dtype; the memory of the tensor itself where it is the only one."""
+    return [_bytes_of(specs[places[0]].module, [tensors[place] for place in places]) for places in _by_dtype(specs)]
+
+
+def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
+    if module == "numpy":
+        numpy = sys.modules["numpy"]
+        # No copy for one contiguous array: the encoder of the message copies it once, to its readers.
+        flat = [numpy.ascontiguousarray(tensor).reshape(-1) for tensor in tensors]
+        return (flat[0] if len(flat) == 1 else numpy.concatenate(flat)).view(numpy.uint8)
+    torch = sys.modules["torch"]
+    # Tensors of a GPU go through host memory.
+    flat = [tensor.detach().contiguous().reshape(-1).cpu() for tensor in tensors]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(torch.uint8).numpy()
+
+
+def _flat(spec: Spec, shares: Sequence[Share], number: int) -> list[Any]:
+    return [_typed(spec, found.arrays[number]) for found in shares]
+
+
+def _typed(spec: Spec, data: Any) -> Any:
+    """Return the bytes as a flat tensor or array on the same memory, which must not be written."""
+    if spec.module == "numpy":
+        return data.view(spec.dtype)
+    torch = sys.modules["torch"]
+    dtype = getattr(torch, spec.dtype)
+    if not data.nbytes:
+        return torch.empty(0, dtype=dtype)
+    # By address: torch warns about memory that is read-only, as that of other members is. `data` outlives the tensor.
+    return torch.frombuffer(bytes_at(data.ctypes.data, data.nbytes), dtype=dtype)
+
+
+def _rows(tensor: Any, rank: int, size: int) -> Any:
+    rows = tensor.shape[0] // size
+    return tensor[rank * rows : (rank + 1) * rows]
+
+
+def part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of what one member gives another (allgather) or gets."""
+    return shape if collective.kind != "reducescatter" else (shape[0] // collective.size, *shape[1:])
+
+
+def cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Return the tensors that lie one after the other in a flat one."""
+    start, found = 0, []
+    for shape in shapes:
+        end = start + functools.reduce(lambda a, b: a * b, shape, 1)
+        found.append(flat[start:end].reshape(shape))
+        start = end
+    return found
+
+
+# Reductions
+
+
+def _gathered(spec: Spec, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    parts = [cut(one, shapes) for one in flat]
+    join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
+    return [join(list(found)) for found in zip(*parts, strict=True)]
+
+
+def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
+    """Return a new flat tensor: the reduction in the order of the members, so that all get the same bits."""
+    module: Any = sys.modules[spec.module]
+    dtype = flat[0].dtype
+    wide = wide_dtype(module, dtype, op)
+    # Own and foreign memory is only read; the first sum is new memory, into which the others are added.
+    first, *others = [one if one.dtype == wide else _cast(one, wide) for one in flat]
+    function: Callable[..., Any] = getattr(module, _FUNCTIONS[op])
+    total = function(first, others[0]) if others else _cast(first, wide, copy=True)
+    for one in others[1:]:
+        function(total, one, out=total)
+    if op == "avg":
+        total /= len(flat)
+    return total if wide == dtype else _cast(total, dtype)
+
+
+_FUNCTIONS = {"sum": "add", "avg": "add", "prod": "multiply", "min": "minimum", "max": "maximum"}
+"""Function of NumPy and of torch for each reduction."""
+
+
+def wide_dtype(module: Any, dtype: Any, op: str) -> Any:
+    """Return the dtype in which a reduction computes: single precision for halves, whose largest number is 65,504."""
+    halves = "float" in str(dtype) and dtype.itemsize < 4 and op in ("sum", "prod", "avg")
+    return module.dtype("float32") if halves and module.__name__ == "numpy" else module.float32 if halves else dtype
+
+
+def _cast(array: Any, dtype: Any, *, copy: bool = False) -> Any:
+    return array.to(dtype, copy=copy) if hasattr(array, "to") else array.astype(dtype)
