@@ -35,22 +35,27 @@ class GlooBackend(Backend):
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Request the blocks and receive them into pooled memory; the first time, open a channel."""
-        source = ticket.origin()
-        for attempt in (1, 2):
-            try:
-                with endpoint.pairs(self.name).borrow((source.host, source.port), source, deadline) as pair:
-                    return _read(pair, ticket, endpoint)
-            except RuntimeError as error:  # of torch: the channel broke, and was closed
-                if deadline.left_s() == 0:
-                    raise timeout_error(ticket, deadline) from error
-                endpoint.check_alive(source)
-                if attempt == 2:
-                    raise TransportError(
-                        f"two gloo channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
-                        "source still holds the value: read it again, or with tensor_transport='tcp'",
-                        source=source.label,
-                    ) from error
-        raise AssertionError("both attempts return or raise")
+        return fetch_by_channel(self.name, ticket, endpoint, deadline)
+
+
+def fetch_by_channel(name: str, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    """Receive a value through a channel of this transport; a channel that breaks is opened again once."""
+    source = ticket.origin()
+    for attempt in (1, 2):
+        try:
+            with endpoint.pairs(name).borrow((source.host, source.port), source, deadline) as pair:
+                return _read(pair, ticket, endpoint)
+        except RuntimeError as error:  # of torch or NIXL: the channel broke, and was closed
+            if deadline.left_s() == 0:
+                raise timeout_error(ticket, deadline) from error
+            endpoint.check_alive(source)
+            if attempt == 2:
+                raise TransportError(
+                    f"two {name} channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
+                    "source still holds the value: read it again, or with tensor_transport='tcp'",
+                    source=source.label,
+                ) from error
+    raise AssertionError("both attempts return or raise")
 
 
 def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:

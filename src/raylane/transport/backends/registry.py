@@ -15,6 +15,7 @@ from raylane.transport.backends.base import Backend
 from raylane.transport.backends.gloo import GlooBackend
 from raylane.transport.backends.host import HostBackend
 from raylane.transport.backends.local import LocalBackend
+from raylane.transport.backends.nixl import NixlBackend
 from raylane.transport.backends.object_store import ObjectStoreBackend
 from raylane.transport.backends.tcp import TcpBackend
 
@@ -24,7 +25,6 @@ TWO_SIDED = ("gloo", "nccl")
 """Transports in which the source takes part in every transfer; collective groups are made of these."""
 NOT_YET = {
     "cuda_ipc": "this version of raylane moves CUDA tensors through host memory",
-    "nixl": "this version of raylane has no NIXL transport",
     "nccl": "this version of raylane has no NCCL transport",
 }
 """Transports that Ray users know by name and that this version does not have, with the reason."""
@@ -33,7 +33,7 @@ NOT_YET = {
 @functools.lru_cache(maxsize=1)
 def backends() -> Mapping[str, Backend]:
     """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
-    built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), ObjectStoreBackend())
+    built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), NixlBackend(), ObjectStoreBackend())
     found: dict[str, Backend] = {backend.name: backend for backend in built_in}
     for point in entry_points(group="raylane.backends"):
         # A broken entry point is an error: skipping it would silently change the choice of `auto`.
