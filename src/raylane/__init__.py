@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         destroy_collective_group,
         get_collective_groups,
     )
+    from raylane.transport.ray_plugin import register_with_ray
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -43,6 +44,7 @@ _HOME = {  # module of each public name
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
     "put": "raylane.transport.api",
+    "register_with_ray": "raylane.transport.ray_plugin",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
     "graph": "raylane.graph",
@@ -85,6 +87,7 @@ __all__ = [
     "graph",
     "method",
     "put",
+    "register_with_ray",
     "stats",
     "wait_tensor_freed",
 ]
