@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         get_collective_groups,
     )
     from raylane.transport.ray_plugin import register_with_ray
+    from raylane.transport.register import register_transport
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -45,6 +46,7 @@ _HOME = {  # module of each public name
     "method": "raylane.transport.api",
     "put": "raylane.transport.api",
     "register_with_ray": "raylane.transport.ray_plugin",
+    "register_transport": "raylane.transport.register",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
     "graph": "raylane.graph",
@@ -87,6 +89,7 @@ __all__ = [
     "graph",
     "method",
     "put",
+    "register_transport",
     "register_with_ray",
     "stats",
     "wait_tensor_freed",

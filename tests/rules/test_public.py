@@ -43,6 +43,7 @@ def test_public_names() -> None:
         "graph",
         "method",
         "put",
+        "register_transport",
         "register_with_ray",
         "stats",
         "wait_tensor_freed",

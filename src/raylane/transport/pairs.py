@@ -32,6 +32,7 @@ from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, RaylaneError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.link import Connection, Link
+from raylane.transport.managers import ManagerError, open_managed
 from raylane.transport.nixl_agent import Agent
 from raylane.transport.nixl_channel import open_nixl
 from raylane.transport.pieces import pieces_of_entry, pieces_of_target
@@ -161,7 +162,11 @@ class PairServer:
             connection.send(wire.Gone(key, moved=True))
             return
         connection.send(wire.Data(entry.nbytes))
-        channel.send(pieces, connection.deadline)
+        try:
+            channel.send(pieces, connection.deadline)
+        except ManagerError as error:  # of a class that others wrote: its user needs to know
+            connection.send(wire.Refusal(str(error)[:500]))
+            raise
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))
 
 
@@ -170,6 +175,8 @@ def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Call
     if backend == "nixl":
         return open_nixl(connection, rank, nixl)
     # torch is loaded here, not at the top: graphs import the transport and must not load torch.
-    from raylane.transport.torch_channels import open_channel
+    from raylane.transport.torch_channels import CHANNELS, open_channel
 
-    return open_channel(backend, connection, rank, host)
+    if backend in CHANNELS:
+        return open_channel(backend, connection, rank, host)
+    return open_managed(backend, connection, rank)

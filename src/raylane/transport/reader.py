@@ -31,7 +31,7 @@ from raylane.errors import (
 )
 from raylane.transport import codec
 from raylane.transport.backends.base import FetchResult, allocate, copy_to_pool, freed_error, moved_error
-from raylane.transport.backends.registry import AUTO, backends
+from raylane.transport.backends.registry import AUTO, adopt, backends
 from raylane.transport.choose import choose
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.groups import groups_of_this_process
@@ -151,6 +151,7 @@ def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadli
     if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
         here.counts["outside_group"] += 1
         wish = AUTO
+    adopt(wish)
     choice = choose(source, here.place, wish, backends(), here.blocked, may_call_ray=may_call_ray)
     if choice.names[0] == "local":
         entry = here.store.get(ticket.key)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from raylane.errors import TransportUnavailableError
+from raylane.transport import managers
+from raylane.transport.backends.adapter import AdapterBackend
 from raylane.transport.backends.base import Backend
 from raylane.transport.backends.gloo import GlooBackend
 from raylane.transport.backends.host import HostBackend
@@ -31,7 +32,7 @@ NOT_YET = {
 
 
 @functools.lru_cache(maxsize=1)
-def backends() -> Mapping[str, Backend]:
+def backends() -> dict[str, Backend]:
     """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
     built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), NixlBackend(), ObjectStoreBackend())
     found: dict[str, Backend] = {backend.name: backend for backend in built_in}
@@ -47,6 +48,14 @@ def backends() -> Mapping[str, Backend]:
     return found
 
 
+def adopt(name: str) -> bool:
+    """Add the transport of this name that somebody in the cluster has registered; return True if there is one."""
+    known = backends()
+    if name not in known and name != AUTO and managers.find(name) is not None:
+        known[name] = AdapterBackend(name)
+    return name in known
+
+
 def check_name(name: object) -> str:
     """Return a transport's name in lower case.
 
@@ -56,7 +65,7 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
-    if lower in known:
+    if lower in known or adopt(lower):
         return lower
     # Ray users may know these names, and deserve a better answer than "unknown".
     if lower in NOT_YET:
