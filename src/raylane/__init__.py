@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         destroy_collective_group,
         get_collective_groups,
     )
+    from raylane.transport.opened import OpenedValue, TensorInfo
+    from raylane.transport.opened import open_value as open
     from raylane.transport.ray_plugin import register_with_ray
     from raylane.transport.register import register_transport
     from raylane.workers.batch import BatchDict
@@ -49,6 +51,9 @@ _HOME = {  # module of each public name
     "register_transport": "raylane.transport.register",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
+    "OpenedValue": "raylane.transport.opened",
+    "TensorInfo": "raylane.transport.opened",
+    "open": "raylane.transport.opened:open_value",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",
@@ -72,6 +77,8 @@ __all__ = [
     "MultiDPCompiledGraphExecutor",
     "MultiOutputNode",
     "NamedSharding",
+    "OpenedValue",
+    "TensorInfo",
     "WorkerGroup",
     "WorkerOptions",
     "__version__",
@@ -88,6 +95,7 @@ __all__ = [
     "get_collective_groups",
     "graph",
     "method",
+    "open",
     "put",
     "register_transport",
     "register_with_ray",
@@ -101,8 +109,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'raylane' has no attribute {name!r}; it has {', '.join(__all__)}")
-    module = importlib.import_module(home)
-    value = module if home == f"raylane.{name}" else getattr(module, name)
+    # `open` has another name in its module, where it would hide Python's own.
+    where, _, attribute = home.partition(":")
+    module = importlib.import_module(where)
+    value = module if home == f"raylane.{name}" else getattr(module, attribute or name)
     globals()[name] = value  # later uses find the name without calling this function
     return value
 

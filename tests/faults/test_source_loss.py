@@ -29,7 +29,8 @@ from raylane.errors import (
     TransportUnavailableError,
 )
 from raylane.transport.link import Link
-from raylane.transport.reader import collect, redeem
+from raylane.transport.reader import collect
+from raylane.transport.redeem import redeem
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 N = 4_000_000  # 16 MB

@@ -89,6 +89,14 @@ def test_put_in_an_actor_reaches_another_actor(eventually: Any) -> None:
         eventually(lambda: ray.get(a.stats.remote())["entries"] == 0)
 
 
+def test_driver_gets_a_value_into_its_own_tensor() -> None:
+    with trainers(1) as (a,):
+        ref, target = a.weights.remote(), torch.zeros(N)
+        ray.experimental.set_target_for_ref(ref, [target])
+        assert ray.get(ref).data_ptr() == target.data_ptr()
+        assert float(target.double().sum()) == TOTAL
+
+
 def test_driver_gets_values(eventually: Any) -> None:
     with trainers(1) as (a,):
         ref = a.nested.remote()

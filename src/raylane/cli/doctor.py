@@ -25,7 +25,8 @@ from raylane.transport.api import put
 from raylane.transport.backends.registry import NOT_YET, backends
 from raylane.transport.endpoint import endpoint
 from raylane.transport.guards import array_layout_known, counter_offsets, torch_layout
-from raylane.transport.reader import collect, redeem
+from raylane.transport.reader import collect
+from raylane.transport.redeem import redeem
 
 PROBE_FLOATS = 250_000
 """Size of the test value in float32 elements: 1 MB."""

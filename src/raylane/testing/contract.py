@@ -26,7 +26,8 @@ from raylane.errors import SourceLostError, TensorFreedError, TransportError
 from raylane.transport.api import put
 from raylane.transport.backends.registry import backends
 from raylane.transport.endpoint import endpoint
-from raylane.transport.reader import Pending, collect, redeem
+from raylane.transport.reader import Pending, collect
+from raylane.transport.redeem import redeem
 
 SIZES = (0, 1, 7, 4096, 65_535, 65_536, 1_000_001, 20_000_000)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 import ray
+import torch
 
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
@@ -17,7 +18,9 @@ from raylane.transport.backends.registry import check_name
 from raylane.transport.endpoint import endpoint
 from raylane.transport.options import publish_options
 from raylane.transport.publish import Publication, PublishOnPickle
-from raylane.transport.reader import Pending, collect, redeem
+from raylane.transport.reader import Pending, collect
+from raylane.transport.receiving import Delivery, delivery
+from raylane.transport.redeem import Present
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""
@@ -127,14 +130,22 @@ def get(
     *,
     timeout: float | None = None,
     tensor_transport: str | None = None,
+    into: Any = None,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
     _tensor_transport: str | None = None,
 ) -> Any:
     """Return the value of a ref, or the values of a list of refs, which are fetched at the same time.
 
-    `ray.get` works as well. In contrast, this function applies its timeout to transfers too, and can select a
-    transport.
+    `ray.get` works as well. In contrast, this function applies its timeout to transfers too, can select a transport,
+    and can bring the tensors where they are needed.
 
-    The caller owns the tensors and may write to them; in the producing process they are the producer's own tensors.
+    The caller owns the tensors and may write to them; in the producing process they are the producer's own tensors
+    (with `into`, copies of them).
+
+    With `into`, the bytes go straight into existing tensors or arrays, and the value is returned with these in it.
+    Shapes and dtypes must be equal; strides may differ, and CUDA tensors may receive CPU tensors and the reverse. After
+    an error the content of the targets is undefined.
 
     Args:
         refs: A ref, or a list or tuple of refs.
@@ -142,6 +153,11 @@ def get(
             need no transfer. None: the calls have no limit, as with `ray.get`, and the transfers after them get
             RAYLANE_TIMEOUT_S (60 s).
         tensor_transport: The transport, as in `raylane.method`; `object_store` sends the value through Ray's store.
+        into: A tensor or array for a value with one; a list with one for each tensor of the value, in the order of
+            `raylane.open(ref).tensors`; or containers like those of the value, such as a state_dict, in which keys may
+            be left out. None in place of a tensor means a new one. For a list of refs: a list of these.
+        device: Device of all tensors, such as `"cpu"` or `"cuda:0"`; None: as in the producer.
+        dtype: Floating-point dtype to which all floating-point tensors are converted; None: as in the producer.
         _tensor_transport: Another spelling of `tensor_transport`.
 
     Raises:
@@ -150,11 +166,23 @@ def get(
         TensorFreedError: The value's memory was freed, resized or re-pointed by its owner.
         TensorMutatedError: A tensor was written to since publication, under `on_mutation="error"`.
         TransportUnavailableError: The selected transport does not work between these processes.
-        ValueError: The transport is unknown.
+        ValueError: The transport is unknown, or `into` does not fit the value; TypeError likewise.
         Exception: The error of the producing call.
     """
     wanted = _wanted(tensor_transport, _tensor_transport)
-    return _get(refs, wanted, Deadline(timeout), collect)
+    return _get(refs, wanted, Deadline(timeout), collect, _wishes(refs, into, device, dtype))
+
+
+def _wishes(refs: Any, into: Any, device: Any, dtype: Any) -> list[Delivery]:
+    """Return the checked wishes for each ref."""
+    single = not isinstance(refs, list | tuple)
+    if into is None or single:
+        return [delivery(into, device, dtype, where="raylane.get")] * (1 if single else len(refs))
+    if not isinstance(into, list | tuple) or len(into) != len(refs):
+        raise ValueError(
+            f"raylane.get: for {len(refs)} refs, into must be a list with {len(refs)} items, one for each value"
+        )
+    return [delivery(one, device, dtype, where="raylane.get") for one in into]
 
 
 def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
@@ -168,12 +196,18 @@ def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
 
 
 def _get(
-    refs: Any, wanted: str | None, deadline: Deadline, collect_within: Callable[[list[Any], float | None], list[Any]]
+    refs: Any,
+    wanted: str | None,
+    deadline: Deadline,
+    collect_within: Callable[..., list[Any]],
+    wishes: Sequence[Delivery],
 ) -> Any:
     """Wait for the producing calls with `collect_within`, then fetch all values at the same time."""
     single = not isinstance(refs, list | tuple)
     try:
-        values = collect_within([refs] if single else list(refs), deadline.left_s())
+        values = collect_within(
+            [refs] if single else list(refs), deadline.left_s(), leaves=not all(wish.plain for wish in wishes)
+        )
     except ray.exceptions.GetTimeoutError as error:
         raise TransferTimeoutError(
             f"raylane.get: not all of the values were produced within {deadline.timeout_s} s. The producing calls are "
@@ -182,16 +216,21 @@ def _get(
     if deadline.timeout_s is None:
         # Calls may take as long as they need, but a transfer from a hanging source must end.
         deadline = Deadline(default_timeout_s())
-    pending = [value for value in values if type(value) is Pending]
-    if len(pending) == 1:
-        # Fetch a single value on this thread, which saves a thread switch.
-        one = pending[0]
-        fetched = redeem(one.ticket, one.skeleton, wanted, deadline, may_call_ray=True)
-        found = [fetched if value is one else value for value in values]
-    else:
-        for value in pending:
-            value.start(wanted, deadline, may_call_ray=True)
-        found = [value.result() if type(value) is Pending else value for value in values]
+    pending = sum(type(value) is Pending for value in values)
+    if pending > 1:
+        for value, wish in zip(values, wishes, strict=True):
+            if type(value) is Pending:
+                value.start(wanted, deadline, may_call_ray=True, wish=wish)
+    found = []
+    for value, wish in zip(values, wishes, strict=True):
+        if type(value) is Present:
+            found.append(value.deliver(wish))
+        elif type(value) is not Pending:
+            found.append(value)
+        elif pending > 1:
+            found.append(value.result())
+        else:  # a single one on this thread, which saves a thread switch
+            found.append(value.redeem(wanted, deadline, may_call_ray=True, wish=wish))
     return found[0] if single else found
 
 
@@ -200,6 +239,9 @@ async def get_async(
     *,
     timeout: float | None = None,
     tensor_transport: str | None = None,
+    into: Any = None,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
     _tensor_transport: str | None = None,
 ) -> Any:
     """Return the value or values as `get` does, without blocking the event loop.
@@ -213,23 +255,27 @@ async def get_async(
         refs: A ref, or a list or tuple of refs.
         timeout: Seconds, as in `get`.
         tensor_transport: The transport, as in `get`.
+        into: Tensors to fill, as in `get`.
+        device: As in `get`.
+        dtype: As in `get`.
         _tensor_transport: Another spelling of `tensor_transport`.
     """
     wanted, deadline, abandoned = _wanted(tensor_transport, _tensor_transport), Deadline(timeout), threading.Event()
+    wishes = _wishes(refs, into, device, dtype)
 
-    def collect_unless_abandoned(refs: list[Any], timeout_s: float | None) -> list[Any]:
+    def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, *, leaves: bool) -> list[Any]:
         # A waiting ray.get cannot be interrupted, so wait in short steps and check for the cancellation in between.
         while True:
             left = deadline.left_s()
             last = left is not None and left <= ABANDONED_AFTER_S
             try:
-                return collect(refs, left if last else ABANDONED_AFTER_S)
+                return collect(refs, left if last else ABANDONED_AFTER_S, leaves=leaves)
             except ray.exceptions.GetTimeoutError:
                 if last or abandoned.is_set():
                     raise
 
     # Not the event loop's own executor: its few threads would be taken by waiting calls.
-    future = endpoint().getters.submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned))
+    future = endpoint().getters.submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned, wishes))
     try:
         return await asyncio.wrap_future(future)
     finally:

@@ -44,6 +44,30 @@ class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
     device: str
 
 
+def itemsize_of(spec: LeafSpec) -> int:
+    """Return the size in bytes of one element of a leaf."""
+    if spec.kind == ARRAY:
+        return _parse_array_dtype(spec.dtype).itemsize
+    size: int = getattr(torch, spec.dtype).itemsize
+    return size
+
+
+def array_dtype(spec: LeafSpec) -> np.dtype[Any] | None:
+    """Return the dtype of a leaf as NumPy names it; None for a dtype that only torch has (bfloat16)."""
+    if spec.kind == ARRAY:
+        return _parse_array_dtype(spec.dtype)
+    try:
+        return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu").numpy().dtype
+    except TypeError:
+        return None
+
+
+def leaf_address(leaf: Any) -> int:
+    """Return the address of a leaf's first element."""
+    address: int = leaf.data_ptr() if isinstance(leaf, torch.Tensor) else leaf.__array_interface__["data"][0]
+    return address
+
+
 class Layout(msgspec.Struct, frozen=True):
     """Bytes to transfer for a list of leaves, and the place of each leaf in these bytes."""
 
@@ -121,6 +145,28 @@ def encode_value(value: Any) -> tuple[bytes, list[Any]]:
     return file.getvalue(), leaves
 
 
+class _ContainerPickler(_SkeletonPickler):
+    """A pickler that pickles containers and plain values, and takes every other object as a leaf."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Pickle calls this for everything but exact builtin types, such as dict, list, tuple and str.
+        if obj is _leaf:
+            return NotImplemented
+        self.leaves.append(obj)
+        return _leaf, (len(self.leaves) - 1,)
+
+
+def encode_containers(value: Any) -> tuple[bytes, list[Any]]:
+    """Return (skeleton, leaves) of a value in this process; all objects but builtin containers count as leaves.
+
+    Pickles nothing that the value contains, so it has no effect on refs, and only this process can decode the result.
+    """
+    leaves: list[Any] = []
+    file = io.BytesIO()
+    _ContainerPickler(file, leaves).dump(value)
+    return file.getvalue(), leaves
+
+
 def decode_value(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> Any:
     """Return the value that contains exactly these leaf objects.
 
@@ -158,7 +204,8 @@ def _transferable(leaf: Any) -> Any:
     return leaf
 
 
-def _strides_bytes(leaf: Any) -> tuple[int, ...]:
+def strides_bytes(leaf: Any) -> tuple[int, ...]:
+    """Return the strides of a tensor or array in bytes."""
     if isinstance(leaf, torch.Tensor):
         size = leaf.element_size()
         return tuple(stride * size for stride in leaf.stride())
@@ -169,8 +216,8 @@ def _strides_bytes(leaf: Any) -> tuple[int, ...]:
 def leaf_span(leaf: Any) -> Span:
     """Return the addresses that a leaf occupies: host addresses, or device addresses for CUDA."""
     if isinstance(leaf, torch.Tensor):
-        return strided_span(leaf.data_ptr(), leaf.shape, _strides_bytes(leaf), leaf.element_size())
-    return strided_span(leaf.__array_interface__["data"][0], leaf.shape, leaf.strides, leaf.itemsize)
+        return strided_span(leaf.data_ptr(), leaf.shape, strides_bytes(leaf), leaf.element_size())
+    return strided_span(leaf_address(leaf), leaf.shape, leaf.strides, leaf.itemsize)
 
 
 def _require_memory(tensor: torch.Tensor) -> None:
@@ -201,6 +248,21 @@ def _aligned(span: Span, leaf: Any) -> Span:
     return Span(span.start - (span.start - base) % _ALIGNMENT, span.stop)
 
 
+def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
+    """Return the layout of a leaf in a block. `original` is the leaf before `_transferable` detached or moved it."""
+    tensor = isinstance(leaf, torch.Tensor)
+    return LeafSpec(
+        kind=(PARAMETER if type(original) is Parameter else TENSOR) if tensor else ARRAY,
+        dtype=str(leaf.dtype).removeprefix("torch.") if tensor else _array_dtype(leaf.dtype),
+        shape=tuple(leaf.shape),
+        strides=strides_bytes(leaf),
+        block=block,
+        offset=offset,
+        requires_grad=bool(tensor and original.requires_grad),
+        device=str(original.device) if tensor else "cpu",
+    )
+
+
 def plan_layout(leaves: Sequence[Any]) -> Layout:
     """Return the bytes to transfer for these leaves, and the layout of each leaf in them.
 
@@ -211,21 +273,8 @@ def plan_layout(leaves: Sequence[Any]) -> Layout:
     blocks, home = merge([_aligned(leaf_span(leaf), leaf) for leaf in plain])
     specs = []
     for leaf, original, block in zip(plain, leaves, home, strict=True):
-        tensor = isinstance(leaf, torch.Tensor)
-        address = leaf.data_ptr() if tensor else leaf.__array_interface__["data"][0]
-        specs.append(
-            LeafSpec(
-                kind=(PARAMETER if type(original) is Parameter else TENSOR) if tensor else ARRAY,
-                dtype=str(leaf.dtype).removeprefix("torch.") if tensor else _array_dtype(leaf.dtype),
-                shape=tuple(leaf.shape),
-                strides=_strides_bytes(leaf),
-                block=block,
-                offset=address - blocks[block].start if block >= 0 else 0,
-                # From the original: `_transferable` detaches, and moves CUDA tensors to the host.
-                requires_grad=bool(tensor and original.requires_grad),
-                device=str(original.device) if tensor else "cpu",
-            )
-        )
+        offset = leaf_address(leaf) - blocks[block].start if block >= 0 else 0
+        specs.append(spec_of(leaf, original, block, offset))
     return Layout(specs=specs, blocks=blocks, held=plain)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import select
@@ -35,6 +36,9 @@ CONNECT_TIMEOUT_S = 5.0
 MAX_IDLE_PER_SOURCE = 4
 FIRST_PAUSE_S = 0.01
 LONGEST_PAUSE_S = 0.25
+_SCATTER_BELOW_BYTES = 1 << 16
+"""Size below which buffers are received several at a time."""
+_MAX_SCATTER = 512
 _READER_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Errors of a connection attempt that blame this process, not the source."""
 
@@ -135,8 +139,25 @@ class Connection:
     def receive_into(self, buffers: Sequence[Any]) -> None:
         """Fill these buffers, in order, with the raw bytes that follow a Data frame."""
         with self._translated("receive from"):
-            for buffer in buffers:
-                self._fill(memoryview(buffer).cast("B"))
+            rest = collections.deque(memoryview(buffer).cast("B") for buffer in buffers)
+            while rest:
+                if rest[0].nbytes >= _SCATTER_BELOW_BYTES:
+                    self._fill(rest.popleft())
+                else:
+                    self._fill_some(rest)
+
+    def _fill_some(self, buffers: collections.deque[memoryview]) -> None:
+        """Receive once into the first small buffers together; remove what was filled from the queue."""
+        self._set_timeout()
+        small = itertools.takewhile(lambda view: view.nbytes < _SCATTER_BELOW_BYTES, buffers)
+        got = self.socket.recvmsg_into(list(itertools.islice(small, _MAX_SCATTER)))[0]
+        if not got:
+            raise ConnectionError("connection closed")
+        while got:
+            head = buffers.popleft()
+            if got < head.nbytes:
+                buffers.appendleft(head[got:])
+            got -= min(got, head.nbytes)
 
     def close(self) -> None:
         """Close the connection at once and discard data in transit."""

@@ -296,7 +296,7 @@ class Listener:
                 # again and again without being read.
                 waiting = peer.busy or peer.inbox
                 self._watch(peer, selectors.EVENT_WRITE if peer.out else 0 if waiting else selectors.EVENT_READ)
-        except OSError as error:
+        except (OSError, wire.WireError) as error:
             self._drop(peer, str(error))
         except Exception:  # a defect in this code must end only this peer's link, not the listener
             log.exception("serving link %d", peer.number)
@@ -348,7 +348,9 @@ class Listener:
         if not peer.authenticated:
             self._authenticate(peer, message)
         elif isinstance(message, wire.Read):
-            self._read(peer, message.key)
+            self._read(peer, message.key, None)
+        elif isinstance(message, wire.ReadParts):
+            self._read(peer, message.key, wire.unpack_parts(message.parts))
         elif isinstance(message, wire.HeldQuery):
             self._send(peer, wire.HeldCount(self._store.held_for_callers()))
         elif isinstance(message, wire.Put):
@@ -414,18 +416,26 @@ class Listener:
         by_creator, _ = self._store.mark_read(entry, creator=False)
         return entry, by_creator
 
-    def _read(self, peer: _Peer, key: bytes) -> None:
+    def _read(self, peer: _Peer, key: bytes, parts: list[tuple[int, int, int]] | None) -> None:
+        """Send the blocks of a value, or these parts of them (block, offset, size)."""
         found = self._find(peer, key)
         if found is None:
             return
         entry, by_creator = found
+        views = entry.views()
+        if parts is not None:
+            sizes = [view.nbytes for view, _ in views]
+            if any(block >= len(sizes) or offset + nbytes > sizes[block] for block, offset, nbytes in parts):
+                self._refuse(peer, "a requested part lies outside the value")
+                return
+            views = [(views[block][0][offset : offset + nbytes], views[block][1]) for block, offset, nbytes in parts]
 
         def trailer() -> memoryview:
             # Checked when all bytes before it are sent: only then does the result cover all of them.
             return memoryview(wire.pack_frame(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator)))
 
-        self._send(peer, wire.Data(entry.nbytes))
-        peer.out.extend(entry.views())
+        self._send(peer, wire.Data(sum(view.nbytes for view, _ in views)))
+        peer.out.extend(views)
         peer.out.append((trailer, entry))
 
     def _put(self, peer: _Peer, key: bytes) -> None:

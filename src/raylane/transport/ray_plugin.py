@@ -24,7 +24,8 @@ from raylane.transport.backends.registry import check_name
 from raylane.transport.endpoint import endpoint
 from raylane.transport.options import PublishOptions
 from raylane.transport.publish import Publication, publish_leaves
-from raylane.transport.reader import redeem
+from raylane.transport.receiving import Delivery
+from raylane.transport.redeem import PLAIN, redeem
 from raylane.transport.ticket import decode_ticket, encode_ticket
 
 __all__ = ["RaylaneMetadata", "RaylaneTransport", "register_with_ray"]
@@ -100,13 +101,11 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
             return []
         ticket = decode_ticket(tensor_transport_metadata.ticket)
         deadline = Deadline(default_timeout_s())
-        found: list[Any] = redeem(ticket, tensor_transport_metadata.skeleton, None, deadline, may_call_ray=False)
-        if not target_buffers:
-            return found
-        with torch.no_grad():
-            for target, tensor in zip(target_buffers, found, strict=True):
-                target.copy_(tensor)
-        return target_buffers
+        wish = Delivery(into=target_buffers) if target_buffers else PLAIN
+        found: list[Any] = redeem(
+            ticket, tensor_transport_metadata.skeleton, None, deadline, may_call_ray=False, wish=wish
+        )
+        return found
 
     def send_multiple_tensors(
         self, tensors: list[Any], tensor_transport_metadata: Any, communicator_metadata: Any

@@ -10,34 +10,21 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import FrameType
 from typing import Any
 
-import msgspec
-
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
-from raylane.core.segment import bytes_at
-from raylane.errors import (
-    ProtocolError,
-    TensorMutatedError,
-    TransferTimeoutError,
-    TransportError,
-    TransportUnavailableError,
-)
+from raylane.errors import ProtocolError, TransferTimeoutError, TransportError
 from raylane.transport import codec
-from raylane.transport.backends.base import FetchResult, allocate, copy_to_pool, freed_error, moved_error
-from raylane.transport.backends.registry import AUTO, adopt, backends
-from raylane.transport.choose import choose
-from raylane.transport.endpoint import Endpoint, endpoint
-from raylane.transport.groups import groups_of_this_process
+from raylane.transport.backends.base import copy_to_pool
+from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import unpickles_for_wrapper
-from raylane.transport.store import Entry
-from raylane.transport.ticket import Ticket, checksum, decode_ticket
+from raylane.transport.receiving import Delivery
+from raylane.transport.redeem import PLAIN, Present, redeem
+from raylane.transport.ticket import Ticket, decode_ticket
 
 _FRAMES_TO_GET = 64
 """Number of stack frames searched for `Worker.get_objects`.
@@ -50,6 +37,8 @@ _GRACE_S = 0.5
 
 class _Collecting(threading.local):
     depth = 0
+    leaves = False
+    """True if values that arrived with their tickets are wanted as Present."""
 
 
 _collecting = _Collecting()
@@ -71,11 +60,15 @@ class Pending:
         self.future: Future[Any] | None = None
         self.deadline = Deadline(None)
 
-    def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> None:
+    def redeem(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool, wish: Delivery = PLAIN) -> Any:
+        """Return the value; as the function `redeem`."""
+        return redeem(self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
+
+    def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool, wish: Delivery = PLAIN) -> None:
         """Begin the fetch on a thread of the endpoint. Does not wait."""
         self.deadline = deadline
         self.future = endpoint().fetchers.submit(
-            functools.partial(redeem, self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray)
+            functools.partial(self.redeem, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
         )
 
     def result(self) -> Any:
@@ -106,12 +99,10 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
         return ProtocolError(str(error))
     if ticket.inline is not None:
         # bytearray, because the tensors must be writable and bytes are not.
-        blocks = [bytearray(block) for block in ticket.inline]
-        return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, blocks))
+        return _arrived(ticket, skeleton, [bytearray(block) for block in ticket.inline])
     if carried is not None:
         # The caller may write to its tensors, and the memory of Ray's store is shared and read-only.
-        copies = copy_to_pool(ticket, endpoint(), carried)
-        return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, copies))
+        return _arrived(ticket, skeleton, copy_to_pool(ticket, endpoint(), carried))
     gets = _enclosing_gets()
     if gets and gets == _collecting.depth:
         return Pending(ticket, skeleton)
@@ -125,6 +116,14 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
         return redeem(ticket, skeleton, None, deadline, may_call_ray=False)
     except TransportError as error:
         return error  # Ray raises the returned object itself; a raise here would become an untyped RaySystemError
+
+
+def _arrived(ticket: Ticket, skeleton: bytes, blocks: list[Any]) -> Any:
+    """Return the value whose blocks came with its ticket; the Present if `raylane.get` asked for it."""
+    leaves = codec.build_leaves(ticket.specs, blocks)
+    if _collecting.leaves and _enclosing_gets() == _collecting.depth:
+        return Present(skeleton, leaves)
+    return codec.decode_value(skeleton, leaves)
 
 
 def _enclosing_gets() -> int:
@@ -143,139 +142,20 @@ def _enclosing_gets() -> int:
     return found
 
 
-def redeem(ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool) -> Any:
-    """Return the value of a ticket; wait for its bytes at most until the deadline. Raises a TransportError."""
-    here = endpoint()
-    source = ticket.origin()
-    wish = ticket.wanted if wanted is None else wanted
-    if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
-        here.counts["outside_group"] += 1
-        wish = AUTO
-    adopt(wish)
-    choice = choose(source, here.place, wish, backends(), here.blocked, may_call_ray=may_call_ray)
-    if choice.names[0] == "local":
-        entry = here.store.get(ticket.key)
-        if entry is None or entry.nonce != ticket.nonce:
-            raise freed_error(ticket)
-        # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
-        if entry.segment < 0:
-            here.counts["local"] += 1
-            return _redeem_own(here, entry, ticket, skeleton)
-    result = _fetch(here, ticket, choice.names, deadline, last_resort=wish != AUTO)
-    # Before the value is unpickled, so that no code of the user sees other content than was published.
-    _check_content(ticket, result.blocks)
-    if result.mutated and ticket.on_mutation == "warn":
-        warnings.warn(_mutated_text(ticket), UserWarning, stacklevel=2)
-    if result.creator_read:
-        _warn_shared(ticket)
-    return codec.decode_value(skeleton, _build_leaves(ticket, result))
+def collect(refs: list[Any], timeout_s: float | None, *, leaves: bool = False) -> list[Any]:
+    """Return the values of refs as `ray.get` does, unredeemed tickets as Pending. Raises the errors of `ray.get`.
 
-
-def _redeem_own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Any:
-    """Return a value that this process holds: the producer's own objects, or a copy for a plain task."""
-    if _ray.is_task_worker():
-        # Tasks share worker processes arbitrarily, so copy instead of aliasing.
-        blocks = allocate(ticket, here)
-        if not entry.copy_to(blocks):
-            raise moved_error(ticket)
-        _check_content(ticket, blocks)
-        return codec.decode_value(skeleton, codec.build_leaves(ticket.specs, blocks))
-    # The creator gets its own leaves even where other readers get a copy, so those must be intact as well.
-    if not entry.is_intact(include_copied=True):
-        raise moved_error(ticket)
-    if ticket.checksum is not None:
-        _check_own_content(ticket, entry)
-    _, by_remote = here.store.mark_read(entry, creator=True)
-    if by_remote:
-        _warn_shared(ticket)
-    return codec.decode_value(skeleton, entry.leaves, own=True)
-
-
-def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
-    """Raise TensorMutatedError if the ticket has a checksum and these bytes do not match it."""
-    if ticket.checksum is not None and checksum(blocks) != ticket.checksum:
-        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
-
-
-def _check_own_content(ticket: Ticket, entry: Entry) -> None:
-    """Raise TensorMutatedError if the producer's own objects do not match the ticket's checksum.
-
-    Leaves that were copied at publication (such as a column of a matrix) are copied again here, to other addresses.
-    Blocks are numbered by address, so a block may have another number now than in the ticket.
+    With `leaves`, all other values are returned as Present.
     """
-    now = codec.plan_layout(entry.leaves)
-    number = {then.block: spec.block for then, spec in zip(ticket.specs, now.specs, strict=True)}
-    renumbered = [msgspec.structs.replace(then, block=number[then.block]) for then in ticket.specs]
-    if renumbered != now.specs or len(now.blocks) != len(ticket.blocks):
-        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
-    blocks = [now.blocks[number[i]] for i in range(len(ticket.blocks))]
-    _check_content(ticket, [bytes_at(block.start, block.nbytes) for block in blocks])
-
-
-def _fetch(
-    here: Endpoint, ticket: Ticket, names: tuple[str, ...], deadline: Deadline, *, last_resort: bool
-) -> FetchResult:
-    """Try the transports in order; remember a transport that does not work between these two processes.
-
-    With `last_resort` the first TransportUnavailableError is raised instead of trying the next transport.
-    """
-    source = ticket.origin()
-    for name in names:
-        try:
-            result = backends()[name].fetch(ticket, here, deadline)
-        except TransportUnavailableError as error:
-            # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
-            here.blocked[name, source.place] = error.message
-            if last_resort or name == names[-1]:
-                raise
-            continue
-        here.counts[name] += 1
-        here.counts[f"{name}_bytes"] += ticket.nbytes
-        return result
-    raise AssertionError(f"no transport to try for {source}")
-
-
-def _build_leaves(ticket: Ticket, result: FetchResult) -> list[Any]:
-    try:
-        return codec.build_leaves(ticket.specs, result.blocks)
-    except (RuntimeError, AssertionError) as error:  # torch raises either class in a process without CUDA
-        devices = sorted({spec.device for spec in ticket.specs if spec.device != "cpu"})
-        if not devices:
-            raise
-        raise TransportUnavailableError(
-            f"could not rebuild the value of {ticket.origin()}: its tensors are on {', '.join(devices)}, which this "
-            f"process does not have ({error}). Move the tensors to the CPU before returning them, or read them on a GPU"
-        ) from error
-
-
-def _mutated_text(ticket: Ticket) -> str:
-    return (
-        f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
-        "would see other content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "
-        "publish with snapshot=True"
-    )
-
-
-def _warn_shared(ticket: Ticket) -> None:
-    if ticket.on_mutation != "allow":
-        warnings.warn(
-            f"a value is passed both to {ticket.origin()}, which created it, and to other processes. Its tensors are "
-            "not copied for the creator: if the creator writes to them, the other processes see the write or not, "
-            "depending on when they read. Publish with snapshot=True, or clone before writing",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def collect(refs: list[Any], timeout_s: float | None) -> list[Any]:
-    """Return the values of refs as `ray.get` does, unredeemed tickets as Pending. Raises the errors of `ray.get`."""
     import ray
 
     # Ray may unpickle a user's object inside this ray.get, and that object may call raylane.get again.
-    outer = _collecting.depth
-    _collecting.depth = _enclosing_gets() + 1
+    outer = _collecting.depth, _collecting.leaves
+    _collecting.depth, _collecting.leaves = _enclosing_gets() + 1, leaves
     try:
         values: list[Any] = ray.get(refs, timeout=timeout_s)
     finally:
-        _collecting.depth = outer
+        _collecting.depth, _collecting.leaves = outer
+    if leaves:
+        return [one if type(one) in (Pending, Present) else Present(*codec.encode_containers(one)) for one in values]
     return values

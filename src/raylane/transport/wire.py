@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -38,6 +39,9 @@ _Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_
 _Key = Annotated[bytes, msgspec.Meta(max_length=64)]
 _Proof = Annotated[bytes, msgspec.Meta(max_length=64)]
 _LENGTH = struct.Struct("<I")
+_PART = struct.Struct("<QQQ")
+MAX_PARTS = 1 << 15
+"""Limit of the parts in one ReadParts, so that the request fits a frame."""
 
 
 class Challenge(msgspec.Struct, tag=0, array_like=True, frozen=True):
@@ -73,6 +77,16 @@ class Read(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Request for the blocks of one value; answered by Data or Gone."""
 
     key: _Key
+
+
+class ReadParts(msgspec.Struct, tag=19, array_like=True, frozen=True):
+    """Request for parts of one value; answered by Data with the parts in order, Gone, or Refusal if one is outside.
+
+    `parts` holds three 64-bit numbers (little-endian) for each part: number of the block, offset and size in bytes.
+    """
+
+    key: _Key
+    parts: bytes
 
 
 class Data(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -223,6 +237,7 @@ Message: TypeAlias = (
     | Word
     | Met
     | Send
+    | ReadParts
     | Want
     | Offer
     | Taken
@@ -230,6 +245,18 @@ Message: TypeAlias = (
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 # The tags are part of the protocol: keep the number of a message when it is renamed.
+
+
+def pack_parts(parts: Iterable[tuple[int, int, int]]) -> bytes:
+    """Return (block, offset, size) of each part as ReadParts carries them."""
+    return b"".join(_PART.pack(*part) for part in parts)
+
+
+def unpack_parts(packed: bytes) -> list[tuple[int, int, int]]:
+    """Return what `pack_parts` packed. WireError if the bytes are no list of parts."""
+    if len(packed) % _PART.size:
+        raise WireError(f"a list of parts takes a multiple of {_PART.size} bytes, got {len(packed)}")
+    return list(_PART.iter_unpack(packed))
 
 
 class WireError(ValueError):

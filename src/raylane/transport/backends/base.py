@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import small_blocks
+from raylane.core.segment import bytes_at, small_blocks
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
+    from raylane.transport.parts import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,16 @@ class Backend(abc.ABC):
         Raises SourceLostError, TensorFreedError, TransferTimeoutError or ProtocolError. TransportUnavailableError means
         that this transport turned out not to work between the two processes; `auto` then tries the next one.
         """
+
+    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Fetch parts of the blocks to their addresses, which the caller keeps valid; the result has no blocks.
+
+        Errors and waiting as for `fetch`; after an error the content at the addresses is undefined. This default
+        fetches the whole value; a transport that can move less overrides it.
+        """
+        found = self.fetch(ticket, endpoint, deadline)
+        copy_parts(parts, found.blocks)
+        return FetchResult(blocks=[], mutated=found.mutated, creator_read=found.creator_read)
 
 
 def freed_error(ticket: Ticket) -> TensorFreedError:
@@ -126,6 +137,13 @@ def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
         ]
     except OSError as error:
         raise receive_error(ticket, error) from error
+
+
+def copy_parts(parts: Sequence[Part], blocks: Sequence[Any]) -> None:
+    """Copy parts of these blocks to their addresses."""
+    views = [memoryview(block).cast("B") for block in blocks]
+    for part in parts:
+        bytes_at(part.address, part.nbytes)[:] = views[part.block][part.offset : part.offset + part.nbytes]
 
 
 def copy_to_pool(ticket: Ticket, endpoint: Endpoint, sources: Sequence[Any]) -> list[Any]:

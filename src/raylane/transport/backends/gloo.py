@@ -68,7 +68,7 @@ def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:
         wait(pair.deadline)
         return blocks
 
-    found = read_answer(pair, ticket, receive)
+    found = read_answer(pair, ticket, ticket.nbytes, receive)
     if isinstance(found, FetchResult):
         return found
     raise answer_error(found, ticket.origin(), ticket)

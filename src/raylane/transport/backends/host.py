@@ -14,9 +14,11 @@ A nonce that still matches was cleared after all earlier reads, so everything re
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core import place, vm
@@ -40,6 +42,7 @@ from raylane.transport.ticket import HEADER_BYTES, Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
+    from raylane.transport.parts import Part
 
 _REMOTE_READ_OFFSET = 12
 """Offset of `remote_read` in a header slot; `HeaderSlots` draws the slot."""
@@ -69,41 +72,56 @@ class HostBackend(Backend):
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Read the blocks out of the source's memory, or map its snapshot."""
-        source = ticket.origin()
-        if ticket.guards is None:
-            raise TransportUnavailableError(
-                f"the memory of {source} cannot be read one-sidedly: its torch or NumPy lays out objects in a way that "
-                "this raylane does not know, so a reader could not tell whether memory was freed. Use tcp",
-                source=source.label,
-            )
-        header = ctypes.create_string_buffer(HEADER_BYTES)
-        header_range = (ticket.header_address, address_of(header), HEADER_BYTES)
-        pid, counted, guarded = source.place.pid, b"", b""
-        # Before the `try`: a lack of memory in this process must not be translated into an error of the source.
-        blocks = [] if ticket.segment >= 0 else allocate(ticket, endpoint)
-        try:
-            if ticket.segment >= 0:
-                blocks = _map(ticket, source)
-            else:
-                ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
-                vm.read(pid, ranges, deadline)
-                # Read counters and guards after the data: only then does an unchanged value cover all of the data.
-                counted, guarded = vm.gather(pid, ticket.counters), vm.gather(pid, ticket.guards)
-            # Read the header last, for the same reason (see the order at the head of this module).
-            vm.read(pid, [header_range])
-        except TimeoutError as error:
-            raise timeout_error(ticket, deadline) from error
-        except OSError as error:
-            raise _translate(error, ticket) from error
-        nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
-        if nonce != ticket.nonce:
-            # The pid may have been reused by another process: that process has another nonce here, or none.
-            raise freed_error(ticket) if place.alive(source.place) else _lost(source)
-        if ticket.guards and digest(guarded) != ticket.guarded:
-            raise moved_error(ticket)
-        if not remote_read:  # one mark is enough for all readers
-            _mark_read(ticket)
-        return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
+        if ticket.segment >= 0:
+            return _read(ticket, [], deadline, blocks_of_segment=True)
+        # Before the read: a lack of memory in this process must not be translated into an error of the source.
+        blocks = allocate(ticket, endpoint)
+        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
+        return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
+
+    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Read only these parts; a snapshot is mapped, and read where the parts are."""
+        if ticket.segment >= 0:
+            return super().fetch_parts(ticket, parts, endpoint, deadline)
+        starts = [block.start for block in ticket.blocks]
+        return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
+
+
+def _read(
+    ticket: Ticket, ranges: list[vm.Range], deadline: Deadline, *, blocks_of_segment: bool = False
+) -> FetchResult:
+    """Read ranges of the source's memory, or map the blocks of its snapshot; then check that they were valid."""
+    source = ticket.origin()
+    if ticket.guards is None:
+        raise TransportUnavailableError(
+            f"the memory of {source} cannot be read one-sidedly: its torch or NumPy lays out objects in a way that "
+            "this raylane does not know, so a reader could not tell whether memory was freed. Use tcp",
+            source=source.label,
+        )
+    header = ctypes.create_string_buffer(HEADER_BYTES)
+    pid, counted, guarded, blocks = source.place.pid, b"", b"", []
+    try:
+        if blocks_of_segment:
+            blocks = _map(ticket, source)
+        else:
+            vm.read(pid, ranges, deadline)
+            # Read counters and guards after the data: only then does an unchanged value cover all of the data.
+            counted, guarded = vm.gather(pid, ticket.counters), vm.gather(pid, ticket.guards)
+        # Read the header last, for the same reason (see the order at the head of this module).
+        vm.read(pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+    except TimeoutError as error:
+        raise timeout_error(ticket, deadline) from error
+    except OSError as error:
+        raise _translate(error, ticket) from error
+    nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
+    if nonce != ticket.nonce:
+        # The pid may have been reused by another process: that process has another nonce here, or none.
+        raise freed_error(ticket) if place.alive(source.place) else _lost(source)
+    if ticket.guards and digest(guarded) != ticket.guarded:
+        raise moved_error(ticket)
+    if not remote_read:  # one mark is enough for all readers
+        _mark_read(ticket)
+    return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:

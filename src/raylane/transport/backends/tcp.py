@@ -5,11 +5,12 @@ Works for every value between any two processes, so `auto` uses it when nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
+from raylane.core.segment import bytes_at
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport import wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, freed_error, moved_error
@@ -19,6 +20,7 @@ from raylane.transport.ticket import Ticket
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
+    from raylane.transport.parts import Part
 
 
 class TcpBackend(Backend):
@@ -42,15 +44,40 @@ class TcpBackend(Backend):
                 link.receive_into(blocks)
                 return blocks
 
-            found = read_answer(link, ticket, receive)
+            found = read_answer(link, ticket, ticket.nbytes, receive)
         if isinstance(found, FetchResult):
             return found
         # Raise outside the `with` block: the link is in a defined state and can be used again.
         raise answer_error(found, source, ticket)
 
+    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+        """Request only these parts and receive them where they belong."""
+        source, results = ticket.origin(), []
+        for first in range(0, len(parts), wire.MAX_PARTS):
+            some = parts[first : first + wire.MAX_PARTS]
+            targets = [bytes_at(part.address, part.nbytes) for part in some]
+            with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
+                link.send(wire.ReadParts(ticket.key, wire.pack_parts(part[:3] for part in some)))
 
-def read_answer(link: Link, ticket: Ticket, receive: Callable[[], list[Any]]) -> FetchResult | wire.Message:
-    """Return the value that a source sends after a request, or its other answer; `receive` returns the filled blocks.
+                def receive(link: Link = link, targets: list[Any] = targets) -> list[Any]:
+                    link.receive_into(targets)
+                    return []
+
+                found = read_answer(link, ticket, sum(part.nbytes for part in some), receive)
+            if not isinstance(found, FetchResult):
+                raise answer_error(found, source, ticket)
+            results.append(found)
+        return FetchResult(
+            blocks=[],
+            mutated=any(one.mutated for one in results),
+            creator_read=any(one.creator_read for one in results),
+        )
+
+
+def read_answer(
+    link: Link, ticket: Ticket, nbytes: int, receive: Callable[[], list[Any]]
+) -> FetchResult | wire.Message:
+    """Return the `nbytes` that a source sends after a request, or its other answer; `receive` returns filled blocks.
 
     ProtocolError if the source announces another size, or does not end the value with a Trailer.
     """
@@ -58,10 +85,9 @@ def read_answer(link: Link, ticket: Ticket, receive: Callable[[], list[Any]]) ->
     if not isinstance(answer, wire.Data):
         return answer
     # Compare before receiving: the blocks are allocated by the ticket's sizes.
-    if answer.nbytes != ticket.nbytes:
+    if answer.nbytes != nbytes:
         raise ProtocolError(
-            f"could not read a value of {source}: the source announced {answer.nbytes} bytes, the ticket "
-            f"{ticket.nbytes}"
+            f"could not read a value of {source}: the source announced {answer.nbytes} bytes instead of {nbytes}"
         )
     blocks = receive()
     trailer = link.receive()

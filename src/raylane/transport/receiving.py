@@ -1,0 +1,192 @@
+"""Delivery of tensors the way a reader wants them: in its own memory, in slices, on a device, with a dtype.
+
+Bytes go straight to their final place where the layouts allow it (`parts`); everything else is received into pooled
+memory first and copied by torch or NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from raylane.core.segment import BufferPool, address_of
+from raylane.errors import TransportUnavailableError
+from raylane.transport import codec
+from raylane.transport.codec import LeafSpec
+from raylane.transport.parts import Part, contiguous_strides, parts_of, size_of, sliced, span_of
+
+WIDE_FACTOR = 2
+"""Ratio of span to elements above which a slice is not received with the bytes between its elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How a reader wants the tensors of a value."""
+
+    into: Any = None
+    """Tensors to fill, as `targets.match` accepts them; None for new ones."""
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    """Floating-point dtype of all floating-point tensors; None for the one of the producer."""
+
+    @property
+    def plain(self) -> bool:
+        """True if the value is wanted as it is."""
+        return self.into is None and self.device is None and self.dtype is None
+
+
+def delivery(into: Any, device: Any, dtype: Any, *, where: str) -> Delivery:
+    """Return the checked wishes. TypeError or ValueError names the argument and what is accepted."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            f"{where}: dtype must be a floating-point torch dtype such as torch.bfloat16, got {dtype!r}. Only "
+            "floating-point tensors are converted"
+        )
+    found = None
+    if device is not None:
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{where}: device must be such as 'cpu' or 'cuda:0', got {device!r}") from error
+        if found.type not in ("cpu", "cuda"):
+            raise ValueError(f"{where}: device must be 'cpu' or 'cuda', got {device!r}")
+        if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+            raise TransportUnavailableError(
+                f"{where}: device={device!r} does not exist here: this process sees {torch.cuda.device_count()} CUDA "
+                "devices. Use device='cpu', or give the actor a GPU"
+            )
+    if into is not None and (found is not None or dtype is not None):
+        raise ValueError(f"{where}: into has a device and a dtype of its own. Pass into alone")
+    return Delivery(into=into, device=found, dtype=dtype)
+
+
+@dataclass(eq=False, slots=True)
+class _Landing:
+    """One leaf on its way: its parts, and what is left to do when they have arrived."""
+
+    parts: list[Part]
+    finish: Callable[[], Any]
+    """Returns the leaf; called after the parts have arrived."""
+
+
+def receive(
+    specs: Sequence[LeafSpec],
+    targets: Sequence[Any],
+    pool: BufferPool,
+    fetch: Callable[[list[Part]], None],
+) -> list[Any]:
+    """Return leaves of these layouts, in their targets or in pooled memory; `fetch` moves the parts and may raise.
+
+    The specs describe whole leaves or slices of them. ValueError if a target has another shape or dtype.
+    """
+    landings = [_land(spec, target, pool) for spec, target in zip(specs, targets, strict=True)]
+    fetch([part for landing in landings for part in landing.parts])
+    return [landing.finish() for landing in landings]
+
+
+def _land(spec: LeafSpec, target: Any, pool: BufferPool) -> _Landing:
+    itemsize = codec.itemsize_of(spec)
+    if target is not None:
+        check_target(spec, target)
+        if _is_addressable(target):
+            parts = parts_of(spec, itemsize, codec.leaf_address(target), codec.strides_bytes(target))
+            if parts is not None:
+                return _Landing(parts, lambda: _written(target))
+    if spec.block < 0:
+        return _Landing([], lambda: _fill(target, codec.build_leaves([spec], [])[0]))
+    span = span_of(spec, itemsize)
+    if target is None and span.nbytes > WIDE_FACTOR * size_of(spec, itemsize):
+        dense = msgspec.structs.replace(spec, block=0, offset=0, strides=contiguous_strides(spec.shape, itemsize))
+        buffer = pool.take(size_of(spec, itemsize))
+        parts = parts_of(spec, itemsize, address_of(buffer), dense.strides)
+        if parts is not None:
+            return _Landing(parts, lambda: codec.build_leaves([dense], [buffer])[0])
+    staging = pool.take(span.nbytes)
+    moved = msgspec.structs.replace(spec, block=0, offset=spec.offset - span.start)
+    part = Part(spec.block, span.start, span.nbytes, address_of(staging))
+    return _Landing([part], lambda: _fill(target, codec.build_leaves([moved], [staging])[0]))
+
+
+def check_target(spec: LeafSpec, target: Any) -> None:
+    """Raise ValueError or TypeError if a leaf cannot be received into a target without a change of its values."""
+    tensor = isinstance(target, torch.Tensor)
+    if tuple(target.shape) != tuple(spec.shape):
+        raise ValueError(
+            f"into has shape {tuple(target.shape)}, the value {tuple(spec.shape)}. Pass a target of its shape"
+        )
+    if tensor and (target.is_quantized or target.layout is not torch.strided or target.is_nested):
+        raise TypeError(f"into must hold strided tensors, got one of layout {target.layout}")
+    if target.dtype != _dtype_as(spec, tensor=tensor):
+        raise ValueError(f"into has dtype {target.dtype}, the value {spec.dtype}. Pass a target of its dtype")
+    if not tensor and not target.flags.writeable:
+        raise ValueError("into has a NumPy array that is not writable. Pass a writable one")
+    if 0 not in target.shape and any(
+        stride == 0 and size > 1 for stride, size in zip(codec.strides_bytes(target), target.shape, strict=True)
+    ):
+        raise ValueError("into has a tensor whose elements share memory (expand). Pass one with memory of its own")
+
+
+def _dtype_as(spec: LeafSpec, *, tensor: bool) -> Any:
+    """Return the dtype that a target of a leaf must have: that of the leaf, as torch or as NumPy names it."""
+    array = codec.array_dtype(spec)
+    if not tensor:
+        return array
+    if spec.kind != codec.ARRAY:
+        return getattr(torch, spec.dtype)
+    try:
+        return torch.from_numpy(np.empty(0, array)).dtype
+    except TypeError:
+        return None
+
+
+def _is_addressable(target: Any) -> bool:
+    """Return True if the bytes of a leaf can be written straight to a target's memory."""
+    if isinstance(target, np.ndarray):
+        return True
+    # A subclass may keep its elements elsewhere, and these two bits mean that memory holds other values.
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter)
+    return bool(plain and target.device.type == "cpu" and not target.is_conj() and not target.is_neg())
+
+
+def _written(target: Any) -> Any:
+    """Tell autograd that a tensor was written to behind its back."""
+    if isinstance(target, torch.Tensor) and not target.is_inference():
+        torch.autograd.graph.increment_version(target)
+    return target
+
+
+def _fill(target: Any, leaf: Any) -> Any:
+    """Return a target with the content of a leaf; the leaf itself if there is no target."""
+    return leaf if target is None else copy_into(target, leaf)
+
+
+def copy_into(target: Any, leaf: Any) -> Any:
+    """Copy a leaf of the same shape and dtype into a target, tensor or array, and return the target."""
+    if isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            target.copy_(leaf if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(leaf)))
+        return target
+    np.copyto(target, leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf, casting="no")
+    return target
+
+
+def convert(leaf: Any, wish: Delivery) -> Any:
+    """Return a leaf on the device and with the dtype of a wish; the same object if it is so already."""
+    if not isinstance(leaf, torch.Tensor) or (wish.device is None and wish.dtype is None):
+        return leaf
+    dtype = wish.dtype if leaf.dtype.is_floating_point else None
+    with torch.no_grad():
+        found = leaf.to(device=wish.device, dtype=dtype)
+    if found is leaf:
+        return leaf
+    if isinstance(leaf, torch.nn.Parameter):
+        return torch.nn.Parameter(found, requires_grad=leaf.requires_grad)
+    return found.requires_grad_(leaf.requires_grad)
+
+
+__all__ = ["Delivery", "check_target", "convert", "copy_into", "delivery", "receive", "sliced"]

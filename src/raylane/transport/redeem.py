@@ -1,0 +1,266 @@
+"""Redemption of a ticket: choice of a transport, the fetch, and all checks that the content is what was published.
+
+`reader` calls it when Ray unpickles a ticket, `api` for `raylane.get`, and `opened` for reads of parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from raylane import _ray
+from raylane.core.deadline import Deadline
+from raylane.core.segment import bytes_at
+from raylane.errors import TensorMutatedError, TransportUnavailableError
+from raylane.transport import codec
+from raylane.transport.backends.base import (
+    Backend,
+    FetchResult,
+    allocate,
+    copy_parts,
+    freed_error,
+    moved_error,
+)
+from raylane.transport.backends.registry import AUTO, adopt, backends
+from raylane.transport.choose import choose
+from raylane.transport.codec import LeafSpec
+from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.groups import groups_of_this_process
+from raylane.transport.parts import Part
+from raylane.transport.receiving import Delivery, check_target, convert, copy_into, receive
+from raylane.transport.store import Entry
+from raylane.transport.targets import match, structure
+from raylane.transport.ticket import Ticket, checksum
+
+PLAIN = Delivery()
+
+
+@dataclass(frozen=True)
+class Present:
+    """A value whose tensors are in this process."""
+
+    skeleton: bytes
+    leaves: list[Any]
+    own: bool = False
+    """True if the leaves are the producer's own objects."""
+
+    def deliver(self, wish: Delivery) -> Any:
+        """Return the value as its reader wants it."""
+        if wish.plain:
+            return codec.decode_value(self.skeleton, self.leaves, own=self.own)
+        if wish.into is None:
+            found = [convert(leaf, wish) for leaf in self.leaves]
+        else:
+            numbers = [i for i, leaf in enumerate(self.leaves) if codec.is_leaf(leaf)]
+            targets = dict(zip(numbers, match(self.shown(), len(numbers), wish.into), strict=True))
+            found = [leaf if targets.get(i) is None else targets[i] for i, leaf in enumerate(self.leaves)]
+            for target, leaf in zip(found, self.leaves, strict=True):
+                if target is not leaf:
+                    check_target(codec.spec_of(leaf, leaf, -1, 0), target)
+            for target, leaf in zip(found, self.leaves, strict=True):
+                if target is not leaf:
+                    copy_into(target, leaf)
+        return codec.decode_value(self.skeleton, found)
+
+    def shown(self) -> Any:
+        """Return the structure of the value, with a Slot for each tensor."""
+        return structure(self.skeleton, self.leaves)
+
+
+@dataclass(frozen=True)
+class _Fetching:
+    """One read of a value of another process, or of parts of it."""
+
+    here: Endpoint
+    ticket: Ticket
+    names: tuple[str, ...]
+    """Transports to try, in order."""
+    deadline: Deadline
+    last_resort: bool
+    """True to raise the first TransportUnavailableError instead of trying the next transport."""
+
+    def blocks(self) -> list[Any]:
+        """Return all blocks of the value, in pooled memory, after a check of their content."""
+        result = self._try_all(lambda one: one.fetch(self.ticket, self.here, self.deadline), self.ticket.nbytes)
+        # Before the value is unpickled, so that no code of the user sees other content than was published.
+        _check_content(self.ticket, result.blocks)
+        self._warn(result)
+        return result.blocks
+
+    def parts(self, parts: list[Part]) -> None:
+        """Bring parts of the blocks to their addresses."""
+        if self.ticket.checksum is not None:
+            # The checksum covers the whole value, so only a read of the whole can be checked.
+            copy_parts(parts, self.blocks())
+            return
+        nbytes = sum(part.nbytes for part in parts)
+        self._warn(self._try_all(lambda one: one.fetch_parts(self.ticket, parts, self.here, self.deadline), nbytes))
+
+    def _try_all(self, fetch: Callable[[Backend], FetchResult], nbytes: int) -> FetchResult:
+        """Try the transports in order; remember one that does not work between these two processes."""
+        for name in self.names:
+            try:
+                result = fetch(backends()[name])
+            except TransportUnavailableError as error:
+                # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
+                self.here.blocked[name, self.ticket.origin().place] = error.message
+                if self.last_resort or name == self.names[-1]:
+                    raise
+                continue
+            self.here.counts[name] += 1
+            self.here.counts[f"{name}_bytes"] += nbytes
+            return result
+        raise AssertionError(f"no transport to try for {self.ticket.origin()}")
+
+    def _warn(self, result: FetchResult) -> None:
+        if result.mutated and self.ticket.on_mutation == "warn":
+            warnings.warn(_mutated_text(self.ticket), UserWarning, stacklevel=2)
+        if result.creator_read:
+            _warn_shared(self.ticket)
+
+
+def redeem(
+    ticket: Ticket,
+    skeleton: bytes,
+    wanted: str | None,
+    deadline: Deadline,
+    *,
+    may_call_ray: bool,
+    wish: Delivery = PLAIN,
+) -> Any:
+    """Return the value of a ticket as `wish` describes; wait at most until the deadline. Raises a TransportError.
+
+    ValueError or TypeError if the targets of the wish do not fit the value.
+    """
+    found = _find(ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray)
+    if isinstance(found, Present):
+        return found.deliver(wish)
+    specs = ticket.specs
+    if wish.into is not None:
+        targets = match(structure(skeleton, specs), len(specs), wish.into)
+        return codec.decode_value(skeleton, receive(specs, targets, found.here.pool, found.parts))
+    if wish.device is not None:
+        specs = [
+            msgspec.structs.replace(one, device=str(wish.device)) if one.kind != codec.ARRAY else one for one in specs
+        ]
+    leaves = _build_leaves(ticket, specs, found.blocks())
+    return codec.decode_value(skeleton, [convert(leaf, wish) for leaf in leaves])
+
+
+def redeem_parts(
+    ticket: Ticket,
+    views: Sequence[LeafSpec],
+    targets: Sequence[Any],
+    wanted: str | None,
+    deadline: Deadline,
+    own: Callable[[list[Any]], list[Any]],
+) -> list[Any]:
+    """Return leaves, or slices of leaves, of the value of a ticket, in their targets (None: in new memory).
+
+    `own` makes the same of the producer's own leaves, if this process is the producer. Waits and raises as `redeem`.
+    """
+    found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
+    if isinstance(found, Present):
+        return own(found.leaves)
+    return receive(views, targets, found.here.pool, found.parts)
+
+
+def _find(
+    ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool
+) -> Present | _Fetching:
+    """Return the value if this process holds it, else the way to fetch it."""
+    here = endpoint()
+    source = ticket.origin()
+    name = ticket.wanted if wanted is None else wanted
+    if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
+        here.counts["outside_group"] += 1
+        name = AUTO
+    adopt(name)
+    choice = choose(source, here.place, name, backends(), here.blocked, may_call_ray=may_call_ray)
+    if choice.names[0] == "local":
+        entry = here.store.get(ticket.key)
+        if entry is None or entry.nonce != ticket.nonce:
+            raise freed_error(ticket)
+        # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
+        if entry.segment < 0:
+            here.counts["local"] += 1
+            return _own(here, entry, ticket, skeleton)
+    return _Fetching(here, ticket, choice.names, deadline, last_resort=name != AUTO)
+
+
+def _own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Present:
+    """Return a value that this process holds: the producer's own objects, or a copy for a plain task."""
+    if _ray.is_task_worker():
+        # Tasks share worker processes arbitrarily, so copy instead of aliasing.
+        blocks = allocate(ticket, here)
+        if not entry.copy_to(blocks):
+            raise moved_error(ticket)
+        _check_content(ticket, blocks)
+        return Present(skeleton, codec.build_leaves(ticket.specs, blocks))
+    # The creator gets its own leaves even where other readers get a copy, so those must be intact as well.
+    if not entry.is_intact(include_copied=True):
+        raise moved_error(ticket)
+    if ticket.checksum is not None:
+        _check_own_content(ticket, entry)
+    _, by_remote = here.store.mark_read(entry, creator=True)
+    if by_remote:
+        _warn_shared(ticket)
+    return Present(skeleton, entry.leaves, own=True)
+
+
+def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
+    """Raise TensorMutatedError if the ticket has a checksum and these bytes do not match it."""
+    if ticket.checksum is not None and checksum(blocks) != ticket.checksum:
+        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
+
+
+def _check_own_content(ticket: Ticket, entry: Entry) -> None:
+    """Raise TensorMutatedError if the producer's own objects do not match the ticket's checksum.
+
+    Leaves that were copied at publication (such as a column of a matrix) are copied again here, to other addresses.
+    Blocks are numbered by address, so a block may have another number now than in the ticket.
+    """
+    now = codec.plan_layout(entry.leaves)
+    number = {then.block: spec.block for then, spec in zip(ticket.specs, now.specs, strict=True)}
+    renumbered = [msgspec.structs.replace(then, block=number[then.block]) for then in ticket.specs]
+    if renumbered != now.specs or len(now.blocks) != len(ticket.blocks):
+        raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
+    blocks = [now.blocks[number[i]] for i in range(len(ticket.blocks))]
+    _check_content(ticket, [bytes_at(block.start, block.nbytes) for block in blocks])
+
+
+def _build_leaves(ticket: Ticket, specs: Sequence[LeafSpec], blocks: list[Any]) -> list[Any]:
+    try:
+        return codec.build_leaves(specs, blocks)
+    except (RuntimeError, AssertionError) as error:  # torch raises either class in a process without CUDA
+        devices = sorted({spec.device for spec in specs if spec.device != "cpu"})
+        if not devices:
+            raise
+        raise TransportUnavailableError(
+            f"could not rebuild the value of {ticket.origin()}: its tensors are on {', '.join(devices)}, which this "
+            f"process does not have ({error}). Read the value with "
+            "raylane.get(ref, device='cpu'), or move the tensors to the CPU before returning them"
+        ) from error
+
+
+def _mutated_text(ticket: Ticket) -> str:
+    return (
+        f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
+        "would see other content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "
+        "publish with snapshot=True"
+    )
+
+
+def _warn_shared(ticket: Ticket) -> None:
+    if ticket.on_mutation != "allow":
+        warnings.warn(
+            f"a value is passed both to {ticket.origin()}, which created it, and to other processes. Its tensors are "
+            "not copied for the creator: if the creator writes to them, the other processes see the write or not, "
+            "depending on when they read. Publish with snapshot=True, or clone before writing",
+            UserWarning,
+            stacklevel=2,
+        )
