@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
     from raylane.transport.arrays import empty, empty_like
+    from raylane.transport.calls import options
     from raylane.transport.groups import (
         CollectiveGroup,
         create_collective_group,
@@ -54,6 +55,7 @@ _HOME = {  # module of each public name
     "OpenedValue": "raylane.transport.opened",
     "TensorInfo": "raylane.transport.opened",
     "open": "raylane.transport.opened:open_value",
+    "options": "raylane.transport.calls",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",
@@ -96,6 +98,7 @@ __all__ = [
     "graph",
     "method",
     "open",
+    "options",
     "put",
     "register_transport",
     "register_with_ray",

@@ -9,6 +9,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | CoreWorker.get_current_task_id / get_current_task_function_name | find out that Ray, not Python, made this call |
 | CoreWorker.current_actor_is_asyncio / get_event_loop | run coroutine methods of a graph on their actor's loop |
 | ActorMethod._actor, _method_name, _num_returns, _signature | identify the method passed to `bind` |
+| ActorMethod.options, _remote, _decorator, _is_generator | options of direct transport for one call |
 | ActorHandle._actor_id, _ray_actor_creation_function_descriptor | identify a handle's actor and its class |
 | function_actor_manager._function_execution_info | put a lock around ordinary calls (`exclusive=True`) |
 | ActorHandle.`__ray_call__`, `__ray_terminate__` | set a graph up in an actor; end an actor as exit_actor does |
@@ -50,6 +51,7 @@ __all__ = [
     "EXIT_WITHIN_S",
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
+    "OPTIONS_KEYWORD",
     "REF_MAKER",
     "CloudPickler",
     "actor_id_of",
@@ -57,6 +59,7 @@ __all__ = [
     "actor_of",
     "actor_target",
     "adopt_ref",
+    "answer_options_first",
     "bound_method",
     "call_identity",
     "class_name_of",
@@ -72,9 +75,11 @@ __all__ = [
     "guard_actor_calls",
     "hand_over_ref",
     "has_modules_by_value",
+    "hook_of",
     "is_actor_call",
     "is_canceled",
     "is_dead_for_good",
+    "is_generator_method",
     "is_handle",
     "is_task_worker",
     "kv_delete",
@@ -87,6 +92,7 @@ __all__ = [
     "on_out_of_scope",
     "raised_at",
     "raised_form",
+    "submit",
     "task_error",
     "tensor_transport_class",
     "untraced_method",
@@ -104,6 +110,8 @@ METHOD_OPTIONS = (
     "enable_task_events",
 )
 """Options that `ray.method` may write on a function, as `__ray_<name>__`."""
+OPTIONS_KEYWORD = "_raylane_options"
+"""Keyword that `raylane.method` adds to a method: options for one call."""
 REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
 """Module and name of the function that restores a ref which cloudpickle has pickled."""
 _KV_NAMESPACE = b"raylane"
@@ -325,13 +333,41 @@ def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] 
     if isinstance(method, ray.actor.ActorMethod):
         shown = method._signature
         if shown is not None:
-            # Ray's tracing adds this parameter to every method; users never pass it.
-            shown = inspect.Signature([parameter for parameter in shown if parameter.name != "_ray_trace_ctx"])
+            # Users never pass these: Ray's tracing adds the first one to every method, raylane.method the second.
+            hidden = ("_ray_trace_ctx", OPTIONS_KEYWORD)
+            shown = inspect.Signature([parameter for parameter in shown if parameter.name not in hidden])
         return method._actor, method._method_name, method._num_returns, shown
     if inspect.ismethod(method):
         count = getattr(method.__func__, "__ray_num_returns__", 1)
         return method.__self__, method.__name__, count, inspect.signature(method)
     return None
+
+
+def answer_options_first(answer: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Let `answer(method, options)` answer calls of `actor.method.options(...)`; None passes them on to Ray."""
+    original = ray.actor.ActorMethod.options
+
+    @functools.wraps(original)
+    def options(method: Any, **options: Any) -> Any:
+        found = answer(method, options)
+        return original(method, **options) if found is None else found
+
+    ray.actor.ActorMethod.options = options
+
+
+def hook_of(method: Any) -> Any:
+    """Return the function that the method of a handle has as INVOCATION_HOOK, or None."""
+    return method._decorator
+
+
+def is_generator_method(method: Any) -> bool:
+    """Return True if the method of a handle is a generator."""
+    return bool(method._is_generator)
+
+
+def submit(method: Any, args: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Submit a call of a handle's method with options of Ray."""
+    return method._remote(args=args, kwargs=kwargs, **options)
 
 
 def is_handle(actor: Any) -> bool:

@@ -45,6 +45,7 @@ def test_public_names() -> None:
         "graph",
         "method",
         "open",
+        "options",
         "put",
         "register_transport",
         "register_with_ray",

@@ -50,6 +50,8 @@ def method(
     decorator. Called from Python, the decorated method is the plain method. Other options are passed to `ray.method`
     (such as `num_returns` and `concurrency_group`), which may also be stacked above or below this decorator.
 
+    Options of one call: `raylane.options(actor.method, ...)` or `actor.method.options(tensor_transport=...)`.
+
     Small CPU values (at most 96 KiB of tensors, under `auto`) travel inside the reply and are copies from the start.
 
     Args:

@@ -1,6 +1,11 @@
-"""Wrappers of decorated methods: publish the result when Ray made the call, and pass Python's own calls through.
+"""Calls of methods with direct transport, on both sides.
 
-`invocation` decides which calls Ray made. Called by `raylane.method`.
+The wrapper of a decorated method publishes the result when Ray made the call, and passes Python's own calls through
+(`invocation` decides which calls Ray made). In the caller, a hook keeps the actor alive for its results. Options of one
+call, by `raylane.options(actor.method, ...)` or `actor.method.options(tensor_transport=...)`, reach the actor so:
+
+    decorated method    -> in a keyword argument that the wrapper takes out
+    any other method    -> Ray runs `call_and_publish` in the actor, which calls the method and publishes its result
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import WRAPPER_ATTRIBUTE, claim, release, task_to_publish
-from raylane.transport.options import PublishOptions
+from raylane.transport.options import PublishOptions, publish_options
 from raylane.transport.publish import Publication, PublishOnPickle
 from raylane.transport.reader import Pending
 
@@ -58,10 +63,14 @@ class PublishingCall:
                 yield self.publish(value)
 
 
-def begin(wrapper: Callable[..., Any], *, streams: bool = False) -> PublishingCall | None:
-    """Return the call if Ray made it, or None for a call from Python, which goes straight to the function."""
+def begin(wrapper: Callable[..., Any], kwargs: dict[str, Any], *, streams: bool = False) -> PublishingCall | None:
+    """Return the call if Ray made it, or None for a call from Python, which goes straight to the function.
+
+    Takes the options of this one call out of its keyword arguments.
+    """
+    options = kwargs.pop(_ray.OPTIONS_KEYWORD, None) or getattr(wrapper, OPTIONS_ATTRIBUTE)
     task_id = task_to_publish(wrapper)
-    return None if task_id is None else PublishingCall(task_id, getattr(wrapper, OPTIONS_ATTRIBUTE), streams=streams)
+    return None if task_id is None else PublishingCall(task_id, options, streams=streams)
 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,6 +109,23 @@ def keep_actor_alive(invocation: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
+def check_generator(name: str, options: PublishOptions) -> None:
+    """Raise TransportUnavailableError if the items of a generator cannot travel with these options."""
+    if options.tensor_transport not in ("auto", "object_store"):
+        raise TransportUnavailableError(
+            f"tensor_transport={options.tensor_transport!r} is not available for {name}, a generator: Ray loses count "
+            "of refs nested in streamed items, so Ray itself carries them. Use auto, or return a list"
+        )
+
+
+def _with_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature with the keyword for options of one call: Ray checks arguments against it."""
+    keyword = inspect.Parameter(_ray.OPTIONS_KEYWORD, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = list(signature.parameters.values())
+    last = len(parameters) - (bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    return signature.replace(parameters=[*parameters[:last], keyword, *parameters[last:]])
+
+
 def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[..., Any]:
     """Return a wrapper with the name and signature of `function` that publishes the result when Ray calls it.
 
@@ -109,11 +135,8 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     wrapper.
     """
     generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    if generator and options.tensor_transport not in ("auto", "object_store"):
-        raise TransportUnavailableError(
-            f"tensor_transport={options.tensor_transport!r} is not available for {function.__qualname__}, a generator: "
-            "Ray loses count of refs nested in streamed items, so Ray itself carries them. Use auto, or return a list"
-        )
+    if generator:
+        check_generator(function.__qualname__, options)
     if inspect.isasyncgenfunction(function):
         wrapper = _wrap_async_generator(function)
     elif inspect.iscoroutinefunction(function):
@@ -125,7 +148,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
     # Before the attributes below: this copies the attributes of `function`, such as the options of ray.method.
     functools.update_wrapper(wrapper, function)
     del wrapper.__wrapped__  # type: ignore[attr-defined]
-    wrapper.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    wrapper.__signature__ = _with_options(inspect.signature(function))  # type: ignore[attr-defined]
     setattr(wrapper, OPTIONS_ATTRIBUTE, options)
     setattr(wrapper, WRAPPER_ATTRIBUTE, wrapper)
     setattr(wrapper, _ray.INVOCATION_HOOK, keep_actor_alive)
@@ -137,7 +160,7 @@ def wrap(function: Callable[..., Any], options: PublishOptions) -> Callable[...,
 
 def _wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = begin(wrapper)
+        call = begin(wrapper, kwargs)
         if call is None:
             return function(*args, **kwargs)
         with call:
@@ -149,7 +172,7 @@ def _wrap_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = begin(wrapper)
+        call = begin(wrapper, kwargs)
         if call is None:
             return await function(*args, **kwargs)
         with call:
@@ -161,7 +184,7 @@ def _wrap_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        call = begin(wrapper, streams=True)
+        call = begin(wrapper, kwargs, streams=True)
         if call is None:
             return (yield from function(*args, **kwargs))
         with call:
@@ -175,7 +198,7 @@ def _wrap_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_async_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        call = begin(wrapper, streams=True)
+        call = begin(wrapper, kwargs, streams=True)
         if call is None:
             async for value in function(*args, **kwargs):
                 yield value
@@ -186,3 +209,93 @@ def _wrap_async_generator(function: Callable[..., Any]) -> Callable[..., Any]:
                 yield call.publish(value)
 
     return wrapper
+
+
+# Options of one call
+
+
+class MethodWithOptions:
+    """An actor method with options for its next calls; returned by `raylane.options`."""
+
+    def __init__(self, method: Any, bound: Any, publish: PublishOptions, ray_options: dict[str, Any]) -> None:
+        self._method = method
+        self._publish = publish
+        self._ray_options = ray_options
+        self._actor, self._name, self._returns, _ = bound
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit a call; returns what `actor.method.remote` returns. Does not wait."""
+        if _is_decorated(self._method):
+            kwargs[_ray.OPTIONS_KEYWORD] = self._publish
+            return _ray.submit(self._method, args, kwargs, self._ray_options)
+        call = self._actor.__ray_call__
+        # Under its own name in Ray's dashboard, and with the number of returns that the method declares.
+        options = {"name": self._name, "num_returns": self._returns} | self._ray_options
+        submit = keep_actor_alive(lambda args, kwargs: _ray.submit(call, args, kwargs, options))
+        return submit((call_and_publish, self._name, self._publish, *args), kwargs)
+
+    def __repr__(self) -> str:
+        return f"MethodWithOptions({self._name}, {self._publish})"
+
+
+def _is_decorated(method: Any) -> bool:
+    return _ray.hook_of(method) is keep_actor_alive
+
+
+def options(
+    method: Any,
+    *,
+    tensor_transport: str = "auto",
+    snapshot: bool = False,
+    on_mutation: str = "warn",
+    **ray_options: Any,
+) -> MethodWithOptions:
+    """Return an actor method with options for its calls: `raylane.options(actor.method, ...).remote(...)`.
+
+    The method need not be decorated: the tensors of its result then stay in the actor as if it were. For a method that
+    is decorated, the options replace those of the decorator, and `actor.method.options(tensor_transport=...)` is the
+    same.
+
+    Args:
+        method: A method of an actor handle, such as `actor.method`.
+        tensor_transport: As in `raylane.method`.
+        snapshot: As in `raylane.method`.
+        on_mutation: As in `raylane.method`.
+        **ray_options: Options of `actor.method.options`, such as `num_returns` and `concurrency_group`.
+
+    Raises:
+        TypeError: `method` is no method of an actor handle, or is an async method without `raylane.method`.
+        ValueError: An option has a value that is not accepted.
+        TransportUnavailableError: The transport is known but not available here, or not for a generator.
+    """
+    bound = _ray.bound_method(method)
+    if bound is None or not _ray.is_handle(bound[0]):
+        raise TypeError(f"raylane.options takes a method of an actor handle, such as actor.method, got {method!r}")
+    found = publish_options(tensor_transport, None, snapshot, on_mutation, where="raylane.options")
+    if _ray.is_generator_method(method):
+        check_generator(bound[1], found)
+        if not _is_decorated(method):
+            raise TypeError(
+                f"raylane.options cannot publish the items of {bound[1]}, a generator without a "
+                "decorator. Decorate it with raylane.method"
+            )
+    return MethodWithOptions(method, bound, found, ray_options)
+
+
+def options_of_ray(method: Any, given: dict[str, Any]) -> MethodWithOptions | None:
+    """Answer `actor.method.options(...)` for decorated methods with a transport; None leaves the answer to Ray."""
+    if given.get("tensor_transport") is None or not _is_decorated(method):
+        return None
+    return options(method, **given)
+
+
+def call_and_publish(actor: Any, name: str, publish: PublishOptions, *args: Any, **kwargs: Any) -> Any:
+    """Call a method and publish its result; runs in the actor, called by Ray."""
+    function: Callable[..., Any] = getattr(actor, name)
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"raylane.options cannot call {name}, an async method. Decorate it with raylane.method")
+    value = function(*args, **kwargs)
+    return value if _ray.is_canceled() else PublishOnPickle(value, Publication(publish, anchored=True))
+
+
+_ray.answer_options_first(options_of_ray)

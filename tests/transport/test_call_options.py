@@ -1,0 +1,154 @@
+"""Transports chosen for single calls, of decorated and undecorated methods, on a real Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raylane
+from raylane.errors import TransportUnavailableError
+from raylane.testing.leaks import leaks, snapshot
+
+pytestmark = pytest.mark.usefixtures("tidy")
+N = 100_000
+
+
+class Maker:
+    @raylane.method
+    def decorated(self, x: float, *, scale: float = 1) -> torch.Tensor:
+        return torch.full((N,), x * scale)
+
+    @raylane.method(tensor_transport="object_store")
+    async def decorated_async(self, x: float) -> torch.Tensor:
+        await asyncio.sleep(0)
+        return torch.full((N,), x)
+
+    @raylane.method
+    async def stats(self) -> dict[str, Any]:
+        return raylane.stats()
+
+    @raylane.method
+    def with_any(self, **kwargs: Any) -> list[Any]:
+        return [sorted(kwargs), torch.zeros(N)]
+
+    def plain(self, x: torch.Tensor, *, scale: float = 1) -> torch.Tensor:
+        return x * scale
+
+    @ray.method(num_returns=2)
+    def two(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(N), torch.ones(N)
+
+    def calls_decorated(self) -> tuple[str, torch.Tensor]:
+        return type(self.decorated(1)).__name__, torch.ones(N)
+
+    async def plain_async(self) -> torch.Tensor:
+        return torch.zeros(N)
+
+    def items(self) -> Any:
+        yield torch.zeros(N)
+
+    def fails(self) -> torch.Tensor:
+        raise ValueError("by intention")
+
+
+class Crew:
+    def __init__(self) -> None:
+        self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
+        ray.get(self.maker.__ray_ready__.remote())
+
+
+@pytest.fixture(scope="module")
+def crew(ray_session: None) -> Iterator[Crew]:
+    before = snapshot()
+    crew = Crew()
+    yield crew
+    vars(crew).clear()  # the fixture itself outlives this
+    assert not leaks(before, within_s=20)
+
+
+@pytest.fixture
+def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
+    yield
+    gc.collect()
+    eventually(lambda: ray.get(crew.maker.stats.remote())["entries"] == 0, within_s=20)
+
+
+def used(ref: Any) -> tuple[str, Any]:
+    """Return the transport by which this process gets a value, and the value."""
+    before = raylane.stats()
+    value = ray.get(ref)
+    after = raylane.stats()
+    names = [name for name in ("host", "tcp", "gloo") if after.get(name, 0) > before.get(name, 0)]
+    return names[0] if names else "ray", value
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp", "gloo"])
+def test_decorated_methods_take_the_option_of_a_call(crew: Crew, transport: str) -> None:
+    method = crew.maker.decorated
+    for chosen in (method.options(tensor_transport=transport), raylane.options(method, tensor_transport=transport)):
+        name, value = used(chosen.remote(2.0, scale=3))
+        assert (name, float(value[0])) == (transport, 6)
+    assert used(method.remote(1.0))[0] == "host"
+
+
+def test_options_of_a_call_replace_those_of_the_decorator(crew: Crew) -> None:
+    assert used(crew.maker.decorated_async.remote(1.0))[0] == "ray"
+    name, value = used(crew.maker.decorated_async.options(tensor_transport="tcp", name="mine").remote(4.0))
+    assert (name, float(value[0])) == ("tcp", 4)
+    ref = raylane.options(crew.maker.decorated, snapshot=True).remote(1.0)
+    assert raylane.open(ref)._found.ticket.segment >= 0
+
+
+def test_functions_never_see_the_option(crew: Crew) -> None:
+    assert ray.get(crew.maker.with_any.options(tensor_transport="tcp").remote(a=1))[0] == ["a"]
+
+
+@pytest.mark.parametrize("transport", ["host", "tcp"])
+def test_undecorated_methods_publish_on_request(crew: Crew, transport: str) -> None:
+    x = torch.arange(N, dtype=torch.float32)
+    chosen = raylane.options(crew.maker.plain, tensor_transport=transport)
+    name, value = used(chosen.remote(ray.put(x), scale=2))
+    assert name == transport
+    assert torch.equal(value, 2 * x)
+    assert used(crew.maker.plain.remote(x))[0] == "ray"
+    zeros, ones = raylane.options(crew.maker.two, tensor_transport=transport).remote()
+    assert [used(ref)[0] for ref in (zeros, ones)] == [transport] * 2
+    inner, value = ray.get(raylane.options(crew.maker.calls_decorated).remote())
+    assert inner == "Tensor"
+    assert value[0] == 1
+
+
+def test_the_actor_outlives_its_handle_for_undecorated_results(cluster: None) -> None:
+    maker: Any = ray.remote(num_cpus=0)(Maker).remote()
+    ref = raylane.options(maker.plain).remote(torch.ones(N))
+    ray.wait([ref])
+    del maker
+    gc.collect()
+    assert used(ref)[0] == "host"
+
+
+def test_mistakes_are_named(crew: Crew) -> None:
+    with pytest.raises(TypeError, match="method of an actor handle"):
+        raylane.options(len)
+    with pytest.raises(TypeError, match="method of an actor handle"):
+        raylane.options(Maker().plain)
+    with pytest.raises(ValueError, match="did you mean 'tcp'"):
+        crew.maker.decorated.options(tensor_transport="tpc")
+    with pytest.raises(ValueError, match="'tpc' is unknown"):
+        raylane.options(crew.maker.plain, tensor_transport="tpc")
+    with pytest.raises(TypeError, match="async method"):
+        ray.get(raylane.options(crew.maker.plain_async).remote())
+    with pytest.raises(TypeError, match="a generator without"):
+        raylane.options(crew.maker.items)
+    with pytest.raises(TransportUnavailableError, match="a generator"):
+        raylane.options(crew.maker.items, tensor_transport="tcp")
+    with pytest.raises(ValueError, match="by intention"):
+        ray.get(raylane.options(crew.maker.fails).remote())
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        crew.maker.decorated.options(nonsense=3).remote(1.0)
