@@ -17,8 +17,9 @@ import ray
 import torch
 
 import raylane
-from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError
+from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.endpoint import endpoint
+from raylane.transport.nixl_agent import NixlError
 
 pytest.importorskip("nixl", reason="nixl is not installed")
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -61,6 +62,12 @@ class Source:
             assert ray.get(self.reader.total.remote([ref])) == float(i) * N
             del tensor, ref
             gc.collect()
+
+    def forbid(self) -> None:
+        def refuse(_: Any) -> None:
+            raise NixlError("the card has no memory left")
+
+        endpoint().nixl().offered._register = refuse  # type: ignore[method-assign]
 
     def meet(self, reader: Any) -> None:
         self.reader = reader
@@ -146,6 +153,15 @@ def test_moved_memory_raises_tensor_freed() -> None:
         ray.get(source.resize.remote(8 * N))
         with pytest.raises(TensorFreedError, match="resized"):
             ray.get(ref)
+
+
+def test_failure_in_a_living_source_is_reported_with_its_reason() -> None:
+    with sources() as (source,):
+        ray.get(source.make.remote())
+        ray.get(source.forbid.remote())
+        with pytest.raises(TransportError, match="the card has no memory left") as caught:
+            ray.get(source.make.remote())
+        assert not isinstance(caught.value, SourceLostError)
 
 
 def test_timeout_of_a_stopped_source_is_obeyed() -> None:

@@ -71,6 +71,7 @@ _creating = threading.Lock()
 
 def announce(name: str, manager_class: type, devices: Sequence[str]) -> None:
     """Store a manager's class where all processes of the cluster find it, in place of an earlier one."""
+    # Only this process creates the new class at its next use; others go on with the object that they have.
     with _creating:
         _known.pop(name, None)
     _ray.kv_set(_PREFIX + name, _ray.dumps((manager_class, list(devices))))
@@ -106,13 +107,17 @@ class ManagerChannel:
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Publish the pieces with the manager, and wait until the reader has them."""
         manager, connection, name = self._manager, self._connection, secrets.token_hex(16)
+        # On the CPU these are the published bytes themselves, which the pieces keep alive.
         tensors = [tensor.to(self._device) for tensor in _tensors(pieces)]
         try:
             terms = manager.extract_tensor_transport_metadata(name, tensors)
         except Exception as error:
             raise self._refused(error) from error
         try:
-            communicator = manager.get_communicator_metadata(_this_actor(), self._reader, self._name.upper())
+            try:
+                communicator = manager.get_communicator_metadata(_this_actor(), self._reader, self._name.upper())
+            except Exception as error:
+                raise self._refused(error) from error
             connection.send(wire.Word(name, _ray.dumps((terms, communicator))))
             if not manager.is_one_sided():
                 call = functools.partial(manager.send_multiple_tensors, tensors, terms, communicator)
@@ -121,6 +126,7 @@ class ManagerChannel:
             if not isinstance(taken, wire.Taken):
                 raise ProtocolError(f"expected Taken, got {type(taken).__name__}")
         finally:
+            # In every case, because the reader asks for the value anew after an error.
             manager.garbage_collect(name, terms, tensors)
 
     def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
@@ -144,7 +150,7 @@ class ManagerChannel:
         if [one.numel() for one in found] != [one.numel() for one in targets]:
             raise ManagerError(f"{type(self._manager).__name__} returned tensors of other sizes than were sent")
         for target, tensor in zip(targets, found, strict=True):
-            if target.data_ptr() != tensor.data_ptr():
+            if target.data_ptr() != tensor.data_ptr():  # the manager did not use the target buffers
                 target.copy_(tensor)
         self._connection.send(wire.Taken())
 
@@ -154,6 +160,7 @@ class ManagerChannel:
         """Return the result of a manager's call; ManagerError if it fails, or the peer or the deadline ends first."""
         result: Future[Any] = Future()
         done = os.eventfd(0, os.EFD_CLOEXEC)
+        # An eventfd, because the thread below waits for the end of the call and for the connection at the same time.
         result.add_done_callback(lambda _: os.eventfd_write(done, 1))
         try:
             threading.Thread(target=_fill, args=(result, call), name="raylane-manager", daemon=True).start()
@@ -178,6 +185,7 @@ class ManagerChannel:
                 manager.abort_transport(name, communicator)
             except Exception as error:
                 log.warning("%s could not abort a transfer: %r", type(manager).__name__, error)
+            # The call must have ended before the memory is used again.
             if wait([result], ABORT_S).done:
                 return
         log.warning("a thread waits in %s for a transfer whose other end is gone", type(manager).__name__)
@@ -249,6 +257,7 @@ def open_managed(backend: str, connection: Connection, rank: int) -> ManagerChan
             f"tensor_transport={backend!r} is not registered in this Ray cluster. Call raylane.register_transport"
         )
     if rank == 1:
+        # Managers of collective transports find the ranks of the two processes by their actors.
         actor = _this_actor()
         connection.send(wire.Word(_ACTOR, b"" if actor is None else _ray.dumps(actor)))
         return ManagerChannel(registered, connection, None)

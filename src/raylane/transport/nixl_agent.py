@@ -97,6 +97,7 @@ class Agent:
     def __init__(self) -> None:
         """Create the agent; takes half a second. TransportUnavailableError if that fails."""
         api = _load()
+        # Random, because readers know an agent by its name: a process that opens a second one is another peer to them.
         self.name = f"raylane-{secrets.token_hex(12)}"
         # STRICT: several threads use the agent. UCX alone: it is the backend that both memory and networks have.
         config = api.nixl_agent_config(
@@ -123,6 +124,7 @@ class Agent:
         with self._lock:
             found = self._peers.setdefault(name, Peer(name))
             self._peers.move_to_end(name)
+            # A peer with a running transfer stays, even if that leaves more than MAX_PEERS.
             idle = [one for one in self._peers.values() if not one.lock.locked()]
             for one in idle[: max(0, len(self._peers) - MAX_PEERS)]:
                 if one is not found:
@@ -132,6 +134,7 @@ class Agent:
 
     def forget(self, peer: Peer) -> None:
         """Drop the metadata of a peer, which ends the connection to it."""
+        # Epoch 0: NIXL was never told of this peer, and would print an error.
         if peer.epoch:
             try:
                 self._nixl.remove_remote_agent(peer.name)
@@ -151,8 +154,10 @@ class Agent:
             self.forget(peer)
         try:
             for data in metadata:
+                # Adds to what is known of the agent; the first of an epoch also says how to reach it.
                 found = self._nixl.add_remote_agent(data)
                 found = found.decode() if isinstance(found, bytes) else found
+                # The source could otherwise replace what is known of another one.
                 if found != peer.name:
                     raise NixlError(f"the metadata of {peer.name} are those of {found}")
         except NixlError:
@@ -173,6 +178,7 @@ class Agent:
 
     def progress(self) -> None:
         """Let NIXL do its part of the transfers in which others read from this process."""
+        # The one call in NIXL's Python interface that drives the worker outside of an own transfer.
         self._nixl.get_new_notifs()
 
     def read(self, peer: Peer, ranges: Sequence[Range], watched: socket.socket, deadline: Deadline) -> None:
@@ -190,6 +196,7 @@ class Agent:
         handle = None
         try:
             handle = nixl.initialize_xfer("READ", here, there, peer.name)
+            # On one host this call copies everything, without the GIL, and returns DONE.
             state = nixl.transfer(handle)
             self.counts["nixl_requests"] += 1
             poll = select.poll()
@@ -213,6 +220,7 @@ class Agent:
             raise NixlError(f"NIXL could not read from {peer.name}: {error!r}") from error
         finally:
             if handle is not None:
+                # Also for a transfer in progress: NIXL returns at once, and `abandon` ends the connection.
                 _quietly(handle.release)
 
     def abandon(self, peer: Peer, memory: object) -> None:
@@ -238,6 +246,7 @@ class Agent:
             self.forget(peer)
         self.offered.clear()
         self.receiving.clear()
+        # A transfer that still runs holds the agent itself, which ends with it.
         self._nixl = _Closed()
 
     def stats(self) -> dict[str, int]:
@@ -295,7 +304,7 @@ def _batches(ranges: Sequence[Range]) -> Iterator[list[Range]]:
     for theirs, mine, nbytes in ranges:
         done = 0
         while done < nbytes:
-            part = min(nbytes - done, room)
+            part = min(nbytes - done, room)  # a large block continues in the next request
             batch.append((theirs + done, mine + done, part))
             done += part
             room -= part

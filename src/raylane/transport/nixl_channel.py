@@ -45,11 +45,13 @@ class NixlChannel:
         """Offer the pieces, and wait until the reader has taken them."""
         del deadline  # that of the connection, which every message obeys
         agent, connection = self._agent, self._connection
+        # Asked here and not with the request for the value: the reader holds its lock on this agent from now on.
         want = connection.receive()
         if not isinstance(want, wire.Want):
             raise ProtocolError(f"expected Want, got {type(want).__name__}")
         held: list[Registration] = []
         try:
+            # All registrations before the first Offer, which tells the reader about the new ones.
             for piece in pieces:
                 held.append(agent.offered.hold(piece.memory))
             for offer in _offers(agent, want, [(p.memory.block.start, p.memory.block.nbytes) for p in pieces]):
@@ -59,6 +61,7 @@ class NixlChannel:
             # Over some networks the source's own calls move the data; NIXL has nothing to wait on for that.
             while not poll.poll(PROGRESS_MS) and connection.deadline.left_s() != 0:
                 agent.progress()
+            # After the deadline this raises at once, as it does when the reader has closed the connection.
             taken = connection.receive()
             if not isinstance(taken, wire.Taken):
                 raise ProtocolError(f"expected Taken, got {type(taken).__name__}")
@@ -71,7 +74,7 @@ class NixlChannel:
 
     def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         agent, connection = self._agent, self._connection
-        agent.sweep()
+        agent.sweep()  # there is no thread that would do it
         peer = agent.peer(self._peer)
         left = deadline.left_s()
         if not peer.lock.acquire(timeout=-1 if left is None else left):
@@ -101,12 +104,15 @@ class NixlChannel:
         more = True
         while more:
             offer = connection.receive()
+            if isinstance(offer, wire.Refusal):
+                raise NixlError(offer.reason)
             if not isinstance(offer, wire.Offer):
                 raise ProtocolError(f"{connection.peer} answered {type(offer).__name__} instead of Offer")
             self._agent.learn(peer, offer.epoch, offer.number, offer.metadata)
             theirs += offer.ranges
             more = offer.more
         mine = [piece.memory.block for piece in pieces if piece.memory.block.nbytes]
+        # Compared before the read: the sizes decide how far NIXL writes.
         if [nbytes for _, nbytes in theirs] != [block.nbytes for block in mine]:
             raise ProtocolError(f"{connection.peer} offered ranges of other sizes than the value has")
         pairs = zip(theirs, mine, strict=True)
@@ -116,6 +122,7 @@ class NixlChannel:
 def _offers(agent: Agent, want: wire.Want, ranges: Sequence[tuple[int, int]]) -> Iterator[wire.Offer]:
     """Yield the ranges, and the metadata of everything that the reader does not know, in frames of limited size."""
     epoch, unknown = agent.offered.since(want.epoch, want.number)
+    # Without new registrations the reader is as far as before; in a new epoch it knows nothing.
     number = max([one.number for one in unknown], default=want.number if epoch == want.epoch else 0)
     first = [agent.describe(())] if epoch != want.epoch else []  # how to reach this agent
     count = max(1, -(-max(len(ranges), len(unknown)) // MAX_OFFERED))

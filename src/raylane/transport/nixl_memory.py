@@ -88,6 +88,7 @@ class Registrations:
         """End a use of registrations."""
         with self._lock:
             for one in registrations:
+                # A dead one was kept for its transfers only.
                 one.uses -= 1
                 if one.dead and not one.uses:
                     self._drop(one)
@@ -130,6 +131,7 @@ class Registrations:
         fits = whole.start <= block.start and block.stop <= whole.stop
         small = whole.nbytes <= max(WHOLE_BYTES, WHOLE_FACTOR * block.nbytes)
         span = whole if memory.owner is not None and fits and small else block
+        # Readers may still know the old registration of this memory.
         if any(_overlap(old, span) for old in self._stale):
             self._next_epoch()
         key = None if memory.owner is None else id(memory.owner)
@@ -174,6 +176,7 @@ class Registrations:
         if self._live.pop(one.number, None) is not None:
             self._stale.append(one.span)
             self._deregister(one.handle)
+        # NIXL picks any registration that covers a range, so a dropped one must not cover memory that is still offered.
         shared = any(_overlap(one.span, other.span) for other in self._live.values())
         if shared or len(self._stale) > MAX_STALE:
             self._next_epoch()
@@ -183,6 +186,7 @@ class Registrations:
         self._stale.clear()
 
     def _limit(self) -> None:
+        # Only here, and not when one is made: those of a running transfer must stay, however many they are.
         for one in list(self._unused(len(self._live) - MAX_UNUSED)):
             self._forget(one)
 

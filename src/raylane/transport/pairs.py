@@ -33,7 +33,7 @@ from raylane.errors import ProtocolError, RaylaneError, TransportUnavailableErro
 from raylane.transport import wire
 from raylane.transport.link import Connection, Link
 from raylane.transport.managers import ManagerError, open_managed
-from raylane.transport.nixl_agent import Agent
+from raylane.transport.nixl_agent import Agent, NixlError
 from raylane.transport.nixl_channel import open_nixl
 from raylane.transport.pieces import pieces_of_entry, pieces_of_target
 from raylane.transport.store import Store
@@ -164,7 +164,7 @@ class PairServer:
         connection.send(wire.Data(entry.nbytes))
         try:
             channel.send(pieces, connection.deadline)
-        except ManagerError as error:  # of a class that others wrote: its user needs to know
+        except (ManagerError, NixlError) as error:  # such as a card without memory: the reader needs to know
             connection.send(wire.Refusal(str(error)[:500]))
             raise
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))

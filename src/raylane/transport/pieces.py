@@ -42,6 +42,7 @@ def pieces_of_entry(entry: Entry, pool: BufferPool) -> list[Piece] | None:
 
     The small blocks are copied into a buffer of the pool.
     """
+    # For a value in the producer's own memory, these are addresses that may be unmapped already: not read here.
     views = entry.views()
     offsets, total = small_blocks([view.nbytes for view, _ in views])
     pieces: list[Piece] = []
@@ -51,6 +52,7 @@ def pieces_of_entry(entry: Entry, pool: BufferPool) -> list[Piece] | None:
         if not entry.copy_to(parts, list(offsets)):
             return None
         pieces.append(Piece(shared, _in_pool(shared, Span(address_of(shared), address_of(shared) + total))))
+    # A block may hold several leaves; any of them keeps the memory alive, and one is enough.
     leaf_of = {spec.block: leaf for spec, leaf in zip(entry.layout.specs, entry.layout.held, strict=False)}
     for i, (view, array) in enumerate(views):
         if i in offsets or not view.nbytes:
@@ -66,6 +68,7 @@ def pieces_of_target(blocks: Sequence[Any], sizes: Sequence[int]) -> list[Piece]
     offsets, total = small_blocks(sizes)
     large = [(memoryview(block).cast("B"), block) for i, block in enumerate(blocks) if i not in offsets]
     if total:
+        # The parts of the shared buffer begin at the first small block (`small_blocks`).
         first = blocks[min(offsets)]
         large.insert(0, (bytes_at(address_of(first), total), first))
     return [

@@ -67,6 +67,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> RaylaneMetadata:
         """Publish tensors and return their ticket; they stay in this process until `garbage_collect`."""
+        # Ray compares the number of these with the number of received tensors, and their shapes with target buffers.
         described = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
         device = rdt_object[0].device.type if rdt_object else None
         if not rdt_object:
@@ -78,6 +79,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
                     f"{tensor.layout} on {tensor.device}. Return such values through raylane.method"
                 )
         skeleton, leaves = codec.encode_value(list(rdt_object))
+        # No anchor: Ray counts the refs of its object, and calls `garbage_collect` after the last one.
         publication = Publication(PublishOptions(tensor_transport=self.transport), anchored=False)
         ticket = publish_leaves(endpoint(), leaves, codec.plan_layout(leaves), publication)
         return RaylaneMetadata(described, device, encode_ticket(ticket), skeleton)
@@ -101,6 +103,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
             return []
         ticket = decode_ticket(tensor_transport_metadata.ticket)
         deadline = Deadline(default_timeout_s())
+        # Straight from the wire into the target buffers, where their layout allows it.
         wish = Delivery(into=target_buffers) if target_buffers else PLAIN
         found: list[Any] = redeem(
             ticket, tensor_transport_metadata.skeleton, None, deadline, may_call_ray=False, wish=wish
@@ -116,6 +119,7 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[Any]) -> None:
         """Free a published value."""
         if tensor_transport_meta.ticket:
+            # The entry alone; the tensors belong to Ray's store, which drops them after this call.
             endpoint().store.free([decode_ticket(tensor_transport_meta.ticket).key])
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:

@@ -37,9 +37,11 @@ def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] 
         )
     if not name or name != str(name).lower():
         raise ValueError(f"name must be a string in lower case such as 'hccl', got {name!r}")
+    # A name that was registered before is free: the class may have changed in a notebook.
     present = backends().get(name)
     if name in (AUTO, *NOT_YET) or (present is not None and not isinstance(present, AdapterBackend)):
         raise ValueError(f"name={name!r} is a transport of raylane or of another package. Use another name")
+    # A string is a sequence of letters, and "cpu" is an easy mistake for ["cpu"].
     if isinstance(devices, str) or not devices:
         raise ValueError(f"devices must be a list of device types such as ['cpu'], got {devices!r}")
     if not _ray.connected():

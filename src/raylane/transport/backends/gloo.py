@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import TransportError
+from raylane.errors import SourceLostError, TransportError
 from raylane.transport import wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, timeout_error
 from raylane.transport.backends.tcp import answer_error, read_answer
@@ -45,7 +45,9 @@ def fetch_by_channel(name: str, ticket: Ticket, endpoint: Endpoint, deadline: De
         try:
             with endpoint.pairs(name).borrow((source.host, source.port), source, deadline) as pair:
                 return _read(pair, ticket, endpoint)
-        except RuntimeError as error:  # of torch or NIXL: the channel broke, and was closed
+        # RuntimeError is of torch or NIXL. A connection that ended may also mean that the source's end of the channel
+        # failed, so SourceLostError has to be proved.
+        except (RuntimeError, SourceLostError) as error:
             if deadline.left_s() == 0:
                 raise timeout_error(ticket, deadline) from error
             endpoint.check_alive(source)
