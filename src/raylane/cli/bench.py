@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from raylane.bench import environment, graph_cases, sft_cases
+from raylane.bench import environment, graph_cases, sft_cases, transfer_cases
 from raylane.cli.help import describe
 
 CaseT = TypeVar("CaseT")
@@ -17,13 +17,18 @@ CaseT = TypeVar("CaseT")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one sub-command for each benchmark."""
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    summary = "transfer of one tensor from actor to actor"
+    summary = "transfer of tensors between processes, against Ray's transports and bare copies"
     examples = (
         "raylane bench transfer --only 1MB,100MB-new",
-        "raylane bench transfer --large --json transfer.json",
+        "raylane bench transfer --large --json transfer.json --plot transfer.png",
     )
-    transfer = commands.add_parser("transfer", help=summary, **describe(summary, *examples))
-    transfer.add_argument("--large", action="store_true", help="include 1 GB tensors (needs about 8 GB of memory)")
+    notes = (
+        f"cases: {', '.join(case.name for case in transfer_cases.cases(large=True, only=None))}\n"
+        "Contenders with NIXL take part if it is installed (pip install 'raylane[nixl]')."
+    )
+    transfer = commands.add_parser("transfer", help=summary, **describe(summary, *examples, notes=notes))
+    transfer.add_argument("--large", action="store_true", help="include 1 GB tensors (needs about 12 GB of memory)")
+    transfer.add_argument("--plot", type=Path, metavar="FILE", help="draw size against time (PNG; needs matplotlib)")
     summary = "calls through compiled graphs, one at a time and several in flight"
     examples = ("raylane bench graph --only echo,chain-4", "raylane bench graph --quick --json graph.json")
     notes = (
@@ -63,10 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _transfer(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    from raylane.bench import transfer  # imports torch
+    chosen = _chosen(lambda: transfer_cases.cases(large=args.large, only=args.only))
+    from raylane.bench import transfer  # imports torch and Ray
 
-    chosen = _chosen(lambda: transfer.cases(large=args.large, only=args.only))
     records = transfer.run(chosen, quick=args.quick)
+    if args.plot is not None:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        transfer.draw(records, args.plot)
+        print(f"written to {args.plot}")
     return records, transfer.table(records)
 
 
