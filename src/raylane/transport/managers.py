@@ -92,6 +92,7 @@ def find(name: str) -> Registered | None:
                 return None
             # From Ray's own store, which every process of the cluster trusts with its classes and functions.
             manager_class, devices = pickle.loads(data)
+            # Managers that take the CPU need no copy to a device, so it comes first.
             _known[name] = Registered(name, manager_class(), "cpu" if "cpu" in devices else devices[0])
         return _known[name]
 
@@ -152,6 +153,7 @@ class ManagerChannel:
         for target, tensor in zip(targets, found, strict=True):
             if target.data_ptr() != tensor.data_ptr():  # the manager did not use the target buffers
                 target.copy_(tensor)
+        # Only now may the source collect the transfer: a one-sided manager reads until its call returns.
         self._connection.send(wire.Taken())
 
     def _run(
@@ -252,6 +254,7 @@ def open_managed(backend: str, connection: Connection, rank: int) -> ManagerChan
     TransportUnavailableError if nobody has registered a manager of this name.
     """
     registered = find(backend)
+    # In the source this may be the first use of the name: whoever published the value needed only the name.
     if registered is None:
         raise TransportUnavailableError(
             f"tensor_transport={backend!r} is not registered in this Ray cluster. Call raylane.register_transport"

@@ -80,7 +80,7 @@ class NixlChannel:
         if not peer.lock.acquire(timeout=-1 if left is None else left):
             raise NixlError("the deadline passed")
         held: list[Registration] = []
-        begun = False
+        begun = False  # True while NIXL may write to the pieces
         try:
             ranges = self._ranges(peer, pieces)
             for piece in pieces:
@@ -94,6 +94,7 @@ class NixlChannel:
                 agent.abandon(peer, list(pieces))
             agent.receiving.release(held)
             peer.lock.release()
+        # After the lock: the next reader of this process need not wait for the source's answer.
         connection.send(wire.Taken())
 
     def _ranges(self, peer: Peer, pieces: Sequence[Piece]) -> list[Range]:
@@ -125,6 +126,7 @@ def _offers(agent: Agent, want: wire.Want, ranges: Sequence[tuple[int, int]]) ->
     # Without new registrations the reader is as far as before; in a new epoch it knows nothing.
     number = max([one.number for one in unknown], default=want.number if epoch == want.epoch else 0)
     first = [agent.describe(())] if epoch != want.epoch else []  # how to reach this agent
+    # At least one, which ends the answer even if there is nothing new to tell.
     count = max(1, -(-max(len(ranges), len(unknown)) // MAX_OFFERED))
     for i in range(count):
         part = slice(i * MAX_OFFERED, (i + 1) * MAX_OFFERED)
@@ -140,6 +142,7 @@ def open_nixl(connection: Connection, rank: int, agent: Callable[[], Agent]) -> 
     """
     # Both ends create their agents at the same time: that takes half a second.
     found = agent()
+    # The reader sends nothing here: its agent starts no connection before its first read.
     if rank == 0:
         connection.send(wire.Word(AGENT, found.name.encode()))
         return NixlChannel(found, connection, "")

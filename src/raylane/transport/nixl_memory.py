@@ -79,6 +79,7 @@ class Registrations:
         """Return a registration of a block, made now or earlier; the caller calls `release` after the transfer."""
         with self._lock:
             self._drop_finished()
+            # Registering waits for the card with the lock held: two threads would otherwise register the same memory.
             found = self._find(memory) or self._make(memory)
             found.uses += 1
             self._live.move_to_end(found.number)
@@ -158,6 +159,7 @@ class Registrations:
     def _drop_finished(self) -> None:
         while self._finished:
             # The key is free for another owner only now: every look-up calls this function first.
+            # The finalizer of an owner without registrations (all of them were moved) finds an empty list.
             for one in self._by_owner.pop(self._finished.popleft(), ()):
                 self._retire(one)
 

@@ -87,6 +87,7 @@ def _in_pool(array: Any, block: Span) -> Memory:
 def _of_leaf(leaf: Any, block: Span) -> Memory:
     """Return the memory of a block that lies in a tensor or an array (see `store.Entry.leaves`)."""
     if hasattr(leaf, "untyped_storage"):
+        # torch keeps one Python object for each storage, so it can stand for the memory.
         storage = leaf.untyped_storage()
         start = storage.data_ptr()
         return Memory(storage, Span(start, start + storage.nbytes()), block)

@@ -99,8 +99,10 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
 
         Raises a TransportError.
         """
+        # Ray also moves values that turned out to have no tensors.
         if not tensor_transport_metadata.ticket:
             return []
+        # Ray passes no timeout of `ray.get` on to transports.
         ticket = decode_ticket(tensor_transport_metadata.ticket)
         deadline = Deadline(default_timeout_s())
         # Straight from the wire into the target buffers, where their layout allows it.
