@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     )
     from raylane.transport.opened import OpenedValue, TensorInfo
     from raylane.transport.opened import open_value as open
+    from raylane.transport.ray_plugin import register_with_ray
+    from raylane.transport.register import register_transport
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -46,6 +48,8 @@ _HOME = {  # module of each public name
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
     "put": "raylane.transport.api",
+    "register_with_ray": "raylane.transport.ray_plugin",
+    "register_transport": "raylane.transport.register",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
     "OpenedValue": "raylane.transport.opened",
@@ -96,6 +100,8 @@ __all__ = [
     "open",
     "options",
     "put",
+    "register_transport",
+    "register_with_ray",
     "stats",
     "wait_tensor_freed",
 ]

@@ -97,6 +97,7 @@ __all__ = [
     "raised_form",
     "submit",
     "task_error",
+    "tensor_transport_class",
     "untraced_method",
     "worker_token",
 ]
@@ -288,6 +289,14 @@ def adopt_ref(binary: bytes, owner: bytes) -> Any:
     ref = ray.ObjectRef(binary)
     _worker.global_worker.core_worker.deserialize_and_register_object_ref(binary, ray.ObjectRef.nil(), owner, b"")
     return ref
+
+
+def tensor_transport_class(name: str) -> type[Any] | None:
+    """Return the class that is registered with Ray as the tensor transport of this name, or None."""
+    from ray.experimental.rdt import util
+
+    found = util.transport_manager_info.get(name)
+    return None if found is None else found.transport_manager_class
 
 
 def kv_get(key: str) -> bytes | None:

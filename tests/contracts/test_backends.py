@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from raylane.testing.contract import BackendContract
@@ -27,8 +29,13 @@ class TestGloo(BackendContract):
     name = "gloo"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+class TestNixl(BackendContract):
+    name = "nixl"
+
+
 def test_every_transport_is_under_contract() -> None:
-    assert set(backends()) == {"local", "host", "tcp", "gloo", "object_store"}
+    assert set(backends()) == {"local", "host", "tcp", "gloo", "nixl", "object_store"}
 
 
 class TestObjectStore(BackendContract):

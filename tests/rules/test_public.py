@@ -47,6 +47,8 @@ def test_public_names() -> None:
         "open",
         "options",
         "put",
+        "register_transport",
+        "register_with_ray",
         "stats",
         "wait_tensor_freed",
     ]

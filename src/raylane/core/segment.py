@@ -36,6 +36,18 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
+def mapping_of(array: Any) -> mmap.mmap | None:
+    """Return the mapping in which a ctypes array lies that was made by the pool, or from its buffers; else None.
+
+    Buffers come and go, and the mapping stays: it is what the cost of registering memory with a device is paid for.
+    """
+    while isinstance(array, ctypes.Array):
+        # ctypes documents `_objects`: what the array keeps alive. `from_buffer` keeps a memoryview there.
+        kept = getattr(array, "_objects", None) or {}
+        array = next((one.obj for one in kept.values() if isinstance(one, memoryview)), None)
+    return array if isinstance(array, mmap.mmap) else None
+
+
 def size_class(nbytes: int) -> int:
     """Return the size to which a request is rounded up: pages, then four steps per power of two (up to 25% unused)."""
     if nbytes <= 1 << 16:

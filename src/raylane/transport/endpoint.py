@@ -27,6 +27,7 @@ from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
+from raylane.transport.nixl_agent import Agent
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
@@ -103,6 +104,8 @@ class Endpoint:
         """Spare anchors for tickets."""
         self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place, Link))
         """Idle connections to other processes."""
+        self.nixl = _OnFirstUse(threading.RLock(), Agent)
+        """Agent of NIXL. With a lock of its own, because the creation takes half a second."""
         self.pair_server: PairServer | None = None
         """This process's ends of channels to its readers; None before the listener."""
         self._pairs: dict[str, LinkPool[PairLink]] = {}
@@ -136,7 +139,7 @@ class Endpoint:
 
     def _listen(self) -> Listener:
         secret, host = self.secret(), _ray.node_ip()
-        self.pair_server = PairServer(self.store, self.pool, host)
+        self.pair_server = PairServer(self.store, self.pool, host, self.nixl)
         self.streams[PAIRS] = self.pair_server.take
         try:
             return Listener(
@@ -159,7 +162,9 @@ class Endpoint:
         with self._pairs_lock:
             pool = self._pairs.get(backend)
             if pool is None:
-                open_pair: Callable[..., PairLink] = functools.partial(PairLink, backend=backend, host=_ray.node_ip())
+                open_pair: Callable[..., PairLink] = functools.partial(
+                    PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
+                )
                 pool = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
                 self._pairs[backend] = pool
             return pool
@@ -232,6 +237,8 @@ class Endpoint:
         found["idle_links"] = 0 if links is None else len(links)
         found["idle_channels"] = sum(map(len, self._pairs.values()))
         found["served_channels"] = 0 if self.pair_server is None else len(self.pair_server)
+        if self.nixl.made is not None:
+            found.update(self.nixl.made.stats())
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
@@ -248,6 +255,8 @@ class Endpoint:
             pool.close()
         if self.pair_server is not None:
             self.pair_server.close()
+        if self.nixl.made is not None:
+            self.nixl.made.close()
         self.fetchers.close()
         self.getters.close()
         actor = _ray.current_actor_id()

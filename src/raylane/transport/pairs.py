@@ -20,7 +20,6 @@ circle. Several transfers at a time, and transfers in the other direction, use c
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import socket
 import threading
@@ -29,11 +28,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline, default_timeout_s
-from raylane.core.segment import BufferPool, address_of, bytes_at, small_blocks
+from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, RaylaneError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.link import Connection, Link
-from raylane.transport.store import Entry, Store
+from raylane.transport.managers import ManagerError, open_managed
+from raylane.transport.nixl_agent import Agent, NixlError
+from raylane.transport.nixl_channel import open_nixl
+from raylane.transport.pieces import pieces_of_entry, pieces_of_target
+from raylane.transport.store import Store
 
 __all__ = ["PAIRS", "PairLink", "PairServer"]
 
@@ -56,8 +59,12 @@ class PairLink(Link):
         peer: str,
         backend: str,
         host: str,
+        nixl: Callable[[], Agent],
     ) -> None:
-        """Connect to a listener and open a channel; `host` is the address of this node. Waits until the deadline."""
+        """Connect to a listener and open a channel; waits until the deadline.
+
+        `host` is the address of this node, and `nixl` returns the agent of this process.
+        """
         super().__init__(address, secret, deadline, client=client, peer=peer)
         try:
             self.send(wire.Stream(PAIRS, 0, 0))
@@ -67,21 +74,15 @@ class PairLink(Link):
                     f"{peer} opens no channels: {getattr(answer, 'reason', type(answer).__name__)}"
                 )
             self.send(wire.Meet(backend))
-            # torch is loaded here, not at the top: graphs import the transport and must not load torch.
-            from raylane.transport.torch_channels import open_channel
-
-            self.channel = open_channel(backend, self, 1, host)
+            self.channel = _open(backend, self, 1, host, nixl)
         except BaseException:
             self.close()
             raise
 
     def expect(self, blocks: Sequence[Any], sizes: Sequence[int]) -> Callable[[Deadline], None]:
         """Prepare ctypes arrays, as `backends.base.allocate` makes them, for a value; as `Channel.expect`."""
-        offsets, total = small_blocks(sizes)
-        # The small blocks are parts of one buffer, which arrives as one message.
-        pieces = [bytes_at(address_of(blocks[min(offsets)]), total)] if total else []
-        pieces += [memoryview(block).cast("B") for i, block in enumerate(blocks) if i not in offsets]
-        return self.channel.expect(pieces)
+        wait: Callable[[Deadline], None] = self.channel.expect(pieces_of_target(blocks, sizes))
+        return wait
 
     def close(self) -> None:
         """Close the connection and the channel; the source then closes its ends."""
@@ -92,9 +93,9 @@ class PairLink(Link):
 class PairServer:
     """The source's end of all channels of this process."""
 
-    def __init__(self, store: Store, pool: BufferPool, host: str) -> None:
-        """Serve values of `store`; `pool` gives memory for small blocks; `host` is the address of this node."""
-        self._store, self._pool, self._host = store, pool, host
+    def __init__(self, store: Store, pool: BufferPool, host: str, nixl: Callable[[], Agent]) -> None:
+        """Serve values of `store`; `pool` gives memory for small blocks. The other arguments are as in PairLink."""
+        self._store, self._pool, self._host, self._nixl = store, pool, host, nixl
         self._lock = threading.Lock()  # guards the two below
         self._open: set[Connection] = set()
         self._closed = False
@@ -129,10 +130,8 @@ class PairServer:
             meet = connection.receive()
             if not isinstance(meet, wire.Meet):
                 raise ProtocolError(f"expected Meet, got {type(meet).__name__}")
-            from raylane.transport.torch_channels import open_channel
-
             try:
-                channel = open_channel(meet.backend, connection, 0, self._host)
+                channel = _open(meet.backend, connection, 0, self._host, self._nixl)
             except (TransportUnavailableError, RuntimeError) as error:
                 connection.send(wire.Refusal(str(error)[:500]))
                 raise
@@ -158,23 +157,26 @@ class PairServer:
             connection.send(wire.Gone(key, moved=entry is not None))
             return
         by_creator, _ = self._store.mark_read(entry, creator=False)
-        pieces = self._pieces(entry)
+        pieces = pieces_of_entry(entry, self._pool)
         if pieces is None:
             connection.send(wire.Gone(key, moved=True))
             return
         connection.send(wire.Data(entry.nbytes))
-        channel.send(pieces, connection.deadline)
+        try:
+            channel.send(pieces, connection.deadline)
+        except (ManagerError, NixlError) as error:  # such as a card without memory: the reader needs to know
+            connection.send(wire.Refusal(str(error)[:500]))
+            raise
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))
 
-    def _pieces(self, entry: Entry) -> list[Any] | None:
-        """Return the buffers to send; None if the owner has freed the memory."""
-        views = [view for view, _ in entry.views()]
-        offsets, total = small_blocks([view.nbytes for view in views])
-        pieces: list[Any] = []
-        if total:
-            shared = self._pool.take(total)
-            parts = [(ctypes.c_char * views[i].nbytes).from_buffer(shared, start) for i, start in offsets.items()]
-            if not entry.copy_to(parts, list(offsets)):
-                return None
-            pieces.append(shared)
-        return pieces + [view for i, view in enumerate(views) if i not in offsets and view.nbytes]
+
+def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Callable[[], Agent]) -> Any:
+    """Open this end (rank 0 or 1) of a channel of this backend."""
+    if backend == "nixl":
+        return open_nixl(connection, rank, nixl)
+    # torch is loaded here, not at the top: graphs import the transport and must not load torch.
+    from raylane.transport.torch_channels import CHANNELS, open_channel
+
+    if backend in CHANNELS:
+        return open_channel(backend, connection, rank, host)
+    return open_managed(backend, connection, rank)

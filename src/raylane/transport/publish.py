@@ -144,11 +144,11 @@ def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication
         # Take the anchor first: on failure nothing is published.
         publication.anchor = here.anchors().take()
         publication.free_after(publication.anchor)
-    ticket = _publish(here, leaves, layout, publication)
+    ticket = publish_leaves(here, leaves, layout, publication)
     return materialize, (encode_ticket(ticket), _buffer(skeleton), publication.anchor)
 
 
-def _publish(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
+def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     """Put a value into the store and return its ticket."""
     options = publication.options
     source = here.source()

@@ -26,7 +26,7 @@ from raylane.transport.backends.base import (
     freed_error,
     moved_error,
 )
-from raylane.transport.backends.registry import AUTO, backends
+from raylane.transport.backends.registry import AUTO, adopt, backends
 from raylane.transport.choose import choose
 from raylane.transport.codec import LeafSpec
 from raylane.transport.endpoint import Endpoint, endpoint
@@ -185,6 +185,7 @@ def _find(
     if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
         here.counts["outside_group"] += 1
         name = AUTO
+    adopt(name)
     choice = choose(source, here.place, name, backends(), here.blocked, may_call_ray=may_call_ray)
     if choice.names[0] == "local":
         entry = here.store.get(ticket.key)

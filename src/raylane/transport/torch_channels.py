@@ -19,6 +19,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.link import Connection
+from raylane.transport.pieces import Piece
 
 __all__ = ["CHANNELS", "Channel", "missing", "open_channel"]
 
@@ -29,11 +30,11 @@ NO_LIMIT_S = 10 * 365 * 86400.0
 class Channel(Protocol):
     """Way for bytes between two processes, one transfer at a time. An error leaves it unusable."""
 
-    def send(self, pieces: Sequence[Any], deadline: Deadline) -> None:
-        """Send buffers; wait until their memory may change. RuntimeError if the other process or the deadline ends."""
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send pieces; wait until their memory may change. RuntimeError if the other process or the deadline ends."""
 
-    def expect(self, pieces: Sequence[Any]) -> Callable[[Deadline], None]:
-        """Prepare writable buffers for the pieces that the other end will send; return a function that waits for them.
+    def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
+        """Prepare memory for the pieces that the other end will send; return a function that waits for them.
 
         The function raises RuntimeError as `send`. Without that wait the channel cannot be used again.
         """
@@ -89,17 +90,17 @@ class _GlooChannel:
         self._group: Any = gloo(store, rank, 2, options)
         self._peer = 1 - rank
 
-    def send(self, pieces: Sequence[Any], deadline: Deadline) -> None:
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         _wait([self._group.send([one], self._peer, i) for i, one in enumerate(_tensors(pieces))], deadline)
 
-    def expect(self, pieces: Sequence[Any]) -> Callable[[Deadline], None]:
+    def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
         works = [self._group.recv([one], self._peer, i) for i, one in enumerate(_tensors(pieces))]
         return functools.partial(_wait, works)
 
 
-def _tensors(pieces: Sequence[Any]) -> list[torch.Tensor]:
+def _tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the pieces, and one byte that marks their end."""
-    return [*(torch.frombuffer(one, dtype=torch.uint8) for one in pieces), torch.zeros(1, dtype=torch.uint8)]
+    return [*(torch.frombuffer(one.buffer, dtype=torch.uint8) for one in pieces), torch.zeros(1, dtype=torch.uint8)]
 
 
 def _wait(works: Sequence[Any], deadline: Deadline) -> None:

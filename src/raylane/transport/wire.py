@@ -192,6 +192,31 @@ class Send(msgspec.Struct, tag=18, array_like=True, frozen=True):
     key: _Key
 
 
+class Want(msgspec.Struct, tag=30, array_like=True, frozen=True):
+    """Request for the ranges of the value that the Data before announced; answered by Offers (`nixl_channel`).
+
+    The reader has the metadata of the source's registrations up to `number` of this epoch; 0 and 0 for none.
+    """
+
+    epoch: int
+    number: int
+
+
+class Offer(msgspec.Struct, tag=31, array_like=True, frozen=True):
+    """Part of the ranges of a value, as (address, size in bytes), and of the metadata that the reader lacks."""
+
+    epoch: int
+    number: int
+    metadata: list[bytes]
+    ranges: list[tuple[int, int]]
+    more: bool
+    """True if another Offer follows."""
+
+
+class Taken(msgspec.Struct, tag=32, array_like=True, frozen=True):
+    """Message that the reader has the bytes of all offered ranges; answered by Trailer."""
+
+
 Message: TypeAlias = (
     Challenge
     | Hello
@@ -213,6 +238,9 @@ Message: TypeAlias = (
     | Met
     | Send
     | ReadParts
+    | Want
+    | Offer
+    | Taken
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.errors import TransportError
+from raylane.errors import SourceLostError, TransportError
 from raylane.transport import wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, timeout_error
 from raylane.transport.backends.tcp import answer_error, read_answer
@@ -35,22 +35,29 @@ class GlooBackend(Backend):
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Request the blocks and receive them into pooled memory; the first time, open a channel."""
-        source = ticket.origin()
-        for attempt in (1, 2):
-            try:
-                with endpoint.pairs(self.name).borrow((source.host, source.port), source, deadline) as pair:
-                    return _read(pair, ticket, endpoint)
-            except RuntimeError as error:  # of torch: the channel broke, and was closed
-                if deadline.left_s() == 0:
-                    raise timeout_error(ticket, deadline) from error
-                endpoint.check_alive(source)
-                if attempt == 2:
-                    raise TransportError(
-                        f"two gloo channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
-                        "source still holds the value: read it again, or with tensor_transport='tcp'",
-                        source=source.label,
-                    ) from error
-        raise AssertionError("both attempts return or raise")
+        return fetch_by_channel(self.name, ticket, endpoint, deadline)
+
+
+def fetch_by_channel(name: str, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    """Receive a value through a channel of this transport; a channel that breaks is opened again once."""
+    source = ticket.origin()
+    for attempt in (1, 2):
+        try:
+            with endpoint.pairs(name).borrow((source.host, source.port), source, deadline) as pair:
+                return _read(pair, ticket, endpoint)
+        # RuntimeError is of torch or NIXL. A connection that ended may also mean that the source's end of the channel
+        # failed, so SourceLostError has to be proved.
+        except (RuntimeError, SourceLostError) as error:
+            if deadline.left_s() == 0:
+                raise timeout_error(ticket, deadline) from error
+            endpoint.check_alive(source)
+            if attempt == 2:
+                raise TransportError(
+                    f"two {name} channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
+                    "source still holds the value: read it again, or with tensor_transport='tcp'",
+                    source=source.label,
+                ) from error
+    raise AssertionError("both attempts return or raise")
 
 
 def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:

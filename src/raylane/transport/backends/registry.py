@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from raylane.errors import TransportUnavailableError
+from raylane.transport import managers
+from raylane.transport.backends.adapter import AdapterBackend
 from raylane.transport.backends.base import Backend
 from raylane.transport.backends.gloo import GlooBackend
 from raylane.transport.backends.host import HostBackend
 from raylane.transport.backends.local import LocalBackend
+from raylane.transport.backends.nixl import NixlBackend
 from raylane.transport.backends.object_store import ObjectStoreBackend
 from raylane.transport.backends.tcp import TcpBackend
 
@@ -24,16 +26,15 @@ TWO_SIDED = ("gloo", "nccl")
 """Transports in which the source takes part in every transfer; collective groups are made of these."""
 NOT_YET = {
     "cuda_ipc": "this version of raylane moves CUDA tensors through host memory",
-    "nixl": "this version of raylane has no NIXL transport",
     "nccl": "this version of raylane has no NCCL transport",
 }
 """Transports that Ray users know by name and that this version does not have, with the reason."""
 
 
 @functools.lru_cache(maxsize=1)
-def backends() -> Mapping[str, Backend]:
+def backends() -> dict[str, Backend]:
     """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
-    built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), ObjectStoreBackend())
+    built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), NixlBackend(), ObjectStoreBackend())
     found: dict[str, Backend] = {backend.name: backend for backend in built_in}
     for point in entry_points(group="raylane.backends"):
         # A broken entry point is an error: skipping it would silently change the choice of `auto`.
@@ -47,6 +48,14 @@ def backends() -> Mapping[str, Backend]:
     return found
 
 
+def adopt(name: str) -> bool:
+    """Add the transport of this name that somebody in the cluster has registered; return True if there is one."""
+    known = backends()
+    if name not in known and name != AUTO and managers.find(name) is not None:
+        known[name] = AdapterBackend(name)
+    return name in known
+
+
 def check_name(name: object) -> str:
     """Return a transport's name in lower case.
 
@@ -56,7 +65,7 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
-    if lower in known:
+    if lower in known or adopt(lower):
         return lower
     # Ray users may know these names, and deserve a better answer than "unknown".
     if lower in NOT_YET:

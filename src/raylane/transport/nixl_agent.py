@@ -1,0 +1,328 @@
+"""This process's agent of NIXL: creation on first use, registered memory, known peers, and reads from them.
+
+The agent runs without NIXL's progress thread, which keeps a core busy even when nothing is transferred (nixl 1.5.1,
+UCX). Progress is made by the two threads that take part in a transfer, and only while it lasts: the reader's checks of
+its state, and `progress` of the source. NIXL offers nothing to wait on (see docs/design/log.md).
+
+Nothing here may be used after a fork: the child keeps the object, and never closes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from raylane.core.deadline import Deadline
+from raylane.core.spans import Span
+from raylane.errors import TransportUnavailableError
+from raylane.transport.nixl_memory import Registration, Registrations
+
+__all__ = ["INSTALL", "Agent", "NixlError", "Peer", "merge_ranges", "missing"]
+
+log = logging.getLogger("raylane.transport")
+
+INSTALL = "pip install --no-deps nixl nixl-cu12"
+"""Command that installs NIXL for the CPU and for CUDA 12.
+
+`pip install nixl` also downloads the build for CUDA 13 (nixl 1.5.1 requires both). Neither needs a GPU.
+"""
+MAX_PEERS = 64
+"""Number of sources whose metadata are kept; those used longest ago are dropped first."""
+MAX_READ_BYTES = 64 << 20
+"""Size of one request to NIXL. UCX copies within the call on one host, so the deadline is checked between requests."""
+MAX_RANGES = 4096
+FIRST_PAUSE_S = 20e-6
+LONGEST_PAUSE_S = 1e-3
+"""Longest time between two checks of a transfer. Over TCP the checks move the data: longer pauses cost bandwidth."""
+QUARANTINE_S = 10.0
+"""Seconds for which the memory of an abandoned read is kept: NIXL does not report when it stops writing."""
+
+Range = tuple[int, int, int]
+"""Part of a read: (address in the source, address here, size in bytes)."""
+
+
+class NixlError(RuntimeError):
+    """NIXL refused a call or lost its peer, or a read was abandoned. The channel must then be closed."""
+
+
+def missing() -> str | None:
+    """Return why this process has no NIXL, None if it has; loads nothing."""
+    if importlib.util.find_spec("nixl") is None:
+        return f"it has no NIXL ({INSTALL}; no GPU is needed), or use tensor_transport='tcp'"
+    return None
+
+
+def _load() -> Any:
+    """Return NIXL's module for Python. TransportUnavailableError if it is not installed or cannot be loaded."""
+    if (reason := missing()) is not None:
+        raise TransportUnavailableError(f"tensor_transport='nixl' does not work in this process: {reason}")
+    try:
+        api = importlib.import_module("nixl._api")
+    except ImportError as error:
+        raise TransportUnavailableError(
+            f"NIXL is installed here but cannot be loaded: {error}. Install it again ({INSTALL})"
+        ) from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # else every process prints how it created its agent
+    return api
+
+
+class Peer:
+    """The agent of one source, as this process knows it. Used with `lock` held."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lock = threading.Lock()
+        """Held during a transfer: metadata must not change meanwhile, and the data come over one connection."""
+        self.epoch = 0
+        self.number = 0
+        """Epoch, and number of the last registration in it, of which this process has the metadata."""
+
+
+class Agent:
+    """NIXL in this process, from construction to `close`. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Create the agent; takes half a second. TransportUnavailableError if that fails."""
+        api = _load()
+        # Random, because readers know an agent by its name: a process that opens a second one is another peer to them.
+        self.name = f"raylane-{secrets.token_hex(12)}"
+        # STRICT: several threads use the agent. UCX alone: it is the backend that both memory and networks have.
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        try:
+            self._nixl: Any = api.nixl_agent(self.name, config)
+        except Exception as error:  # classes of the extension module, without a common base
+            raise TransportUnavailableError(
+                f"NIXL cannot start in this process: {error}. Use tensor_transport='tcp'"
+            ) from error
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.offered = Registrations(self._register, self._deregister)
+        """Memory of published values."""
+        self.receiving = Registrations(self._register, self._deregister)
+        """Memory into which this process reads."""
+        self._lock = threading.Lock()  # guards the peers and the quarantine
+        self._peers: collections.OrderedDict[str, Peer] = collections.OrderedDict()
+        self._quarantine: collections.deque[tuple[float, object]] = collections.deque()
+        _agents.add(self)
+
+    def peer(self, name: str) -> Peer:
+        """Return the peer with this name."""
+        with self._lock:
+            found = self._peers.setdefault(name, Peer(name))
+            self._peers.move_to_end(name)
+            # A peer with a running transfer stays, even if that leaves more than MAX_PEERS.
+            idle = [one for one in self._peers.values() if not one.lock.locked()]
+            for one in idle[: max(0, len(self._peers) - MAX_PEERS)]:
+                if one is not found:
+                    del self._peers[one.name]
+                    self.forget(one)
+            return found
+
+    def forget(self, peer: Peer) -> None:
+        """Drop the metadata of a peer, which ends the connection to it."""
+        # Epoch 0: NIXL was never told of this peer, and would print an error.
+        if peer.epoch:
+            try:
+                self._nixl.remove_remote_agent(peer.name)
+            except Exception as error:
+                log.debug("forgetting %s: %s", peer.name, error)
+        peer.epoch = peer.number = 0
+
+    def drop(self, peer: Peer) -> None:
+        """Forget a peer that is lost."""
+        with self._lock:
+            self._peers.pop(peer.name, None)
+        self.forget(peer)
+
+    def learn(self, peer: Peer, epoch: int, number: int, metadata: Sequence[bytes]) -> None:
+        """Take up the metadata of a peer; those of another epoch replace all others."""
+        if peer.epoch and peer.epoch != epoch:
+            self.forget(peer)
+        try:
+            for data in metadata:
+                # Adds to what is known of the agent; the first of an epoch also says how to reach it.
+                found = self._nixl.add_remote_agent(data)
+                found = found.decode() if isinstance(found, bytes) else found
+                # The source could otherwise replace what is known of another one.
+                if found != peer.name:
+                    raise NixlError(f"the metadata of {peer.name} are those of {found}")
+        except NixlError:
+            raise
+        except Exception as error:
+            raise NixlError(f"NIXL refused the metadata of {peer.name}: {error!r}") from error
+        peer.epoch, peer.number = epoch, number
+        self.counts["nixl_metadata"] += len(metadata)
+
+    def describe(self, registrations: Sequence[Registration]) -> bytes:
+        """Return the metadata of registrations; without any, those of the connection to this agent."""
+        spans = [one.span for one in registrations] or [Span(0, 0)]
+        descs = self._nixl.get_reg_descs([(span.start, span.nbytes, 0, "") for span in spans], "DRAM")
+        if not registrations:
+            descs.clear()  # an empty list cannot be made directly
+        data: bytes = self._nixl.get_partial_agent_metadata(descs, inc_conn_info=not registrations)
+        return data
+
+    def progress(self) -> None:
+        """Let NIXL do its part of the transfers in which others read from this process."""
+        # The one call in NIXL's Python interface that drives the worker outside of an own transfer.
+        self._nixl.get_new_notifs()
+
+    def read(self, peer: Peer, ranges: Sequence[Range], watched: socket.socket, deadline: Deadline) -> None:
+        """Read ranges of registered memory from a peer; wait until the deadline, or until `watched` is readable.
+
+        NixlError if the peer, the connection or the deadline ends.
+        """
+        for batch in _batches(ranges):
+            self._read(peer, batch, watched, deadline)
+
+    def _read(self, peer: Peer, batch: Sequence[Range], watched: socket.socket, deadline: Deadline) -> None:
+        nixl = self._nixl
+        here = nixl.get_xfer_descs([(mine, nbytes, 0) for _, mine, nbytes in batch], mem_type="DRAM")
+        there = nixl.get_xfer_descs([(theirs, nbytes, 0) for theirs, _, nbytes in batch], mem_type="DRAM")
+        handle = None
+        try:
+            handle = nixl.initialize_xfer("READ", here, there, peer.name)
+            # On one host this call copies everything, without the GIL, and returns DONE.
+            state = nixl.transfer(handle)
+            self.counts["nixl_requests"] += 1
+            poll = select.poll()
+            poll.register(watched, select.POLLIN | select.POLLRDHUP)
+            pause_s = FIRST_PAUSE_S
+            while state == "PROC":
+                if deadline.left_s() == 0:
+                    raise NixlError("the deadline passed")
+                # poll(2) has a resolution of 1 ms, so short pauses sleep without watching the connection.
+                if pause_s < LONGEST_PAUSE_S:
+                    time.sleep(pause_s)
+                elif poll.poll(1):
+                    raise NixlError("the source closed the connection")
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                state = nixl.check_xfer_state(handle)
+            if state != "DONE":
+                raise NixlError(f"NIXL reports {state}")
+        except NixlError:
+            raise
+        except Exception as error:  # classes of the extension module, without a common base
+            raise NixlError(f"NIXL could not read from {peer.name}: {error!r}") from error
+        finally:
+            if handle is not None:
+                # Also for a transfer in progress: NIXL returns at once, and `abandon` ends the connection.
+                _quietly(handle.release)
+
+    def abandon(self, peer: Peer, memory: object) -> None:
+        """Give up a read that may still be in progress: end the connection, and keep its target for a while."""
+        self.drop(peer)
+        with self._lock:
+            self._quarantine.append((time.monotonic() + QUARANTINE_S, memory))
+
+    def sweep(self) -> None:
+        """Release the memory of reads that were abandoned long ago."""
+        with self._lock:
+            while self._quarantine and self._quarantine[0][0] <= time.monotonic():
+                self._quarantine.popleft()
+
+    def close(self) -> None:
+        """Drop all registrations and peers, and end the agent with the last transfer that still runs."""
+        _agents.discard(self)
+        with self._lock:
+            peers = list(self._peers.values())
+            self._peers.clear()
+            self._quarantine.clear()
+        for peer in peers:
+            self.forget(peer)
+        self.offered.clear()
+        self.receiving.clear()
+        # A transfer that still runs holds the agent itself, which ends with it.
+        self._nixl = _Closed()
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this agent."""
+        return {
+            **self.counts,
+            "nixl_registrations": self.offered.made,
+            "nixl_registered": len(self.offered),
+            "nixl_receiving": len(self.receiving),
+            "nixl_peers": len(self._peers),
+        }
+
+    def _register(self, span: Span) -> Any:
+        try:
+            return self._nixl.register_memory([(span.start, span.nbytes, 0, "")], mem_type="DRAM")
+        except Exception as error:
+            raise NixlError(f"NIXL could not register {span.nbytes} bytes of memory: {error!r}") from error
+
+    def _deregister(self, handle: Any) -> None:
+        _quietly(lambda: self._nixl.deregister_memory(handle))
+
+
+class _Closed:
+    """Stand-in for an agent that was closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NixlError("this process closed its NIXL agent")
+
+
+def _quietly(call: Any) -> None:
+    """Call a function of NIXL that releases something; a peer that died makes it fail."""
+    try:
+        call()
+    except Exception as error:
+        log.debug("NIXL: %s", error)
+
+
+def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """Return the same read with neighbours joined: ranges that follow each other both in the source and here."""
+    merged: list[Range] = []
+    for theirs, mine, nbytes in ranges:
+        if merged:
+            start, target, before = merged[-1]
+            if start + before == theirs and target + before == mine:
+                merged[-1] = start, target, before + nbytes
+                continue
+        merged.append((theirs, mine, nbytes))
+    return merged
+
+
+def _batches(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Yield the ranges in portions of at most MAX_READ_BYTES and MAX_RANGES; cut ranges that are larger."""
+    batch: list[Range] = []
+    room = MAX_READ_BYTES
+    for theirs, mine, nbytes in ranges:
+        done = 0
+        while done < nbytes:
+            part = min(nbytes - done, room)  # a large block continues in the next request
+            batch.append((theirs + done, mine + done, part))
+            done += part
+            room -= part
+            if not room or len(batch) == MAX_RANGES:
+                yield batch
+                batch, room = [], MAX_READ_BYTES
+    if batch:
+        yield batch
+
+
+_agents: set[Agent] = set()
+"""Agents of this process that are not closed."""
+
+
+def _keep_in_child() -> None:
+    """Keep the parent's agents alive in a forked child: their destructor waits for threads that the child lacks."""
+    for agent in _agents:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent._nixl))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
