@@ -23,6 +23,7 @@ import queue
 import secrets
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -30,7 +31,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from raylane.transport import wire
+from raylane.transport import tls, wire
 from raylane.transport.store import Entry, Store
 
 log = logging.getLogger("raylane.transport")
@@ -60,6 +61,7 @@ It runs on the listener's thread and must not wait.
 
 _Part = tuple["memoryview | Callable[[], memoryview]", object]
 """Bytes to send (or a function that makes them when it is their turn), and the object that keeps them alive."""
+_TLS_ONLY = wire.pack_frame(wire.Refusal("it uses TLS, and this process does not: set RAY_USE_TLS=1 in all or in none"))
 _ZEROS = memoryview(bytes(_SEND_BYTES))
 
 
@@ -74,6 +76,10 @@ class _Peer:
     address: wire.Address
     """Address of this listener that the peer connected to; the proofs cover it."""
     authenticated: bool = False
+    shaking: bool = False
+    """True until TLS is established; before that, no message is sent or read."""
+    spoke: bool = False
+    """True if the peer has begun the handshake of TLS."""
     frames: wire.FrameBuffer = field(default_factory=lambda: wire.FrameBuffer(wire.MAX_HANDSHAKE_FRAME_BYTES))
     inbox: collections.deque[wire.Message] = field(default_factory=collections.deque)
     """Requests that arrived together with the one being served."""
@@ -109,6 +115,8 @@ class Listener:
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
+        # First, because it fails for missing files, and nothing is open yet.
+        self._tls = tls.server_context()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._unauthenticated: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
@@ -219,6 +227,12 @@ class Listener:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = self.host, self.port
+            if self._tls is not None:
+                try:
+                    sock = tls.wrap(self._tls, sock, server=True)
+                except OSError as error:
+                    log.debug("accept: %s", error)
+                    return
         elif _uid_of(sock) not in (os.geteuid(), 0):
             # Any user can find the names of abstract sockets (/proc/net/unix) and connect. The processes of a cluster
             # run as one user, or as root.
@@ -235,12 +249,37 @@ class Listener:
             deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
             address=address,
+            shaking=isinstance(sock, tls.TlsSocket),
         )
         self._next_number += 1
         # Keyed by a number of its own: descriptors are reused, and callbacks of the second thread come late.
         self._peers[peer.number] = self._unauthenticated[peer.number] = peer
+        if peer.shaking:
+            self._watch(peer, selectors.EVENT_READ)  # the client begins the handshake of TLS
+        else:
+            self._challenge(peer)
+
+    def _challenge(self, peer: _Peer) -> None:
         self._send(peer, wire.Challenge(wire.VERSION, peer.nonce))
         self._advance(peer)
+
+    def _shake(self, peer: _Peer) -> None:
+        """Continue the handshake of TLS. The limits of unauthenticated peers hold meanwhile."""
+        if not isinstance(peer.socket, tls.TlsSocket):
+            raise AssertionError("only connections with TLS have a handshake")
+        peer.spoke = True
+        try:
+            peer.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self._watch(peer, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._watch(peer, selectors.EVENT_WRITE)
+        except OSError as error:  # OpenSSL has sent the peer an alert with the reason
+            tls.drain(peer.socket)
+            self._drop(peer, str(error))
+        else:
+            peer.shaking = False
+            self._challenge(peer)
 
     def _pause_accepting(self) -> None:
         """Accept no connection for ACCEPT_PAUSE_S; existing links are served meanwhile."""
@@ -261,6 +300,8 @@ class Listener:
         if why:
             log.debug("dropping link %d: %s", peer.number, why)
         self._watch(peer, 0)
+        if peer.shaking and not peer.spoke:  # a client without TLS waits for this listener to begin
+            tls.tell_plain(peer.socket, _TLS_ONLY)
         peer.socket.close()
         # Drop the references to tensors and Ray objects now; a callback may still refer to the peer.
         peer.out.clear()
@@ -268,6 +309,9 @@ class Listener:
 
     def _serve(self, peer: _Peer, events: int) -> None:
         if peer.number not in self._peers:  # dropped by an earlier event of the same batch
+            return
+        if peer.shaking:
+            self._shake(peer)
             return
         try:
             # Do not read while an answer is pending; this is the back-pressure on the peer.
