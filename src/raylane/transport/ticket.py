@@ -32,7 +32,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Reaction of a reader to a write since publication: `warn`, `error` or `allow`."""
     specs: list[LeafSpec]
     blocks: list[Span]
-    """Addresses of the blocks in the source; for a snapshot only the sizes are meaningful."""
+    """Addresses of the blocks in the source; for a snapshot those of its mapping there."""
     inline: list[bytes] | None = None
     """Content of the blocks, or None if the reader has to fetch it."""
     key: bytes = b""
