@@ -133,6 +133,38 @@ def test_the_actor_outlives_its_handle_for_undecorated_results(cluster: None) ->
     assert used(ref)[0] == "host"
 
 
+class Slow:
+    """Actor that does not start before its gate is open."""
+
+    def __init__(self, gate: list[Any]) -> None:
+        ray.get(gate[0])
+
+    @raylane.method
+    def make(self) -> torch.Tensor:
+        return torch.ones(N)
+
+
+def test_submission_waits_neither_for_the_actor_nor_the_call(cluster: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Gate:
+        def __init__(self) -> None:
+            self.event = asyncio.Event()
+
+        async def wait(self) -> None:
+            await self.event.wait()
+
+        async def open(self) -> None:
+            self.event.set()
+
+    gate: Any = Gate.remote()
+    slow: Any = ray.remote(num_cpus=0)(Slow).remote([gate.wait.remote()])
+    refs = [slow.make.remote(), slow.make.options(tensor_transport="tcp").remote(), raylane.options(slow.make).remote()]
+    # The actor cannot have started: a submission that waited for it would never have returned.
+    assert ray.wait(refs, timeout=0)[0] == []
+    ray.get(gate.open.remote())
+    assert [float(value[0]) for value in ray.get(refs)] == [1, 1, 1]
+
+
 def test_mistakes_are_named(crew: Crew) -> None:
     with pytest.raises(TypeError, match="method of an actor handle"):
         raylane.options(len)
