@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import raylane
 from raylane.errors import TransportUnavailableError
-from raylane.testing.leaks import leaks, snapshot
 
 pytestmark = pytest.mark.usefixtures("tidy")
 N = 100_000
@@ -62,21 +60,8 @@ class Crew:
         self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
         ray.get(self.maker.__ray_ready__.remote())
 
-
-@pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[Crew]:
-    before = snapshot()
-    crew = Crew()
-    yield crew
-    vars(crew).clear()  # the fixture itself outlives this
-    assert not leaks(before, within_s=20)
-
-
-@pytest.fixture
-def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
-    yield
-    gc.collect()
-    eventually(lambda: ray.get(crew.maker.stats.remote())["entries"] == 0, within_s=20)
+    def makers(self) -> list[Any]:
+        return [self.maker]
 
 
 def used(ref: Any) -> tuple[str, Any]:
