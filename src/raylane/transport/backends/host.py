@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core import place, vm
+from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment, segment_offsets
@@ -55,6 +56,7 @@ class HostBackend(Backend):
     capability = Capability(
         summary="one-sided reads of the source's memory, or copy-on-write mapping of a snapshot",
         same_host=True,
+        parts=True,
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
@@ -76,8 +78,9 @@ class HostBackend(Backend):
             return _read(ticket, [], deadline, blocks_of_segment=True)
         # Before the read: a lack of memory in this process must not be translated into an error of the source.
         blocks = allocate(ticket, endpoint)
-        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
-        return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
+        with paused(len(blocks)):
+            ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
+            return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
 
     def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Read only these parts.
