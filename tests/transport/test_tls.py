@@ -26,10 +26,11 @@ from tests.transport.servers import SECRET, Server, entry_of, read_value
 from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
-from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
+from raylane.errors import GraphPlanError, ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.graph.channels import frames
 from raylane.graph.channels.peer_link import _configure
 from raylane.graph.values.message import VALUE, Message
+from raylane.graph.worker import process_groups
 from raylane.transport import codec, listener, tls, wire
 from raylane.transport.backends.registry import backends
 from raylane.transport.choose import choose
@@ -315,8 +316,15 @@ def test_transports_in_the_clear_are_refused_with_tls(use: Use, name: str) -> No
     assert usable() == (name,)
 
 
+def test_collectives_of_torch_are_refused_with_tls(use: Use) -> None:
+    process_groups.check_available("gloo")
+    use({"RAY_USE_TLS": "1"})
+    with pytest.raises(GraphPlanError, match="gloo cannot encrypt"):
+        process_groups.check_available("gloo")
+
+
 CLUSTER = """
-import socket
+import importlib.util, os, socket
 import ray, torch, raylane, raylane.errors
 from raylane.transport.endpoint import endpoint
 from raylane.transport.tls import TlsSocket
@@ -341,6 +349,15 @@ try:
 except raylane.errors.TransportUnavailableError as error:
     assert "cannot encrypt" in str(error)
     print("refused gloo")
+os.environ["RAYLANE_ALLOW_CLEARTEXT"] = "1"
+try:
+    raylane.get(maker.make.remote(), tensor_transport="gloo", timeout=60)
+except raylane.errors.TransportUnavailableError as error:
+    assert "cannot encrypt" in str(error), error
+    print("refused by the source")
+free = ray.remote(num_cpus=0, runtime_env={"env_vars": {"RAYLANE_ALLOW_CLEARTEXT": "1"}})(Maker).remote()
+for transport in ("gloo", *(["nixl"] if importlib.util.find_spec("nixl") else [])):
+    assert float(raylane.get(free.make.remote(), tensor_transport=transport, timeout=60).sum()) == 1_000_000
 ray.shutdown()
 """
 
@@ -362,4 +379,4 @@ def test_ray_with_tls_carries_values_by_tls(tmp_path: Path) -> None:
         env={**os.environ, **settings},
     )
     assert done.returncode == 0, done.stderr
-    assert "refused gloo" in done.stdout
+    assert done.stdout.splitlines() == ["refused gloo", "refused by the source"]
