@@ -1,9 +1,10 @@
 """The source's end of all links: one thread and one selector for any number of peers.
 
 The listener answers requests from the store, and drops every peer that does not authenticate in time. Its thread never
-calls user code and never waits for a single peer. Putting values into Ray's object store can wait, so it runs on a
-second thread, one value after the other. A peer that asks for a stream is passed, with its socket, to the component
-that registered for the stream's key (`endpoint.streams`); the listener does not touch that connection again.
+calls user code and never waits for a single peer. Putting values into Ray's object store, and copying them into shared
+memory, can take long, so a second thread does it, one value after the other. A peer that asks for a stream is passed,
+with its socket, to the component that registered for the stream's key (`endpoint.streams`); the listener does not touch
+that connection again.
 
 Back-pressure: the listener serves one request of a peer at a time. It reads nothing more from that peer until the
 answer has been passed to the kernel, so a peer that sends requests without reading costs the memory of one answer.
@@ -29,11 +30,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from raylane.core.shared_pool import SharedSegment
 from raylane.transport import wire
 from raylane.transport.store import Entry, Store
 
 log = logging.getLogger("raylane.transport")
+_T = TypeVar("_T")
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 256
@@ -80,7 +84,7 @@ class _Peer:
     out: collections.deque[_Part] = field(default_factory=collections.deque)
     """Parts of the answer that are not sent yet."""
     busy: bool = False
-    """True while the second thread puts a value for this peer."""
+    """True while the second thread works for this peer."""
     watched: int = 0
     """Events for which the socket is registered; 0 if it is not registered."""
     held: dict[bytes, object] = field(default_factory=dict)
@@ -355,6 +359,8 @@ class Listener:
             self._send(peer, wire.HeldCount(self._store.held_for_callers()))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
+        elif isinstance(message, wire.Share):
+            self._share(peer, message.key)
         elif isinstance(message, wire.Release):
             peer.held.pop(message.key, None)
         elif isinstance(message, wire.Stream):
@@ -443,37 +449,57 @@ class Listener:
         if found is None:
             return
         entry, by_creator = found
+
+        def answer(put: tuple[bytes, bytes, object] | None) -> wire.Message:
+            if put is None:
+                return wire.Gone(key, moved=True)
+            object_id, owner, peer.held[key] = put
+            return wire.PutReply(object_id, owner, entry.is_mutated(), by_creator)
+
+        self._work_for(peer, lambda: self._put_entry(entry), answer, "object store put failed")
+
+    def _share(self, peer: _Peer, key: bytes) -> None:
+        found = self._find(peer, key)
+        if found is None:
+            return
+        entry, _ = found
+
+        def answer(segment: SharedSegment | None) -> wire.Message:
+            return wire.Gone(key, moved=True) if segment is None else wire.Shared(segment.fd)
+
+        self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
+
+    def _work_for(
+        self, peer: _Peer, work: Callable[[], _T], answer: Callable[[_T], wire.Message], failure: str
+    ) -> None:
+        """Do something that may wait on the second thread, and then send its answer to a peer."""
         peer.busy = True  # until `finish`, no other request of this peer is served
 
-        def work() -> None:
-            """Put the value, on the second thread; the result goes back to the listener's thread as a callback."""
+        def run() -> None:
+            """Work on the second thread; the result goes back to the listener's thread as a callback."""
             try:
-                put = self._put_entry(entry)
+                result = work()
             except Exception as error:
-                log.exception("could not put a value of %d bytes into the object store", entry.nbytes)
-                reason = f"object store put failed: {error!r}"[:_MAX_REASON]
+                log.exception(failure)
+                reason = f"{failure}: {error!r}"[:_MAX_REASON]
                 self._callbacks.append(lambda: self._refuse(peer, reason))
             else:
-                self._callbacks.append(lambda: finish(put))
+                self._callbacks.append(lambda: finish(result))
             self.wake()
 
-        def finish(put: tuple[bytes, bytes, object] | None) -> None:
+        def finish(result: _T) -> None:
             """Answer the peer, on the listener's thread."""
             if peer.number not in self._peers:  # the peer was dropped meanwhile
                 return
             peer.busy = False
-            if put is None:
-                self._send(peer, wire.Gone(key, moved=True))
-            else:
-                object_id, owner, peer.held[key] = put
-                self._send(peer, wire.PutReply(object_id, owner, entry.is_mutated(), by_creator))
+            self._send(peer, answer(result))
             self._advance(peer)
 
         if self._putter is None:
             putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
-            putter.start()  # RuntimeError if the system starts no more threads; the next Put then tries again
+            putter.start()  # RuntimeError if the system starts no more threads; the next request then tries again
             self._putter = putter
-        self._puts.put(work)
+        self._puts.put(run)
 
     def _run_puts(self) -> None:
         while (work := self._puts.get()) is not None:
