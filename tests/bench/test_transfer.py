@@ -7,19 +7,37 @@ from pathlib import Path
 
 import pytest
 
-from raylane.bench import transfer
+from raylane.bench.transfer_cases import cases, grouped
 
 FIELDS = {"case", "contender", "n", "p50_us", "p90_us", "p99_us", "min_us", "first_us", "cpu_s"}
 
 
 def test_cases() -> None:
-    names = [case.name for case in transfer.cases(large=False, only=None)]
-    assert names[:2] == ["4B", "4B-new"]
-    assert names[2:6] == ["80KB", "80KB-new", "96KB", "96KB-new"]
-    assert names[6:] == ["150KB", "150KB-new", "1MB", "1MB-new", "100MB", "100MB-new"]
-    assert [case.name for case in transfer.cases(large=True, only="1GB,4B")] == ["1GB", "4B"]
+    names = [case.name for case in cases(large=False, only=None)]
+    assert names[:4] == ["4B", "4B-new", "4KB", "4KB-new"]
+    assert {"100MB-new", "get-into-64MiB-shared", "fanout-8-64MiB", "small-10000x4KB", "submit-starting"} <= set(names)
+    assert [case.name for case in cases(large=True, only="1GB,tcp-1GB")] == ["1GB", "tcp-1GB"]
     with pytest.raises(ValueError, match="unknown cases 2GB; the cases are 4B"):
-        transfer.cases(large=False, only="2GB")
+        cases(large=False, only="2GB")
+
+
+def test_groups_share_actors_only_where_they_can() -> None:
+    groups = grouped(cases(large=True, only=None))
+    for group in groups:
+        assert len({(case.workload, case.starting, case.contenders) for case in group}) == 1
+    assert sorted(case.name for group in groups for case in group) == sorted(
+        case.name for case in cases(large=True, only=None)
+    )
+
+
+def test_picture_has_a_line_for_each_contender(tmp_path: Path) -> None:
+    transfer = pytest.importorskip("raylane.bench.transfer")
+    pytest.importorskip("matplotlib")
+    record = {"contender": "raylane:auto", "p50_us": 10.0}
+    transfer.draw([record | {"case": "4B"}, record | {"case": "1MB"}, record | {"case": "1MB-new"}], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="cases of tensor sizes, such as 4B"):
+        transfer.draw([record | {"case": "submit"}], tmp_path / "b.png")
 
 
 @pytest.mark.slow
@@ -34,7 +52,7 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
         "transfer",
         "--quick",
         "--only",
-        "4B,1MB",
+        "4B,1MB,get-into-64MiB,submit",
         "--json",
         str(out),
     ]
@@ -48,5 +66,5 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     for record in report["records"]:
         assert set(record) == FIELDS
         assert 0 < record["min_us"] <= record["p50_us"] <= record["p90_us"] <= record["p99_us"]
-    assert {record["case"] for record in report["records"]} == {"4B", "1MB"}
+    assert {record["case"] for record in report["records"]} == {"4B", "1MB", "get-into-64MiB", "submit"}
     assert "x faster" in done.stdout

@@ -21,6 +21,7 @@ from raylane import _ray
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
+from raylane.core.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
@@ -33,6 +34,8 @@ from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
 
 MAX_IDLE_POOL_BYTES = 2 << 30
+SHARED_PART = 4
+"""Part of the limit of idle receive memory that shared copies without a value may take in a source."""
 ALIVE_WITHIN_S = 3.0
 """Seconds in which a source must answer after a transfer from it has broken off."""
 _ACTOR_PREFIX = "actor/"
@@ -80,7 +83,7 @@ class Endpoint:
         self.token = token
         """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
-        self.store = Store()
+        self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART))
         self.pool = BufferPool(pool_limit_bytes())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
@@ -241,6 +244,7 @@ class Endpoint:
             found.update(self.nixl.made.stats())
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
+        found["shared_idle_bytes"] = self.store.shared.idle_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
         return found
 
@@ -263,6 +267,7 @@ class Endpoint:
         if self.source.made is not None and actor is not None and not self.session_ended():
             _ray.kv_delete(_actor_key(actor, self.place))
         self.store.clear()
+        self.store.shared.close()
 
 
 def _actor_key(actor: str, process: place.Place) -> str:

@@ -1,9 +1,10 @@
 """The source's end of all links: one thread and one selector for any number of peers.
 
 The listener answers requests from the store, and drops every peer that does not authenticate in time. Its thread never
-calls user code and never waits for a single peer. Putting values into Ray's object store can wait, so it runs on a
-second thread, one value after the other. A peer that asks for a stream is passed, with its socket, to the component
-that registered for the stream's key (`endpoint.streams`); the listener does not touch that connection again.
+calls user code and never waits for a single peer. Putting values into Ray's object store, and copying them into shared
+memory, can take long, so a second thread does it, one value after the other. A peer that asks for a stream is passed,
+with its socket, to the component that registered for the stream's key (`endpoint.streams`); the listener does not touch
+that connection again.
 
 Back-pressure: the listener serves one request of a peer at a time. It reads nothing more from that peer until the
 answer has been passed to the kernel, so a peer that sends requests without reading costs the memory of one answer.
@@ -16,7 +17,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import queue
@@ -30,11 +30,15 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from raylane.core.shared_pool import SharedSegment
 from raylane.transport import tls, wire
+from raylane.transport.outgoing import Part, blank, consume, next_parts
 from raylane.transport.store import Entry, Store
 
 log = logging.getLogger("raylane.transport")
+_T = TypeVar("_T")
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_UNAUTHENTICATED = 256
@@ -42,7 +46,6 @@ MAX_UNAUTHENTICATED = 256
 SESSION_CHECK_S = 2.0
 ACCEPT_PAUSE_S = 0.5
 """Seconds without accepting after this process ran out of descriptors."""
-_SEND_BYTES = 4 << 20
 _MAX_PARTS = 256
 _MAX_REASON = 500
 """Length of an error's text, in characters, when it is sent to a peer."""
@@ -59,10 +62,7 @@ It runs on the listener's thread and must not wait.
 """
 
 
-_Part = tuple["memoryview | Callable[[], memoryview]", object]
-"""Bytes to send (or a function that makes them when it is their turn), and the object that keeps them alive."""
 _TLS_ONLY = wire.pack_frame(wire.Refusal("it uses TLS, and this process does not: set RAY_USE_TLS=1 in all or in none"))
-_ZEROS = memoryview(bytes(_SEND_BYTES))
 
 
 @dataclass(eq=False, slots=True)
@@ -83,10 +83,10 @@ class _Peer:
     frames: wire.FrameBuffer = field(default_factory=lambda: wire.FrameBuffer(wire.MAX_HANDSHAKE_FRAME_BYTES))
     inbox: collections.deque[wire.Message] = field(default_factory=collections.deque)
     """Requests that arrived together with the one being served."""
-    out: collections.deque[_Part] = field(default_factory=collections.deque)
+    out: collections.deque[Part] = field(default_factory=collections.deque)
     """Parts of the answer that are not sent yet."""
     busy: bool = False
-    """True while the second thread puts a value for this peer."""
+    """True while the second thread works for this peer."""
     watched: int = 0
     """Events for which the socket is registered; 0 if it is not registered."""
     held: dict[bytes, object] = field(default_factory=dict)
@@ -363,11 +363,11 @@ class Listener:
         peer.out.append((memoryview(wire.pack_frame(message)), None))
 
     def _flush(self, peer: _Peer) -> None:
-        """Send as much of a peer's answer as the socket accepts, at most 16 batches of _SEND_BYTES."""
+        """Send as much of a peer's answer as the socket accepts, at most 16 batches of 4 MiB."""
         # sendmsg accepts at most IOV_MAX (1024) parts; fewer keep the lists short.
         most = _MAX_PARTS
         for _ in range(16):  # limited, so that a fast peer does not delay the others
-            parts = _next_parts(peer.out, most)
+            parts = next_parts(peer.out, most)
             if not parts:
                 return
             try:
@@ -380,11 +380,11 @@ class Listener:
                 # A part's memory is unmapped: its owner freed it. EFAULT does not tell which part, so send single
                 # parts until one fails, and replace that one.
                 if len(parts) == 1:
-                    _blank(peer.out)
+                    blank(peer.out)
                 most = 1
                 continue
             most = _MAX_PARTS
-            _consume(peer.out, sent)
+            consume(peer.out, sent)
 
     # Messages
 
@@ -399,6 +399,8 @@ class Listener:
             self._send(peer, wire.HeldCount(self._store.held_for_callers()))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
+        elif isinstance(message, wire.Share):
+            self._share(peer, message.key)
         elif isinstance(message, wire.Release):
             peer.held.pop(message.key, None)
         elif isinstance(message, wire.Stream):
@@ -487,81 +489,62 @@ class Listener:
         if found is None:
             return
         entry, by_creator = found
+
+        def answer(put: tuple[bytes, bytes, object] | None) -> wire.Message:
+            if put is None:
+                return wire.Gone(key, moved=True)
+            object_id, owner, peer.held[key] = put
+            return wire.PutReply(object_id, owner, entry.is_mutated(), by_creator)
+
+        self._work_for(peer, lambda: self._put_entry(entry), answer, "object store put failed")
+
+    def _share(self, peer: _Peer, key: bytes) -> None:
+        found = self._find(peer, key)
+        if found is None:
+            return
+        entry, _ = found
+
+        def answer(segment: SharedSegment | None) -> wire.Message:
+            return wire.Gone(key, moved=True) if segment is None else wire.Shared(segment.fd)
+
+        self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
+
+    def _work_for(
+        self, peer: _Peer, work: Callable[[], _T], answer: Callable[[_T], wire.Message], failure: str
+    ) -> None:
+        """Do something that may wait on the second thread, and then send its answer to a peer."""
         peer.busy = True  # until `finish`, no other request of this peer is served
 
-        def work() -> None:
-            """Put the value, on the second thread; the result goes back to the listener's thread as a callback."""
+        def run() -> None:
+            """Work on the second thread; the result goes back to the listener's thread as a callback."""
             try:
-                put = self._put_entry(entry)
+                result = work()
             except Exception as error:
-                log.exception("could not put a value of %d bytes into the object store", entry.nbytes)
-                reason = f"object store put failed: {error!r}"[:_MAX_REASON]
+                log.exception(failure)
+                reason = f"{failure}: {error!r}"[:_MAX_REASON]
                 self._callbacks.append(lambda: self._refuse(peer, reason))
             else:
-                self._callbacks.append(lambda: finish(put))
+                self._callbacks.append(lambda: finish(result))
             self.wake()
 
-        def finish(put: tuple[bytes, bytes, object] | None) -> None:
+        def finish(result: _T) -> None:
             """Answer the peer, on the listener's thread."""
             if peer.number not in self._peers:  # the peer was dropped meanwhile
                 return
             peer.busy = False
-            if put is None:
-                self._send(peer, wire.Gone(key, moved=True))
-            else:
-                object_id, owner, peer.held[key] = put
-                self._send(peer, wire.PutReply(object_id, owner, entry.is_mutated(), by_creator))
+            self._send(peer, answer(result))
             self._advance(peer)
 
         if self._putter is None:
             putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
-            putter.start()  # RuntimeError if the system starts no more threads; the next Put then tries again
+            putter.start()  # RuntimeError if the system starts no more threads; the next request then tries again
             self._putter = putter
-        self._puts.put(work)
+        self._puts.put(run)
 
     def _run_puts(self) -> None:
         while (work := self._puts.get()) is not None:
             work()
             del work  # a waiting thread must not keep the entry alive
-
-
-def _next_parts(out: collections.deque[_Part], most: int) -> list[memoryview]:
-    """Return up to `most` parts of together at most _SEND_BYTES from the head of the queue.
-
-    A part given as a function is made when it is the head, i.e. when everything before it has been sent.
-    """
-    if out and not isinstance(out[0][0], memoryview):
-        made, keep = out.popleft()
-        out.appendleft((made() if callable(made) else made, keep))
-    # Cut to _SEND_BYTES, so that one system call does not occupy the thread for long.
-    parts: list[memoryview] = []
-    room = _SEND_BYTES
-    for data, _ in itertools.islice(out, most):
-        if not isinstance(data, memoryview) or not room:
-            break
-        parts.append(data[:room])
-        room -= parts[-1].nbytes
-    return parts
-
-
-def _consume(out: collections.deque[_Part], sent: int) -> None:
-    """Remove `sent` bytes from the head of the queue."""
-    while sent:
-        data, keep = out.popleft()
-        if not isinstance(data, memoryview):
-            raise AssertionError("a part was sent before it was made")
-        if sent < data.nbytes:
-            out.appendleft((data[sent:], keep))
-        sent -= min(sent, data.nbytes)
-
-
-def _blank(out: collections.deque[_Part]) -> None:
-    """Replace the head of the queue, whose memory is unmapped, by zeros; the Trailer will declare the value invalid."""
-    data, _ = out.popleft()
-    left = data.nbytes if isinstance(data, memoryview) else 0
-    while left:
-        out.appendleft((_ZEROS[:left], None))
-        left -= out[0][0].nbytes  # type: ignore[union-attr]
 
 
 def _uid_of(sock: socket.socket) -> int:

@@ -7,6 +7,7 @@ decisions; memory is released and descriptors are closed after the lock is relea
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from raylane.core import vm
 from raylane.core.deadline import Deadline
-from raylane.core.segment import HeaderSlots, address_of, bytes_at, map_segment
+from raylane.core.segment import HeaderSlots, address_of, bytes_at, map_segment, segment_offsets
+from raylane.core.shared_pool import SharedPool, SharedSegment
 from raylane.core.spans import Span
 
 # Graphs import this module through the listener, and must not load torch for it: importing torch costs an actor two
@@ -46,6 +48,8 @@ class Entry:
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Tensors with their write counts at publication."""
     checksum: int | None = None
+    shared: SharedSegment | None = None
+    """Copy of the blocks for the readers of this host; None until two of them have asked."""
     slot: int = -1
     """Number of the entry's slot in `HeaderSlots`."""
     header_address: int = 0
@@ -134,7 +138,9 @@ class Entry:
 class Store:
     """Published entries by key, with a way to wait until memory is free again. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: SharedPool | None = None) -> None:
+        """Keep copies for the readers of this host in segments of `shared`."""
+        self.shared = SharedPool(0) if shared is None else shared
         self._lock = threading.Lock()  # guards everything below
         self._freed = threading.Condition(self._lock)
         self._entries: dict[bytes, Entry] = {}
@@ -173,6 +179,33 @@ class Store:
         for entry in removed:
             if entry.segment >= 0:
                 os.close(entry.segment)
+            if entry.shared is not None:
+                self.shared.give_back(entry.shared)
+
+    def share(self, entry: Entry) -> SharedSegment | None:
+        """Return the copy of a value for the readers of this host; make it if there is none. Called by one thread.
+
+        None if the value was freed, or its owner has freed, resized or re-pointed the memory. OSError if there is no
+        memory or descriptor for a copy.
+        """
+        if entry.shared is not None:
+            return entry.shared
+        sizes = [block.nbytes for block in entry.layout.blocks]
+        offsets, total = segment_offsets(sizes)
+        segment = self.shared.take(total)
+        copied = False
+        try:
+            parts = zip(offsets, sizes, strict=True)
+            targets = [(ctypes.c_char * nbytes).from_buffer(segment.memory, start) for start, nbytes in parts]
+            if entry.copy_to(targets):
+                segment.release_to_readers()
+                with self._lock:
+                    copied = entry.key in self._entries
+                    entry.shared = segment if copied else None
+        finally:
+            if not copied:
+                self.shared.give_back(segment)
+        return segment if copied else None
 
     def clear(self) -> None:
         """Free all entries."""

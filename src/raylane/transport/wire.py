@@ -217,6 +217,21 @@ class Taken(msgspec.Struct, tag=32, array_like=True, frozen=True):
     """Message that the reader has the bytes of all offered ranges; answered by Trailer."""
 
 
+class Share(msgspec.Struct, tag=40, array_like=True, frozen=True):
+    """Request for a copy of a value in shared memory, for all readers of the host.
+
+    Answered by Shared, Gone or Refusal.
+    """
+
+    key: _Key
+
+
+class Shared(msgspec.Struct, tag=41, array_like=True, frozen=True):
+    """Descriptor, in the source, of the shared copy; the blocks lie at their `segment_offsets`."""
+
+    descriptor: int
+
+
 Message: TypeAlias = (
     Challenge
     | Hello
@@ -238,6 +253,8 @@ Message: TypeAlias = (
     | Met
     | Send
     | ReadParts
+    | Share
+    | Shared
     | Want
     | Offer
     | Taken

@@ -1,7 +1,9 @@
-"""host: one-sided reads between processes of one machine; no Python code of the source runs.
+"""host: one-sided reads between processes of one machine; they need no Python code of the source.
 
 A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
-is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes.
+is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. The second reader of a large
+value asks its source for a copy in shared memory, which all further readers map (`core.shared_pool`); a source that
+does not answer soon is read as before.
 
 Order of the reads, with no lock between the two processes:
 
@@ -13,6 +15,7 @@ A nonce that still matches was cleared after all earlier reads, so everything re
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import errno
@@ -26,7 +29,9 @@ from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment, segment_offsets
-from raylane.errors import SourceLostError, TransportUnavailableError
+from raylane.core.shared_pool import map_shared
+from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
+from raylane.transport import wire
 from raylane.transport.backends.base import (
     Backend,
     Capability,
@@ -45,6 +50,11 @@ if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
     from raylane.transport.parts import Part
 
+SHARE_FROM_BYTES = 4 << 20
+"""Size from which the second and all further readers of a host share one copy; smaller values are copied as fast."""
+SHARED = "host, shared copy"
+SHARED_WITHIN_S = 1.0
+"""Seconds that a reader waits for a shared copy before it makes its own."""
 _REMOTE_READ_OFFSET = 12
 """Offset of `remote_read` in a header slot; `HeaderSlots` draws the slot."""
 
@@ -76,6 +86,12 @@ class HostBackend(Backend):
         """Read the blocks out of the source's memory, or map its snapshot."""
         if ticket.segment >= 0:
             return _read(ticket, [], deadline, blocks_of_segment=True)
+        shared = _shared_copy(ticket, endpoint)
+        if shared is not None:
+            # Checks everything that is checked after a read of the memory itself.
+            found = _read(ticket, [], deadline)
+            if not found.mutated:  # otherwise the copy may be older than the tensors
+                return dataclasses.replace(found, blocks=shared)
         # Before the read: a lack of memory in this process must not be translated into an error of the source.
         blocks = allocate(ticket, endpoint)
         with paused(len(blocks)):
@@ -127,6 +143,53 @@ def _read(
     if not remote_read:  # one mark is enough for all readers
         _mark_read(ticket)
     return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
+
+
+def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> list[Any] | None:
+    """Return the blocks of a large value from the copy that all further readers of this host share.
+
+    None for the first reader, and if there is no such copy; the reader then makes its own.
+    """
+    least, source = share_from_bytes(), ticket.origin()
+    if least is None or ticket.nbytes < least or (SHARED, source.place) in endpoint.blocked:
+        return None
+    if ticket.on_mutation == "allow":  # readers expect what is in the tensors now
+        return None
+    header = ctypes.create_string_buffer(HEADER_BYTES)
+    try:
+        vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+        if not struct.unpack("<QII", header.raw)[2]:
+            _mark_read(ticket)  # now, so that readers that come during this read ask for a copy
+            return None
+    except OSError:
+        return None  # the read of the value itself will find out why
+    try:
+        with endpoint.links().borrow(endpoint.address_of(source), source, Deadline(SHARED_WITHIN_S)) as link:
+            link.send(wire.Share(ticket.key))
+            answer = link.receive()
+    except TransportError as error:
+        # The source may be busy for long, and a one-sided read does not need it.
+        endpoint.blocked[SHARED, source.place] = error.message
+        return None
+    if not isinstance(answer, wire.Shared):
+        return None
+    with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
+        blocks = map_shared(f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks])
+        endpoint.counts["shared"] += blocks is not None
+        return blocks
+    return None
+
+
+def share_from_bytes() -> int | None:
+    """Return the size from which readers of one host share a copy: `RAYLANE_SHARE_FROM_BYTES`, None for never."""
+    text = os.environ.get("RAYLANE_SHARE_FROM_BYTES", "").strip().lower()
+    if not text:
+        return SHARE_FROM_BYTES
+    if text == "none":
+        return None
+    if not text.isdigit():
+        raise ValueError(f"RAYLANE_SHARE_FROM_BYTES must be a number of bytes or none, got {text!r}")
+    return int(text)
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:

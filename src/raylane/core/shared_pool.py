@@ -1,0 +1,136 @@
+"""Shared memory that one process fills and others read, used again when the last reader is done.
+
+A segment is a memfd. Readers open it through /proc/PID/fd, each with an open file of its own, and hold a read lock on
+it for as long as they have it mapped (open file description locks, fcntl(2)). The kernel drops the lock when a reader
+dies. The filling process needs the write lock, so it never changes what somebody reads:
+
+    source    write lock -> fill -> unlock ...   value freed -> pool -> write lock, if nobody reads -> fill again
+    reader    open -> read lock -> map copy-on-write -> check that the value is still published ... -> unmap, close
+
+Filling a new segment of 64 MiB takes 36 ms, filling one again 7 ms: page faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from raylane.core.segment import segment_offsets, size_class
+from raylane.core.semaphore import map_file
+
+_WASTE = 2
+"""A segment is not used for less than this part of its size."""
+
+
+def _lock(fd: int, kind: int) -> bool:
+    """Set or release a lock on a whole file; False if somebody holds a lock that excludes it. Does not wait."""
+    try:
+        # struct flock: type, whence, start, length (0: to the end), pid (must be 0), padding.
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+class SharedSegment:
+    """One segment, mapped in the process that fills it, and locked until `release_to_readers`."""
+
+    __slots__ = ("capacity", "fd", "memory")
+
+    def __init__(self, capacity: int) -> None:
+        """Create a segment. OSError if there is no descriptor or memory for it."""
+        self.capacity = capacity
+        self.fd = os.memfd_create("raylane-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, capacity)
+            # A reader whose file shrinks is killed by SIGBUS.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self.memory = map_file(self.fd, capacity)
+            _lock(self.fd, fcntl.F_WRLCK)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def release_to_readers(self) -> None:
+        """Allow readers; the content must not change any more."""
+        _lock(self.fd, fcntl.F_UNLCK)
+
+    def lock_again(self) -> bool:
+        """Take the segment back for filling; False if somebody still reads it."""
+        return _lock(self.fd, fcntl.F_WRLCK)
+
+    def close(self) -> None:
+        """Close the descriptor; readers keep their mappings."""
+        os.close(self.fd)
+
+
+class SharedPool:
+    """Segments of one process that are filled again. Thread-safe."""
+
+    def __init__(self, max_idle_bytes: int) -> None:
+        """At most `max_idle_bytes` of segments without a value are kept."""
+        self._max_idle_bytes = max_idle_bytes
+        self._lock = threading.Lock()  # guards _idle
+        self._idle: list[SharedSegment] = []
+
+    def take(self, nbytes: int) -> SharedSegment:
+        """Return a locked segment of at least `nbytes`. OSError if there is no memory or descriptor for one."""
+        with self._lock:
+            for segment in self._idle:
+                if nbytes <= segment.capacity <= _WASTE * size_class(nbytes) and segment.lock_again():
+                    self._idle.remove(segment)
+                    return segment
+        return SharedSegment(size_class(nbytes))
+
+    def give_back(self, segment: SharedSegment) -> None:
+        """Take back a segment whose value was freed; there may still be readers."""
+        with self._lock:
+            self._idle.append(segment)
+            surplus = []
+            while sum(one.capacity for one in self._idle) > self._max_idle_bytes:
+                surplus.append(self._idle.pop(0))  # the one that was given back first
+        for one in surplus:
+            one.close()
+
+    @property
+    def idle_bytes(self) -> int:
+        """Size of the segments without a value."""
+        with self._lock:
+            return sum(one.capacity for one in self._idle)
+
+    def close(self) -> None:
+        """Close all idle segments."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.close()
+
+
+def map_shared(path: str, sizes: Sequence[int]) -> list[Any] | None:
+    """Map a segment of another process copy-on-write; return its blocks, or None if it is being filled again.
+
+    The blocks lie at their `segment_offsets`. The caller must check afterwards that the value is still published: the
+    segment may have been filled again before the lock was taken. Keeps a descriptor until the last block is garbage.
+    OSError if the file cannot be opened or mapped.
+    """
+    offsets, total = segment_offsets(sizes)
+    # O_NONBLOCK: the descriptor's number may belong to a pipe by now, whose open would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, fd)
+        if os.fstat(fd).st_size < total or not _lock(fd, fcntl.F_RDLCK):
+            return None
+        memory = map_file(fd, total, private=True)
+        undo.pop_all()
+    weakref.finalize(memory, os.close, fd).atexit = False
+    return [(ctypes.c_char * nbytes).from_buffer(memory, start) for start, nbytes in zip(offsets, sizes, strict=True)]
