@@ -123,9 +123,10 @@ class Soak:
     def close(self) -> list[str]:
         """Drop what is held, ask every actor what it has left, and end all actors; return what was left."""
         gc.collect()
-        left, deadline = [], time.monotonic() + 30
+        left = []
         for number, actor in enumerate(self.actors):
             found: dict[str, Any] = {}
+            deadline = time.monotonic() + 30
             while time.monotonic() < deadline:
                 with contextlib.suppress(rex.RayActorError):  # it may still be starting
                     found = ray.get(actor.report.remote(), timeout=LIMIT_S)
