@@ -41,8 +41,9 @@ test-all: setup
 test-pure: setup
 	RAYLANE_PURE=1 $(BIN)/python -m pytest -m 'not gpu and not slow' tests/core tests/graph
 
+# With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute.
 faults: setup
-	$(BIN)/python -m pytest -m faults $(ARGS)
+	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(BIN)/python -m pytest -m faults $(ARGS)
 
 gpu: setup
 	$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.faults import networks
+from tests.transport import certificates
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
-def test_graph_over_three_nodes_survives_a_pulled_cable() -> None:
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+def test_graph_over_three_nodes_survives_a_pulled_cable(secured: bool, tmp_path: Path) -> None:
     why = networks.refused()
     if why is not None:
         pytest.skip(f"namespaces cannot be made here: {why}")
@@ -22,6 +24,9 @@ def test_graph_over_three_nodes_survives_a_pulled_cable() -> None:
     paths = f"{root}/src:{root}"
     with networks.network(3) as net:
         head, one, two = net.addresses
+        if secured:
+            authority = certificates.make_authority(tmp_path / "authority")
+            net.environment |= certificates.make_certificate(authority, tmp_path / "node", *net.addresses)
         driver = net.start(
             0,
             f"{networks.ray_node(head, None, 'head')}; "

@@ -18,6 +18,7 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -28,7 +29,7 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
-from raylane.transport import wire
+from raylane.transport import tls, wire
 from raylane.transport.source import Source
 from raylane.transport.wire import Address as Address  # re-exported for graphs
 
@@ -52,7 +53,7 @@ def _connect(address: Address, deadline: Deadline) -> socket.socket:
     if isinstance(address, tuple):
         sock = socket.create_connection(address, timeout=timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # requests are small and must not wait for more data
-        return sock
+        return tls.connect(sock)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # Use SO_SNDTIMEO instead of Python's own timeout, which makes the socket non-blocking. A blocking connect waits
@@ -92,6 +93,10 @@ class Connection:
                 f"could not {attempt} {self.peer} within {self.deadline.timeout_s} s. Raise the timeout (or "
                 "RAYLANE_TIMEOUT_S) if the value is that large, or check whether that process hangs"
             ) from error
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):  # closed, as for every connection
+                raise SourceLostError(f"could not {attempt} {self.peer}: connection closed") from error
+            raise ProtocolError(f"could not {attempt} {self.peer}: {tls.explain(error)}") from error
         except OSError as error:
             if error.errno in _READER_EXHAUSTED:
                 raise TransportError(

@@ -17,13 +17,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import queue
 import secrets
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from raylane.core.shared_pool import SharedSegment
-from raylane.transport import wire
+from raylane.transport import tls, wire
+from raylane.transport.outgoing import Part, blank, consume, next_parts
 from raylane.transport.store import Entry, Store
 
 log = logging.getLogger("raylane.transport")
@@ -45,7 +46,6 @@ MAX_UNAUTHENTICATED = 256
 SESSION_CHECK_S = 2.0
 ACCEPT_PAUSE_S = 0.5
 """Seconds without accepting after this process ran out of descriptors."""
-_SEND_BYTES = 4 << 20
 _MAX_PARTS = 256
 _MAX_REASON = 500
 """Length of an error's text, in characters, when it is sent to a peer."""
@@ -62,9 +62,7 @@ It runs on the listener's thread and must not wait.
 """
 
 
-_Part = tuple["memoryview | Callable[[], memoryview]", object]
-"""Bytes to send (or a function that makes them when it is their turn), and the object that keeps them alive."""
-_ZEROS = memoryview(bytes(_SEND_BYTES))
+_TLS_ONLY = wire.pack_frame(wire.Refusal("it uses TLS, and this process does not: set RAY_USE_TLS=1 in all or in none"))
 
 
 @dataclass(eq=False, slots=True)
@@ -78,10 +76,14 @@ class _Peer:
     address: wire.Address
     """Address of this listener that the peer connected to; the proofs cover it."""
     authenticated: bool = False
+    shaking: bool = False
+    """True until TLS is established; before that, no message is sent or read."""
+    spoke: bool = False
+    """True if the peer has begun the handshake of TLS."""
     frames: wire.FrameBuffer = field(default_factory=lambda: wire.FrameBuffer(wire.MAX_HANDSHAKE_FRAME_BYTES))
     inbox: collections.deque[wire.Message] = field(default_factory=collections.deque)
     """Requests that arrived together with the one being served."""
-    out: collections.deque[_Part] = field(default_factory=collections.deque)
+    out: collections.deque[Part] = field(default_factory=collections.deque)
     """Parts of the answer that are not sent yet."""
     busy: bool = False
     """True while the second thread works for this peer."""
@@ -113,6 +115,8 @@ class Listener:
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
+        # First, because it fails for missing files, and nothing is open yet.
+        self._tls = tls.server_context()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._unauthenticated: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
@@ -223,6 +227,12 @@ class Listener:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = self.host, self.port
+            if self._tls is not None:
+                try:
+                    sock = tls.wrap(self._tls, sock, server=True)
+                except OSError as error:
+                    log.debug("accept: %s", error)
+                    return
         elif _uid_of(sock) not in (os.geteuid(), 0):
             # Any user can find the names of abstract sockets (/proc/net/unix) and connect. The processes of a cluster
             # run as one user, or as root.
@@ -239,12 +249,37 @@ class Listener:
             deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
             nonce=secrets.token_bytes(wire.NONCE_BYTES),
             address=address,
+            shaking=isinstance(sock, tls.TlsSocket),
         )
         self._next_number += 1
         # Keyed by a number of its own: descriptors are reused, and callbacks of the second thread come late.
         self._peers[peer.number] = self._unauthenticated[peer.number] = peer
+        if peer.shaking:
+            self._watch(peer, selectors.EVENT_READ)  # the client begins the handshake of TLS
+        else:
+            self._challenge(peer)
+
+    def _challenge(self, peer: _Peer) -> None:
         self._send(peer, wire.Challenge(wire.VERSION, peer.nonce))
         self._advance(peer)
+
+    def _shake(self, peer: _Peer) -> None:
+        """Continue the handshake of TLS. The limits of unauthenticated peers hold meanwhile."""
+        if not isinstance(peer.socket, tls.TlsSocket):
+            raise AssertionError("only connections with TLS have a handshake")
+        peer.spoke = True
+        try:
+            peer.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self._watch(peer, selectors.EVENT_READ)
+        except ssl.SSLWantWriteError:
+            self._watch(peer, selectors.EVENT_WRITE)
+        except OSError as error:  # OpenSSL has sent the peer an alert with the reason
+            tls.drain(peer.socket)
+            self._drop(peer, str(error))
+        else:
+            peer.shaking = False
+            self._challenge(peer)
 
     def _pause_accepting(self) -> None:
         """Accept no connection for ACCEPT_PAUSE_S; existing links are served meanwhile."""
@@ -265,6 +300,8 @@ class Listener:
         if why:
             log.debug("dropping link %d: %s", peer.number, why)
         self._watch(peer, 0)
+        if peer.shaking and not peer.spoke:  # a client without TLS waits for this listener to begin
+            tls.tell_plain(peer.socket, _TLS_ONLY)
         peer.socket.close()
         # Drop the references to tensors and Ray objects now; a callback may still refer to the peer.
         peer.out.clear()
@@ -272,6 +309,9 @@ class Listener:
 
     def _serve(self, peer: _Peer, events: int) -> None:
         if peer.number not in self._peers:  # dropped by an earlier event of the same batch
+            return
+        if peer.shaking:
+            self._shake(peer)
             return
         try:
             # Do not read while an answer is pending; this is the back-pressure on the peer.
@@ -323,11 +363,11 @@ class Listener:
         peer.out.append((memoryview(wire.pack_frame(message)), None))
 
     def _flush(self, peer: _Peer) -> None:
-        """Send as much of a peer's answer as the socket accepts, at most 16 batches of _SEND_BYTES."""
+        """Send as much of a peer's answer as the socket accepts, at most 16 batches of 4 MiB."""
         # sendmsg accepts at most IOV_MAX (1024) parts; fewer keep the lists short.
         most = _MAX_PARTS
         for _ in range(16):  # limited, so that a fast peer does not delay the others
-            parts = _next_parts(peer.out, most)
+            parts = next_parts(peer.out, most)
             if not parts:
                 return
             try:
@@ -340,11 +380,11 @@ class Listener:
                 # A part's memory is unmapped: its owner freed it. EFAULT does not tell which part, so send single
                 # parts until one fails, and replace that one.
                 if len(parts) == 1:
-                    _blank(peer.out)
+                    blank(peer.out)
                 most = 1
                 continue
             most = _MAX_PARTS
-            _consume(peer.out, sent)
+            consume(peer.out, sent)
 
     # Messages
 
@@ -505,45 +545,6 @@ class Listener:
         while (work := self._puts.get()) is not None:
             work()
             del work  # a waiting thread must not keep the entry alive
-
-
-def _next_parts(out: collections.deque[_Part], most: int) -> list[memoryview]:
-    """Return up to `most` parts of together at most _SEND_BYTES from the head of the queue.
-
-    A part given as a function is made when it is the head, i.e. when everything before it has been sent.
-    """
-    if out and not isinstance(out[0][0], memoryview):
-        made, keep = out.popleft()
-        out.appendleft((made() if callable(made) else made, keep))
-    # Cut to _SEND_BYTES, so that one system call does not occupy the thread for long.
-    parts: list[memoryview] = []
-    room = _SEND_BYTES
-    for data, _ in itertools.islice(out, most):
-        if not isinstance(data, memoryview) or not room:
-            break
-        parts.append(data[:room])
-        room -= parts[-1].nbytes
-    return parts
-
-
-def _consume(out: collections.deque[_Part], sent: int) -> None:
-    """Remove `sent` bytes from the head of the queue."""
-    while sent:
-        data, keep = out.popleft()
-        if not isinstance(data, memoryview):
-            raise AssertionError("a part was sent before it was made")
-        if sent < data.nbytes:
-            out.appendleft((data[sent:], keep))
-        sent -= min(sent, data.nbytes)
-
-
-def _blank(out: collections.deque[_Part]) -> None:
-    """Replace the head of the queue, whose memory is unmapped, by zeros; the Trailer will declare the value invalid."""
-    data, _ = out.popleft()
-    left = data.nbytes if isinstance(data, memoryview) else 0
-    while left:
-        out.appendleft((_ZEROS[:left], None))
-        left -= out[0][0].nbytes  # type: ignore[union-attr]
 
 
 def _uid_of(sock: socket.socket) -> int:

@@ -37,6 +37,7 @@ from raylane.transport.nixl_agent import Agent, NixlError
 from raylane.transport.nixl_channel import open_nixl
 from raylane.transport.pieces import pieces_of_entry, pieces_of_target
 from raylane.transport.store import Store
+from raylane.transport.tls import cleartext_refusal
 
 __all__ = ["PAIRS", "PairLink", "PairServer"]
 
@@ -172,6 +173,10 @@ class PairServer:
 
 def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Callable[[], Agent]) -> Any:
     """Open this end (rank 0 or 1) of a channel of this backend."""
+    # Both ends check: neither sends in the clear because only the other one allows it.
+    why = cleartext_refusal(backend) if backend in ("gloo", "nixl") else None
+    if why is not None:
+        raise TransportUnavailableError(why)
     if backend == "nixl":
         return open_nixl(connection, rank, nixl)
     # torch is loaded here, not at the top: graphs import the transport and must not load torch.

@@ -39,6 +39,7 @@ from raylane.graph.lifecycle import LINK_TRANSITIONS, Lifecycle, LinkEvent, Link
 from raylane.graph.values.message import Message
 from raylane.transport import wire
 from raylane.transport.link import Address, Link
+from raylane.transport.tls import TlsSocket
 
 log = logging.getLogger("raylane.graph")
 
@@ -301,6 +302,9 @@ def _configure(sock: socket.socket, timeout_s: float | None) -> None:
     sock.setblocking(True)
     if timeout_s is not None:
         limit_s = timeout_s + RECEIVER_MARGIN_S
+    if isinstance(sock, TlsSocket):  # would call the kernel again and again after each of its time limits
+        sock.settimeout(None if timeout_s is None else limit_s)
+    elif timeout_s is not None:
         limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

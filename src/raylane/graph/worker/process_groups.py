@@ -32,6 +32,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphError, GraphPlanError
 from raylane.graph.collectives import Collective
 from raylane.graph.values.shares import Spec, cut, part_shape, wide_dtype
+from raylane.transport.tls import cleartext_refusal
 
 __all__ = ["Group", "check_available"]
 
@@ -57,6 +58,9 @@ def check_available(transport: str) -> None:
         )
     if transport == "gloo" and not dist.is_gloo_available():
         raise GraphPlanError("transport 'gloo': this torch is built without gloo; use 'auto'")
+    why = cleartext_refusal(transport)
+    if why is not None:
+        raise GraphPlanError(f"transport {transport!r}: {why}")
 
 
 class Group:

@@ -16,6 +16,7 @@ from raylane.transport.backends.tcp import answer_error, read_answer
 from raylane.transport.pairs import PairLink
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
+from raylane.transport.tls import cleartext_refusal
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
@@ -30,8 +31,8 @@ class GlooBackend(Backend):
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
-        """Return None: gloo works between any two processes of the cluster."""
-        return None
+        """Return None, because gloo works between any two processes of the cluster, or that it may not be used."""
+        return cleartext_refusal(self.name)
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Request the blocks and receive them into pooled memory; the first time, open a channel."""

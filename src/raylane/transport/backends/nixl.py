@@ -14,6 +14,7 @@ from raylane.transport.backends.base import Backend, Capability, FetchResult
 from raylane.transport.backends.gloo import fetch_by_channel
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
+from raylane.transport.tls import cleartext_refusal
 
 if TYPE_CHECKING:
     from raylane.transport.endpoint import Endpoint
@@ -32,8 +33,8 @@ class NixlBackend(Backend):
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
-        """Return None: whether both processes have NIXL turns out when they open a channel."""
-        return None
+        """Return None or that it may not be used; whether both have NIXL turns out when they open a channel."""
+        return cleartext_refusal(self.name)
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Ask the source to offer its memory, and read it into pooled memory; the first time, open a channel."""

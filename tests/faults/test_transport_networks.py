@@ -1,0 +1,100 @@
+"""Transports between three Ray nodes with networks, processes and shared memory of their own, in good and bad weather.
+
+Each node is a machine for raylane: own address, pid namespace and /dev/shm.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.faults import networks
+from tests.transport import certificates
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+OWN_SHM = "mount -t tmpfs raylane /dev/shm; "
+LIMIT_S = 240
+
+
+class Weather:
+    """What the driver asks for; everything happens on the cable of the node `one`."""
+
+    def __init__(self, net: networks.Network) -> None:
+        self._net = net
+        self.skipped: dict[str, str] = {}
+        """What could not be done, with the reason."""
+
+    def do(self, wanted: str) -> None:
+        name = self._net.names[1]
+        if wanted in ("cut", "restore"):
+            self._net.plug(1, connected=wanted == "restore")
+            return
+        # In both directions: this end sends to the node, and the other one for it.
+        for where in ([], ["ip", "netns", "exec", name]):
+            device = f"{name}v" if not where else "eth0"
+            subprocess.run([*where, "tc", "qdisc", "del", "dev", device, "root"], check=False, capture_output=True)
+            size = "1280" if wanted == "small packets" else "1500"
+            subprocess.run([*where, "ip", "link", "set", device, "mtu", size], check=True, capture_output=True)
+            rule = {
+                "throttle": "tbf rate 80mbit burst 64kbit latency 50ms",
+                "lose": "netem loss 2% delay 5ms 2ms",
+            }.get(wanted)
+            if rule is not None:
+                words = [*where, "tc", "qdisc", "add", "dev", device, "root", *rule.split()]
+                done = subprocess.run(words, check=False, capture_output=True, text=True)
+                if done.returncode:
+                    self.skipped[wanted] = done.stderr.strip()
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
+def test_transports_between_three_nodes(secured: bool, tmp_path: Path) -> None:
+    why = networks.refused()
+    if why is not None:
+        pytest.skip(f"namespaces cannot be made here: {why}")
+    root = Path(__file__).parents[2]
+    paths = f"{root}/src:{root}"
+    with networks.network(3) as net:
+        head, one, two = net.addresses
+        if secured:
+            authority = certificates.make_authority(tmp_path / "authority")
+            net.environment |= certificates.make_certificate(authority, tmp_path / "node", *net.addresses)
+        weather = Weather(net)
+        driver = net.start(
+            0,
+            f"{OWN_SHM}{networks.ray_node(head, None, 'head')}; cd {root}; "
+            f"PYTHONPATH={paths} exec {sys.executable} -m tests.faults.transport_network_driver {head}",
+        )
+        for index, (address, name) in enumerate([(one, "one"), (two, "two")], 1):
+            start = networks.ray_node(address, head, name)
+            net.start(
+                index,
+                f"{OWN_SHM}cd {root}; export PYTHONPATH={paths}; "
+                f"until {start} >/dev/null 2>&1; do sleep 0.2; done; cat",
+            )
+        heard: list[str] = []
+        timer = threading.Timer(LIMIT_S, driver.kill)
+        timer.start()
+        assert driver.stdout is not None
+        assert driver.stdin is not None
+        for line in driver.stdout:
+            heard.append(line.rstrip())
+            if line.startswith("ask: "):
+                weather.do(line.removeprefix("ask: ").strip())
+                driver.stdin.write("done\n")
+                driver.stdin.flush()
+            if "said: done" in line:
+                break
+        timer.cancel()
+    text = "\n".join(heard)
+    assert "said: done" in text, text
+    for transport in ("gloo", *(["nixl"] if importlib.util.find_spec("nixl") else [])):
+        wanted = f"refused {transport}: .*cannot encrypt" if secured else f"retried {transport}"
+        assert re.search(f"said: {wanted}", text), text
+    print(text, weather.skipped)  # figures, shown with -s
+    if "throttle" in weather.skipped:
+        pytest.skip(f"all but slow links was tested: {weather.skipped}")

@@ -1,0 +1,198 @@
+"""The driver of `test_transport_networks`, run by it inside the head's namespace.
+
+It prints `said: ...` for the test to check, and `ask: ...` for things that only the test can do, such as cutting a
+cable; the test answers each of those with one line.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import torch
+
+import raylane
+from raylane.core.place import here
+from raylane.errors import RaylaneError, TransferTimeoutError, TransportUnavailableError
+from raylane.testing.leaks import leaks, snapshot
+
+LARGE = 40_000_000
+"""Bytes that take a while through a throttled link."""
+MARGIN_S = 8.0
+"""Time beyond a timeout in which the error must have arrived, on a machine that is busy with three Ray nodes."""
+
+
+def say(text: str) -> None:
+    print(f"said: {text}", flush=True)
+
+
+def ask(text: str) -> None:
+    print(f"ask: {text}", flush=True)
+    sys.stdin.readline()
+
+
+class Maker:
+    @raylane.method
+    def make(self, nbytes: int) -> torch.Tensor:
+        return (torch.arange(nbytes) % 251).to(torch.uint8)
+
+    @raylane.method
+    def total(self, *values: torch.Tensor) -> int:
+        return sum(int(value.sum()) for value in values)
+
+    def add(self, value: Any) -> Any:
+        return value + 1
+
+    def place(self) -> Any:
+        return here()
+
+    def entries(self) -> int:
+        return int(raylane.stats()["entries"])
+
+
+def expected(nbytes: int) -> torch.Tensor:
+    return (torch.arange(nbytes) % 251).to(torch.uint8)
+
+
+def read(ref: Any, transport: str | None, timeout: float = 60.0) -> torch.Tensor:
+    value: torch.Tensor = raylane.get(ref, tensor_transport=transport, timeout=timeout)
+    return value
+
+
+def in_thread(call: Callable[[], Any], within_s: float) -> Callable[[], Any]:
+    """Start a call; the returned function waits for its result, or for its typed error. Fails if it hangs."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RaylaneError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(within_s)
+        assert not thread.is_alive(), f"no answer within {within_s} s"
+        assert found, "an error without type; its traceback is above"
+        return found[0]
+
+    return wait
+
+
+def cross(makers: list[Any], transports: list[str]) -> None:
+    """Values between all nodes, by every transport."""
+    _, one, two = makers
+    made = one.make.remote(3_000_000)
+    assert torch.equal(read(made, None), expected(3_000_000))
+    counts = raylane.stats()
+    assert counts["tcp"] == 1, counts
+    assert "host" not in counts, counts
+    say("auto takes tcp")
+    refs = [maker.make.remote(1_000_000) for maker in makers]
+    assert ray.get(two.total.remote(*refs), timeout=60) == 3 * int(expected(1_000_000).sum())
+    say("values from three nodes")
+    for transport in transports:
+        for nbytes in (1000, 3_000_001):
+            value = one.make.remote(nbytes)
+            assert torch.equal(read(value, transport), expected(nbytes))
+        say(f"crossed by {transport}")
+    for transport in {"tcp", "gloo", "nixl"} - set(transports):
+        try:
+            read(made, transport)
+        except TransportUnavailableError as error:
+            say(f"refused {transport}: {error}")
+    with raylane.InputNode() as x:
+        node = raylane.bind(two.add, raylane.bind(one.add, x))
+    with raylane.compile(node, timeout_s=30) as graph:
+        for nbytes in (10, 30_000, 1_000_000):
+            data = torch.ones(nbytes)
+            assert torch.equal(graph.execute(data).get(), data + 2)
+    say("graph over two links")
+
+
+def cut(maker: Any, transport: str) -> None:
+    """A link that breaks within a transfer: an error in time, and the value is still there afterwards."""
+    value = maker.make.remote(LARGE)
+    ray.wait([value], timeout=60, fetch_local=False)
+    for timeout, down_s in ((2.0, 4.0), (60.0, 1.0)):
+        wait = in_thread(lambda timeout=timeout: read(value, transport, timeout), timeout + MARGIN_S)
+        time.sleep(0.4)  # into the middle of the transfer: nothing tells when its first byte has come
+        ask("cut")
+        began = time.monotonic()
+        if down_s > timeout:
+            found = wait()
+            assert isinstance(found, RaylaneError), "the whole value came through a link that was cut"
+            say(f"cut {transport}: {type(found).__name__} {time.monotonic() - began:.1f} s after")
+            time.sleep(max(0.0, down_s - (time.monotonic() - began)))
+            ask("restore")
+        else:
+            time.sleep(down_s)
+            ask("restore")
+            found = wait()
+            state = type(found).__name__ if isinstance(found, RaylaneError) else "came"
+            say(f"short cut {transport}: {state} {time.monotonic() - began:.1f} s after")
+        assert torch.equal(read(value, transport), expected(LARGE))
+    say(f"retried {transport}")
+
+
+def weather(maker: Any, transports: list[str]) -> None:
+    """Links that are slow, lose packets or take small ones only."""
+    for wanted in ("throttle", "lose", "small packets"):
+        ask(wanted)
+        for transport in transports:
+            began = time.monotonic()
+            value = maker.make.remote(4_000_000)
+            assert torch.equal(read(value, transport), expected(4_000_000))
+            say(f"{wanted}: {transport} in {time.monotonic() - began:.2f} s")
+    try:
+        read(maker.make.remote(LARGE), "tcp", 0.05)
+    except TransferTimeoutError:
+        say("timeout on a slow link")
+    ask("calm")
+
+
+def main(address: str) -> None:
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    deadline = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) < 3:
+        assert time.monotonic() < deadline, "the other nodes did not come"
+        time.sleep(0.1)
+    before = snapshot()
+    actor = ray.remote(num_cpus=0.1)(Maker)
+    makers = [actor.options(resources={name: 0.1}).remote() for name in ("head", "one", "two")]
+    places = ray.get([maker.place.remote() for maker in makers], timeout=60)
+    assert len({found.net_namespace for found in places}) == 3
+    assert len({found.pid_namespace for found in places}) == 3
+    transports = ["tcp"]
+    if os.environ.get("RAY_USE_TLS") != "1":
+        transports += ["gloo", *(["nixl"] if importlib.util.find_spec("nixl") else [])]
+    cross(makers, transports)
+    weather(makers[1], transports)
+    for transport in transports:
+        ask("throttle")
+        cut(makers[1], transport)
+        ask("calm")
+    gc.collect()  # errors that were kept refer to frames, and these to the errors and to refs
+    deadline = time.monotonic() + 20
+    while left := ray.get([maker.entries.remote() for maker in makers], timeout=60):
+        if not any(left):
+            break
+        assert time.monotonic() < deadline, f"values left in the actors: {left}"
+        time.sleep(0.1)
+    del makers
+    found = leaks(before, within_s=20)
+    assert not found, found
+    say("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
