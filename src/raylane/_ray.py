@@ -331,6 +331,16 @@ def kv_put_if_absent(key: str, value: bytes) -> bytes:
     return kv_get(key) or value
 
 
+def called_method(invocation: Any) -> str:
+    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
+    # Ray's function refers to the ActorMethod as `self`, in a closure.
+    for cell in getattr(invocation, "__closure__", None) or ():
+        name = getattr(cell.cell_contents, "_method_name", None)
+        if name is not None:
+            return str(name)
+    return ""
+
+
 def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] | None:
     """Return (actor handle or object, method's name, num_returns, signature without self), or None for a non-method."""
     if isinstance(method, ray.actor.ActorMethod):

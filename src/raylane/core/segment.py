@@ -158,14 +158,19 @@ must not hit memory that has another use by then.
 """
 
 
+def next_count(count: int) -> int:
+    """Return a 32-bit count plus one; the largest count stays, because 0 means "never read"."""
+    return min(count + 1, 0xFFFFFFFF)
+
+
 class HeaderSlots:
     """Words that other processes read to find out whether a value is still published.
 
     One slot, 16 bytes, little-endian, in memory that is never unmapped:
 
         0   nonce         8 bytes   random per use; 0 = no value. A reader compares it with its ticket's.
-        8   creator_read  4 bytes   1 after the producing process itself has received the value
-        12  remote_read   4 bytes   1 after another process has received it (written by that process)
+        8   creator_read  4 bytes   number of times that the producing process itself has received the value
+        12  remote_read   4 bytes   the same for other processes (written by these; two at once may count as one)
 
     Order: the store clears the nonce *before* it releases the value's memory, and a reader reads the nonce *last*. A
     nonce that still matches proves that everything read before was the value. Freed memory shows no other sign: small
@@ -210,10 +215,17 @@ class HeaderSlots:
         return nonce, bool(creator), bool(remote)
 
     def mark(self, slot: int, *, creator: bool) -> None:
-        """Record a read of the value, by its creator or by another process."""
+        """Count a read of the value, by its creator or by another process."""
         page, _ = self._pages[slot // self._PER_PAGE]
         # Write this one word only: the other word belongs to readers in other processes, which write it unlocked.
-        struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
+        offset = slot % self._PER_PAGE * self.SIZE + (8 if creator else 12)
+        struct.pack_into("<I", page, offset, next_count(struct.unpack_from("<I", page, offset)[0]))
+
+    def reads(self, slot: int) -> int:
+        """Return how often the value of a slot was read, by any process."""
+        page, _ = self._pages[slot // self._PER_PAGE]
+        creator, remote = struct.unpack_from("<II", page, slot % self._PER_PAGE * self.SIZE + 8)
+        return int(creator + remote)
 
 
 BLOCK_ALIGNMENT = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
@@ -114,7 +115,10 @@ def put(
     options = publish_options(tensor_transport, _tensor_transport, snapshot, on_mutation, where="raylane.put")
     if isinstance(value, ray.ObjectRef):
         raise TypeError("raylane.put got an ObjectRef, whose value is published already. Just pass the ref on")
-    publication = Publication(options, anchored=False)
+    # The caller of this function, for `raylane memory`: 0.4 us, which a report of leaked memory is worth.
+    caller = sys._getframe(1)
+    origin = f"put at {caller.f_code.co_filename}:{caller.f_lineno}"
+    publication = Publication(options, anchored=False, origin=origin)
     try:
         # Ray pickles the value here, and pickling publishes it.
         ref = ray.put(PublishOnPickle(value, publication))

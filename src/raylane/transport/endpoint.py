@@ -15,15 +15,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from raylane import _ray
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
-from raylane.transport import wire
+from raylane.transport import directory, wire
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
+from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
@@ -35,11 +34,6 @@ from raylane.transport.store import Entry, Store
 MAX_IDLE_POOL_BYTES = 2 << 30
 ALIVE_WITHIN_S = 3.0
 """Seconds in which a source must answer after a transfer from it has broken off."""
-_ACTOR_PREFIX = "actor/"
-"""Prefix of the keys under which actors publish their Source in Ray's key-value store."""
-_MOST_KEYS = 256
-"""Limit of entries read from Ray's key-value store at a time."""
-
 _T = TypeVar("_T")
 
 
@@ -121,20 +115,12 @@ class Endpoint:
         return _ray.worker_token() != self.token
 
     def _announce(self) -> Source:
-        """Start the listener and, in an actor, store the Source where callers of the actor can find it."""
+        """Start the listener, and store the Source where callers of this actor and `raylane memory` can find it."""
         # First permit one-sided reads: a reader may come as soon as the first ticket exists.
         vm.allow_readers()
         found = self.listener()
         source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
-        actor = _ray.current_actor_id()
-        if actor is not None:
-            # Killed actors leave their entries behind, and so do actors that Ray ends with their last handle, which
-            # runs no exit handler. Each actor that begins to publish deletes the dead ones of its host from a sample
-            # of entries, so their number stays small.
-            for key, data in _ray.kv_sample(_ACTOR_PREFIX, _MOST_KEYS).items():
-                if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
-                    _ray.kv_delete(key)
-            _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
+        directory.announce(source)
         return source
 
     def _listen(self) -> Listener:
@@ -150,6 +136,7 @@ class Endpoint:
                 put_entry=self._put_entry,
                 session_ended=self.session_ended,
                 streams=self.streams,
+                holdings=lambda most: holdings(self.store, self.pool, self.keeper.made, most),
             )
         except OSError as error:
             raise TransportError(
@@ -207,8 +194,7 @@ class Endpoint:
         answer.
         """
         # A restarted actor has an entry for each of its processes, and the old ones may not be deleted yet.
-        for key, data in _ray.kv_sample(f"{_ACTOR_PREFIX}{actor.hex()}/", _MOST_KEYS).items():
-            source = msgspec.msgpack.decode(data, type=Source)
+        for key, source in directory.processes_of(actor.hex()).items():
             try:
                 with self.links().borrow(self.address_of(source), source, deadline) as link:
                     link.send(wire.HeldQuery())
@@ -259,19 +245,9 @@ class Endpoint:
             self.nixl.made.close()
         self.fetchers.close()
         self.getters.close()
-        actor = _ray.current_actor_id()
-        if self.source.made is not None and actor is not None and not self.session_ended():
-            _ray.kv_delete(_actor_key(actor, self.place))
+        if self.source.made is not None and not self.session_ended():
+            directory.withdraw(self.place)
         self.store.clear()
-
-
-def _actor_key(actor: str, process: place.Place) -> str:
-    """Return the key of one process of an actor in Ray's key-value store.
-
-    The key names the process because a restarted actor has a new one: deleting a dead process's entry must not delete
-    the entry of its successor.
-    """
-    return f"{_ACTOR_PREFIX}{actor}/{process.pid}-{process.start_ticks}"
 
 
 _current: Endpoint | None = None

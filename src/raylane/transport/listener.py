@@ -100,6 +100,7 @@ class Listener:
         put_entry: PutEntry,
         session_ended: Callable[[], bool],
         streams: Mapping[bytes, TakeStream] | None = None,
+        holdings: Callable[[int], wire.Holdings] | None = None,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -109,6 +110,8 @@ class Listener:
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
+        self._holdings = holdings
+        """Function that answers a HoldingsQuery; runs on the listener's thread."""
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._unauthenticated: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
@@ -353,6 +356,8 @@ class Listener:
             self._read(peer, message.key, wire.unpack_parts(message.parts))
         elif isinstance(message, wire.HeldQuery):
             self._send(peer, wire.HeldCount(self._store.held_for_callers()))
+        elif isinstance(message, wire.HoldingsQuery) and self._holdings is not None:
+            self._send(peer, self._holdings(message.most))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
         elif isinstance(message, wire.Release):

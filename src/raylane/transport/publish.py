@@ -52,10 +52,12 @@ OUT_OF_BAND_BYTES = 1 << 16
 class Publication:
     """The results of one call, or the value of one put: their keys in the store, and the event that frees them."""
 
-    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options")
+    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options", "origin")
 
-    def __init__(self, options: PublishOptions, *, anchored: bool, streams: bool = False) -> None:
+    def __init__(self, options: PublishOptions, *, anchored: bool, origin: str = "", streams: bool = False) -> None:
         self.options = options
+        self.origin = origin
+        """Name of the method, or the line that called `put`, for `raylane memory`."""
         self.anchored = anchored
         """True if the tickets carry an anchor. A put needs none, because this process owns the ref it returns."""
         self.carried = streams or options.tensor_transport == "object_store"
@@ -152,7 +154,14 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     """Put a value into the store and return its ticket."""
     options = publication.options
     source = here.source()
-    entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=publication.anchored)
+    entry = Entry(
+        key=secrets.token_bytes(16),
+        leaves=[],
+        layout=layout,
+        for_callers=publication.anchored,
+        origin=publication.origin,
+        transport=options.tensor_transport,
+    )
     counters = b""
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,11 @@ class Entry:
     """Number of the entry's slot in `HeaderSlots`."""
     header_address: int = 0
     nonce: int = 0
+    origin: str = ""
+    """Method that returned the value, or the line that called `put`."""
+    transport: str = ""
+    """Transport that the producer asked for."""
+    created_s: float = field(default_factory=time.monotonic)
     _mapped: list[Any] | None = None
     _spans: list[Span] | None = None
 
@@ -177,6 +183,11 @@ class Store:
         with self._lock:
             return len(self._entries)
 
+    def entries(self) -> list[tuple[Entry, int]]:
+        """Return all entries, in the order of publication, with the number of reads of each."""
+        with self._lock:
+            return [(entry, self._headers.reads(entry.slot)) for entry in self._entries.values()]
+
     def held_for_callers(self) -> int:
         """Return the number of entries that are results of calls."""
         with self._lock:
@@ -192,8 +203,7 @@ class Store:
             if self._entries.get(entry.key) is not entry:
                 return False, False
             _, by_creator, by_remote = self._headers.read(entry.slot)
-            if not (by_creator if creator else by_remote):
-                self._headers.mark(entry.slot, creator=creator)
+            self._headers.mark(entry.slot, creator=creator)
             return by_creator, by_remote
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.core import place, vm
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import address_of, map_segment, segment_offsets
+from raylane.core.segment import address_of, map_segment, next_count, segment_offsets
 from raylane.errors import SourceLostError, TransportUnavailableError
 from raylane.transport.backends.base import (
     Backend,
@@ -119,8 +119,7 @@ def _read(
         raise freed_error(ticket) if place.alive(source.place) else _lost(source)
     if ticket.guards and digest(guarded) != ticket.guarded:
         raise moved_error(ticket)
-    if not remote_read:  # one mark is enough for all readers
-        _mark_read(ticket)
+    _mark_read(ticket, next_count(remote_read))
     return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
 
@@ -137,14 +136,14 @@ def _map(ticket: Ticket, source: Source) -> list[Any]:
         os.close(fd)
 
 
-def _mark_read(ticket: Ticket) -> None:
-    """Record in the source's header slot that another process has read the value.
+def _mark_read(ticket: Ticket, count: int) -> None:
+    """Record in the source's header slot how often other processes have read the value.
 
     If the value is freed at this moment the mark is lost, which is harmless because nobody asks for it any more. The
     slot can be reused between the read and this write only after the value was freed. The reader's own ref prevents
     that unless the owner of the ref dies; a wrong mark costs one needless warning.
     """
-    one = ctypes.c_uint32(1)
+    one = ctypes.c_uint32(count)
     try:
         vm.write(ticket.origin().place.pid, ticket.header_address + _REMOTE_READ_OFFSET, address_of(one), 4)
     except OSError as error:
