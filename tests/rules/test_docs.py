@@ -45,6 +45,14 @@ def test_every_row_of_the_graph_table_names_a_test() -> None:
     assert all(NAMED.search(row) for row in rows)
 
 
+def test_every_row_of_the_transport_table_names_a_test() -> None:
+    text = (ROOT / "docs/design/claims-transport.md").read_text()
+    rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 41))
+    # What raylane does not have needs no test; everything else does.
+    assert all(NAMED.search(row) for row in rows if not row.split("|")[3].strip().startswith("no"))
+
+
 def test_every_row_of_the_security_table_names_a_test() -> None:
     text = (ROOT / "docs/design/claims-security.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]  # without the head of the table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import raylane
 from raylane.errors import TransportUnavailableError
-from raylane.testing.leaks import leaks, snapshot
 
 pytestmark = pytest.mark.usefixtures("tidy")
 N = 100_000
@@ -62,21 +60,8 @@ class Crew:
         self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
         ray.get(self.maker.__ray_ready__.remote())
 
-
-@pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[Crew]:
-    before = snapshot()
-    crew = Crew()
-    yield crew
-    vars(crew).clear()  # the fixture itself outlives this
-    assert not leaks(before, within_s=20)
-
-
-@pytest.fixture
-def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
-    yield
-    gc.collect()
-    eventually(lambda: ray.get(crew.maker.stats.remote())["entries"] == 0, within_s=20)
+    def makers(self) -> list[Any]:
+        return [self.maker]
 
 
 def used(ref: Any) -> tuple[str, Any]:
@@ -131,6 +116,38 @@ def test_the_actor_outlives_its_handle_for_undecorated_results(cluster: None) ->
     del maker
     gc.collect()
     assert used(ref)[0] == "host"
+
+
+class Slow:
+    """Actor that does not start before its gate is open."""
+
+    def __init__(self, gate: list[Any]) -> None:
+        ray.get(gate[0])
+
+    @raylane.method
+    def make(self) -> torch.Tensor:
+        return torch.ones(N)
+
+
+def test_submission_waits_neither_for_the_actor_nor_the_call(cluster: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Gate:
+        def __init__(self) -> None:
+            self.event = asyncio.Event()
+
+        async def wait(self) -> None:
+            await self.event.wait()
+
+        async def open(self) -> None:
+            self.event.set()
+
+    gate: Any = Gate.remote()
+    slow: Any = ray.remote(num_cpus=0)(Slow).remote([gate.wait.remote()])
+    refs = [slow.make.remote(), slow.make.options(tensor_transport="tcp").remote(), raylane.options(slow.make).remote()]
+    # The actor cannot have started: a submission that waited for it would never have returned.
+    assert ray.wait(refs, timeout=0)[0] == []
+    ray.get(gate.open.remote())
+    assert [float(value[0]) for value in ray.get(refs)] == [1, 1, 1]
 
 
 def test_mistakes_are_named(crew: Crew) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import ray
 import torch
 
 import raylane
-from raylane.testing.leaks import leaks, snapshot
 
 pytestmark = pytest.mark.usefixtures("tidy")
 N = 100_000  # 400 KB: above what travels inline
@@ -174,25 +171,8 @@ class Crew:
         self.threaded_maker, self.threaded_user = actor(Maker, max_concurrency=4), actor(User, max_concurrency=4)
         ray.get([member.__ray_ready__.remote() for member in vars(self).values()])
 
-
-@pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[Crew]:
-    before = snapshot()
-    crew = Crew()
-    yield crew
-    vars(crew).clear()  # the fixture itself outlives this
-    assert not leaks(before, within_s=20)
-
-
-@pytest.fixture
-def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
-    """Whatever a test did, the shared producers hold nothing afterwards, and no process of theirs is new."""
-    yield
-    # If a call was cancelled after it had ended, `ray.get` raises from a frame that the error itself refers to. This
-    # cycle holds the ref, and with it the result, until the garbage collector runs.
-    gc.collect()
-    for maker in (crew.maker, crew.async_maker, crew.threaded_maker):
-        eventually(lambda maker=maker: ray.get(maker.stats.remote())["entries"] == 0, within_s=20)
+    def makers(self) -> list[Any]:
+        return [self.maker, self.async_maker, self.threaded_maker]
 
 
 def test_actor_positional_keyword_and_both(crew: Crew) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch
 
 import raylane
 from raylane.errors import SourceLostError, TensorMutatedError, TransferTimeoutError
-from raylane.testing.leaks import leaks, snapshot
 
 pytestmark = pytest.mark.usefixtures("tidy")
 ROWS, COLUMNS = 300, 512  # 600 KB: above what travels inline
@@ -74,9 +71,8 @@ class Trainer:
     def pid(self) -> int:
         return os.getpid()
 
-    def held(self) -> int:
-        entries: int = raylane.stats()["entries"]
-        return entries
+    def stats(self) -> dict[str, Any]:
+        return raylane.stats()
 
     def read_own(self, refs: list[Any]) -> tuple[bool, float]:
         target = torch.empty_like(self.large)
@@ -94,22 +90,8 @@ class Crew:
         self.trainer: Any = ray.remote(num_cpus=0)(Trainer).remote()
         ray.get(self.trainer.__ray_ready__.remote())
 
-
-@pytest.fixture(scope="module")
-def crew(ray_session: None) -> Iterator[Crew]:
-    before = snapshot()
-    crew = Crew()
-    yield crew
-    vars(crew).clear()  # the fixture itself outlives this
-    assert not leaks(before, within_s=20)
-
-
-@pytest.fixture
-def tidy(crew: Crew, cluster: None, eventually: Any) -> Iterator[None]:
-    """Whatever a test did, the shared actor holds nothing afterwards."""
-    yield
-    gc.collect()
-    eventually(lambda: ray.get(crew.trainer.held.remote()) == 0, within_s=20)
+    def makers(self) -> list[Any]:
+        return [self.trainer]
 
 
 @pytest.fixture

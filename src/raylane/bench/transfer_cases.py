@@ -71,7 +71,7 @@ def _known(*, large: bool) -> dict[str, Case]:
         Case("get-64MiB", "get", MIB_64, GET),
         Case("get-into-64MiB", "get", MIB_64, GET, into=True),
         Case("get-into-64MiB-shared", "get", MIB_64, ("raylane:auto", "memcpy"), into=True, shared=True),
-        Case("nixl-100MB", "get", 100_000_000, ("raylane:nixl", "nixl:raw", "ray:rdt-nixl"), into=True),
+        Case("nixl-100MB", "get", 100_000_000, ("raylane:nixl", "nixl:raw", "ray:rdt-nixl")),
         Case("fanout-1-64MiB", "fanout", MIB_64, ("raylane:auto", BASELINE)),
         Case("fanout-8-64MiB", "fanout", MIB_64, ("raylane:auto", BASELINE), count=8),
         Case("submit", "submit", 4, ("raylane:auto", "ray:plain", "ray:rdt-nixl")),

@@ -7,17 +7,23 @@ Documentation/admin-guide/LSM/Yama.rst).
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
 import os
 import struct
+import threading
+import time
 from collections.abc import Iterable, Sequence
 
+from raylane.core.copying import MAX_THREADS, ThreadChoice
 from raylane.core.deadline import Deadline
 
 IOV_MAX = 1024
 MAX_BYTES_PER_CALL = 64 << 20
 """Limit of one system call, far below the kernel's 0x7ffff000 bytes, so that a deadline is noticed within 40 ms."""
+THREADED_FROM_BYTES = 16 << 20
+"""Size from which a read may use several threads: 64 MiB took 7.7 ms with one thread and 5.6 ms with two."""
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -26,6 +32,8 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
+_choice = ThreadChoice(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+"""Number of threads for large reads: by the speed of the last ones, so one thread where no core is idle."""
 _libc = ctypes.CDLL(None, use_errno=True)
 # Declared once: without argument types ctypes passes 32-bit integers and truncates addresses.
 for _name in ("process_vm_readv", "process_vm_writev"):
@@ -80,16 +88,16 @@ def _check_moved(moved: int, expected: int) -> None:
         raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
 
 
-def _calls(ranges: Sequence[Range]) -> list[list[Range]]:
-    """Split ranges, in order, into calls of at most IOV_MAX ranges and MAX_BYTES_PER_CALL bytes each."""
+def _calls(ranges: Sequence[Range], most: int = MAX_BYTES_PER_CALL) -> list[list[Range]]:
+    """Split ranges, in order, into calls of at most IOV_MAX ranges and `most` bytes each."""
     calls: list[list[Range]] = [[]]
-    room = MAX_BYTES_PER_CALL
+    room = most
     for there, here, nbytes in ranges:
         done = 0
         while done < nbytes:
             if room == 0 or len(calls[-1]) == IOV_MAX:
                 calls.append([])
-                room = MAX_BYTES_PER_CALL
+                room = most
             part = min(nbytes - done, room)
             calls[-1].append((there + done, here + done, part))
             done += part
@@ -103,11 +111,54 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     Raises OSError with ESRCH (no such process), EPERM (not allowed) or EFAULT (the memory is no longer mapped there; a
     part may have been copied). TimeoutError if the deadline has passed, checked every MAX_BYTES_PER_CALL bytes.
     """
-    for call in _calls(ranges):
+    total = sum(nbytes for _, _, nbytes in ranges)
+    if total < THREADED_FROM_BYTES:
+        _read_calls(pid, collections.deque(_calls(ranges)), deadline)
+        return
+    threads = _choice.threads()
+    calls = collections.deque(_calls(ranges, min(MAX_BYTES_PER_CALL, -(-total // threads))))
+    began = time.perf_counter()
+    helpers = [_Reader(pid, calls, deadline) for _ in range(threads - 1)]
+    for helper in helpers:
+        helper.start()
+    try:
+        _read_calls(pid, calls, deadline)
+    finally:
+        # Also after an error: the memory here must not be written to after this function has returned.
+        for helper in helpers:
+            helper.join()
+    for helper in helpers:
+        if helper.error is not None:
+            raise helper.error
+    _choice.copied(threads, total, time.perf_counter() - began)
+
+
+def _read_calls(pid: int, calls: collections.deque[list[Range]], deadline: Deadline | None) -> None:
+    """Make calls from a queue until it is empty; several threads may share the queue."""
+    while True:
         # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
         if deadline is not None and deadline.left_s() == 0:
             raise TimeoutError
+        try:
+            call = calls.popleft()
+        except IndexError:
+            return
         _move(_libc.process_vm_readv, pid, call)
+
+
+class _Reader(threading.Thread):
+    """A thread that helps with one read."""
+
+    def __init__(self, pid: int, calls: collections.deque[list[Range]], deadline: Deadline | None) -> None:
+        super().__init__(name="raylane-read", daemon=True)
+        self._work = pid, calls, deadline
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            _read_calls(*self._work)
+        except (OSError, TimeoutError) as error:
+            self.error = error
 
 
 _RANGE = struct.Struct("<QQ")

@@ -32,7 +32,7 @@ SPARSE_VIEW_FACTOR = 2
 _ALIGNMENT = 16
 
 
-class LeafSpec(msgspec.Struct, frozen=True, array_like=True):
+class LeafSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Layout of one leaf in its block. Strides and offset are in bytes; `block` is -1 for a leaf without elements."""
 
     kind: int

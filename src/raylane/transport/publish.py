@@ -165,7 +165,7 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     counters = b""
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:
-        entry.segment = _write_snapshot(layout)
+        _write_snapshot(entry)
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
@@ -193,7 +193,7 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
         wanted=options.tensor_transport,
         on_mutation=options.on_mutation,
         specs=layout.specs,
-        blocks=layout.blocks,
+        blocks=entry.spans(),
         key=entry.key,
         source=source,
         header_address=entry.header_address,
@@ -210,14 +210,20 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     )
 
 
-def _write_snapshot(layout: codec.Layout) -> int:
-    """Return the memfd of a snapshot. TransportError if this process has no descriptor or memory for it."""
+def _write_snapshot(entry: Entry) -> None:
+    """Copy the blocks of an entry into a memfd. TransportError if this process has no descriptor or memory for it."""
+    blocks = entry.layout.blocks
     try:
-        return write_segment([bytes_at(block.start, block.nbytes) for block in layout.blocks])
+        entry.segment = write_segment([bytes_at(block.start, block.nbytes) for block in blocks])
+        try:
+            entry.views()  # maps it, for the readers that read it here
+        except OSError:
+            os.close(entry.segment)
+            raise
     except OSError as error:
         raise TransportError(
-            f"could not publish a snapshot of {sum(block.nbytes for block in layout.blocks)} bytes: {error.strerror}. "
-            "Free memory or descriptors (ulimit -n) in the publishing process, or publish without snapshot=True"
+            f"could not publish a snapshot of {entry.nbytes} bytes: {error.strerror}. Free memory or descriptors "
+            "(ulimit -n) in the publishing process, or publish without snapshot=True"
         ) from error
 
 

@@ -102,7 +102,10 @@ class _Fetching:
         self._warn(self._try_all(lambda one: one.fetch_parts(self.ticket, parts, self.here, self.deadline), nbytes))
 
     def _try_all(self, fetch: Callable[[Backend], FetchResult], nbytes: int) -> FetchResult:
-        """Try the transports in order; remember one that does not work between these two processes."""
+        """Try the transports in order; remember one that does not work between these two processes.
+
+        `nbytes` is the size that a transport moves if it can move parts; the others move the whole value.
+        """
         for name in self.names:
             try:
                 result = fetch(backends()[name])
@@ -113,7 +116,8 @@ class _Fetching:
                     raise
                 continue
             self.here.counts[name] += 1
-            self.here.counts[f"{name}_bytes"] += nbytes
+            moves_parts = backends()[name].capability.parts
+            self.here.counts[f"{name}_bytes"] += nbytes if moves_parts else self.ticket.nbytes
             return result
         raise AssertionError(f"no transport to try for {self.ticket.origin()}")
 
@@ -140,11 +144,6 @@ def redeem(
     found = _find(ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray)
     if isinstance(found, Present):
         return found.deliver(wish)
-    with paused(len(ticket.specs)):
-        return _fetched(found, ticket, skeleton, wish)
-
-
-def _fetched(found: _Fetching, ticket: Ticket, skeleton: bytes, wish: Delivery) -> Any:
     specs = ticket.specs
     if wish.into is not None:
         targets = match(structure(skeleton, specs), len(specs), wish.into)
@@ -153,8 +152,10 @@ def _fetched(found: _Fetching, ticket: Ticket, skeleton: bytes, wish: Delivery) 
         specs = [
             msgspec.structs.replace(one, device=str(wish.device)) if one.kind != codec.ARRAY else one for one in specs
         ]
-    leaves = _build_leaves(ticket, specs, found.blocks())
-    return codec.decode_value(skeleton, [convert(leaf, wish) for leaf in leaves])
+    blocks = found.blocks()
+    with paused(len(specs)):  # not during the transfer, which may take long
+        leaves = _build_leaves(ticket, specs, blocks)
+        return codec.decode_value(skeleton, [convert(leaf, wish) for leaf in leaves])
 
 
 def redeem_parts(

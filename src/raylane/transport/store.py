@@ -106,6 +106,13 @@ class Entry:
             self._mapped = map_segment(self.segment, [block.nbytes for block in self.layout.blocks])
         return [(memoryview(array).cast("B"), array) for array in self._mapped]
 
+    def spans(self) -> list[Span]:
+        """Return the addresses of the blocks as readers may use them: for a snapshot, those of its mapping."""
+        if self.segment < 0:
+            return self.layout.blocks
+        starts = [address_of(array) for _, array in self.views()]
+        return [Span(start, start + block.nbytes) for start, block in zip(starts, self.layout.blocks, strict=True)]
+
     def copy_to(self, buffers: Sequence[Any], numbers: Sequence[int] | None = None) -> bool:
         """Copy the blocks with these numbers (None: all) into ctypes arrays of the same sizes.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from raylane.core.collector import paused
 from raylane.core.segment import HeaderSlots
 from raylane.core.spans import Span
 from raylane.transport.codec import LeafSpec
@@ -32,7 +33,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Reaction of a reader to a write since publication: `warn`, `error` or `allow`."""
     specs: list[LeafSpec]
     blocks: list[Span]
-    """Addresses of the blocks in the source; for a snapshot only the sizes are meaningful."""
+    """Addresses of the blocks in the source; for a snapshot those of its mapping there."""
     inline: list[bytes] | None = None
     """Content of the blocks, or None if the reader has to fetch it."""
     key: bytes = b""
@@ -75,6 +76,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 HEADER_BYTES = HeaderSlots.SIZE
+_BYTES_PER_OBJECT = 50
+"""About the size of the encoding of one leaf or block."""
 # array_like structs have no field names on the wire, so a ticket stays small. A change of fields needs a new VERSION.
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ticket)
@@ -99,7 +102,8 @@ def encode_ticket(ticket: Ticket) -> bytes:
 def decode_ticket(data: Any) -> Ticket:
     """Return the ticket that `encode_ticket` packed. ValueError if the bytes are no ticket of this version."""
     try:
-        ticket = _decoder.decode(data)
+        with paused(len(data) // _BYTES_PER_OBJECT):
+            ticket = _decoder.decode(data)
     except msgspec.MsgspecError as error:
         raise ValueError(f"could not read a ticket: {error}. Install one version of raylane everywhere") from error
     if ticket.version != VERSION:

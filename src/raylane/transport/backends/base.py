@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import bytes_at, small_blocks
@@ -34,6 +35,8 @@ class Capability:
     same_process: bool = False
     same_host: bool = False
     across_hosts: bool = False
+    parts: bool = False
+    """True if a read of parts moves only these."""
     calls_ray: bool = False
     """True if a read calls Ray, which is not possible while Ray unpickles the ticket."""
 
@@ -129,12 +132,13 @@ def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
     offsets, total = small_blocks([block.nbytes for block in ticket.blocks])
     try:
         shared: Any = endpoint.pool.take(total) if total else None
-        return [
-            (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
-            if i in offsets
-            else endpoint.pool.take(block.nbytes)
-            for i, block in enumerate(ticket.blocks)
-        ]
+        with paused(len(ticket.blocks)):
+            return [
+                (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
+                if i in offsets
+                else endpoint.pool.take(block.nbytes)
+                for i, block in enumerate(ticket.blocks)
+            ]
     except OSError as error:
         raise receive_error(ticket, error) from error
 

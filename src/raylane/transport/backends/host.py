@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from raylane.core import place, vm
+from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment, next_count, segment_offsets
@@ -55,6 +56,7 @@ class HostBackend(Backend):
     capability = Capability(
         summary="one-sided reads of the source's memory, or copy-on-write mapping of a snapshot",
         same_host=True,
+        parts=True,
     )
 
     def refusal(self, source: Source, here: Place) -> str | None:
@@ -76,13 +78,16 @@ class HostBackend(Backend):
             return _read(ticket, [], deadline, blocks_of_segment=True)
         # Before the read: a lack of memory in this process must not be translated into an error of the source.
         blocks = allocate(ticket, endpoint)
-        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
-        return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
+        with paused(len(blocks)):
+            ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
+            return dataclasses.replace(_read(ticket, ranges, deadline), blocks=blocks)
 
     def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-        """Read only these parts; a snapshot is mapped, and read where the parts are."""
-        if ticket.segment >= 0:
-            return super().fetch_parts(ticket, parts, endpoint, deadline)
+        """Read only these parts.
+
+        A snapshot is read where the source has mapped it: its pages are in place there, and a new mapping here would
+        take a page fault for each of them (64 MiB: 7 ms instead of 16).
+        """
         starts = [block.start for block in ticket.blocks]
         return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
 

@@ -27,7 +27,9 @@ class TcpBackend(Backend):
     """Transfer over a TCP connection to the source's listener."""
 
     name = "tcp"
-    capability = Capability(summary="sent by the source over TCP", same_process=True, same_host=True, across_hosts=True)
+    capability = Capability(
+        summary="sent by the source over TCP", same_process=True, same_host=True, across_hosts=True, parts=True
+    )
 
     def refusal(self, source: Source, here: Place) -> str | None:
         """Return None: TCP works between any two processes of the cluster."""
