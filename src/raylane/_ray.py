@@ -62,6 +62,7 @@ __all__ = [
     "answer_options_first",
     "bound_method",
     "call_identity",
+    "called_method",
     "class_name_of",
     "connected",
     "current_actor_id",

@@ -13,6 +13,7 @@ import torch
 
 import raylane
 from raylane.transport import directory, wire
+from raylane.transport.budget import Budget
 from raylane.transport.holdings import MOST_VALUES, holdings
 from raylane.transport.memory import Report, ask_everywhere
 from raylane.transport.store import Entry, Store
@@ -131,7 +132,7 @@ def test_holdings_fit_a_frame_whatever_a_process_holds() -> None:
         layout: Any = Layout(i % 7)
         store.publish(Entry(str(i).encode(), [], layout, for_callers=True, origin="\U0001f600" * 400, transport="auto"))
     pool: Any = NoPool()
-    found = holdings(store, pool, None, 1 << 40)
+    found = holdings(store, Budget(store, None), pool, None, 1 << 40)
     assert MOST_VALUES // 2 <= len(found.values) <= MOST_VALUES
     assert found.entries == 3 * MOST_VALUES
     assert found.values == sorted(found.values, key=lambda one: -one.nbytes)

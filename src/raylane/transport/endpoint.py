@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
+import math
 import os
 import secrets
 import threading
@@ -21,6 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport import directory, wire
+from raylane.transport.budget import Budget, budget_bytes
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
@@ -45,6 +47,26 @@ def pool_limit_bytes() -> int:
             raise ValueError(f"RAYLANE_POOL_BYTES must be a number of bytes such as 1073741824, got {text!r}")
         return int(text)
     return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
+
+
+def pool_idle_s() -> float:
+    """Return the seconds after which unused receive memory is unmapped: `RAYLANE_POOL_IDLE_S`, else 60."""
+    text = os.environ.get("RAYLANE_POOL_IDLE_S", "").strip() or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"RAYLANE_POOL_IDLE_S must be a number of seconds > 0 such as 60, or inf, got {text!r}")
+    return seconds
+
+
+def checksums_wanted() -> bool:
+    """Return True if `RAYLANE_CHECKSUM` is 1. ValueError for other text than 0 and 1."""
+    text = os.environ.get("RAYLANE_CHECKSUM", "") or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"RAYLANE_CHECKSUM must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 class _OnFirstUse(Generic[_T]):
@@ -75,7 +97,11 @@ class Endpoint:
         """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
         self.store = Store()
-        self.pool = BufferPool(pool_limit_bytes())
+        self.budget = Budget(self.store, budget_bytes())
+        """Limit of the bytes in the store."""
+        self.checksums = checksums_wanted()
+        """True if every published value gets a checksum."""
+        self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
         self.streams: dict[bytes, TakeStream] = {}
@@ -136,7 +162,7 @@ class Endpoint:
                 put_entry=self._put_entry,
                 session_ended=self.session_ended,
                 streams=self.streams,
-                holdings=lambda most: holdings(self.store, self.pool, self.keeper.made, most),
+                holdings=lambda most: holdings(self.store, self.budget, self.pool, self.keeper.made, most),
             )
         except OSError as error:
             raise TransportError(
@@ -225,6 +251,7 @@ class Endpoint:
         found["served_channels"] = 0 if self.pair_server is None else len(self.pair_server)
         if self.nixl.made is not None:
             found.update(self.nixl.made.stats())
+        found["budget_waits"], found["budget_wait_s"] = self.budget.waits, self.budget.wait_s
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
@@ -243,6 +270,7 @@ class Endpoint:
             self.pair_server.close()
         if self.nixl.made is not None:
             self.nixl.made.close()
+        self.pool.close()
         self.fetchers.close()
         self.getters.close()
         if self.source.made is not None and not self.session_ended():

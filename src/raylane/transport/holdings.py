@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from raylane.transport import wire
+from raylane.transport.budget import Budget
 from raylane.transport.store import Entry, Store
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _MOST_METHODS = 10
 _MOST_CHARACTERS = 200
 
 
-def holdings(store: Store, pool: BufferPool, keeper: ActorKeeper | None, most: int) -> wire.Holdings:
+def holdings(store: Store, budget: Budget, pool: BufferPool, keeper: ActorKeeper | None, most: int) -> wire.Holdings:
     """Return what this process holds, with its `most` largest and `most` oldest values (MOST_VALUES in all)."""
     pool.reclaim()
     entries = store.entries()
@@ -28,8 +29,8 @@ def holdings(store: Store, pool: BufferPool, keeper: ActorKeeper | None, most: i
     return wire.Holdings(
         entries=len(entries),
         nbytes=sum(entry.nbytes for entry, _ in entries),
-        budget=None,
-        waiting=0,
+        budget=budget.limit,
+        waiting=budget.waiting,
         pool_idle_bytes=pool.idle_bytes,
         pool_used_bytes=pool.used_bytes,
         values=[_held(*one) for one in _chosen(entries, most)],

@@ -151,7 +151,12 @@ def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication
 
 
 def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
-    """Put a value into the store and return its ticket."""
+    """Put a value into the store and return its ticket; waits for room in the budget of this process."""
+    with here.budget.room(sum(block.nbytes for block in layout.blocks), publication.origin):
+        return _store_leaves(here, leaves, layout, publication)
+
+
+def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     options = publication.options
     source = here.source()
     entry = Entry(
@@ -166,6 +171,8 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:
         _write_snapshot(entry)
+        if here.checksums:
+            entry.checksum = checksum(view for view, _ in entry.views())
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
@@ -184,7 +191,7 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
         guards = None if ranges is None else vm.pack_ranges(ranges)
         counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
         content = (bytes_at(block.start, block.nbytes) for block in layout.blocks)
-        entry.checksum = checksum(content) if options.on_mutation == "error" else None
+        entry.checksum = checksum(content) if options.on_mutation == "error" or here.checksums else None
     # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     here.store.publish(entry)
     publication.keys.append(entry.key)

@@ -255,6 +255,12 @@ def _build_leaves(ticket: Ticket, specs: Sequence[LeafSpec], blocks: list[Any]) 
 
 
 def _mutated_text(ticket: Ticket) -> str:
+    if ticket.checksum is not None and ticket.on_mutation != "error":
+        return (
+            f"the bytes of a value published by {ticket.origin()} differ from the published ones (RAYLANE_CHECKSUM): "
+            "they changed on the way, or in the source, whose owner may have written to a tensor. If no tensor was "
+            "written to, check memory and network of both hosts; else wait with raylane.wait_tensor_freed(tensor)"
+        )
     return (
         f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
         "would see other content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "

@@ -142,7 +142,8 @@ class Store:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards everything below
-        self._freed = threading.Condition(self._lock)
+        self.freed = threading.Condition(self._lock)
+        """Notified after every removal of entries; its lock is the store's."""
         self._entries: dict[bytes, Entry] = {}
         self._headers = HeaderSlots()
         self.published = 0
@@ -164,7 +165,7 @@ class Store:
     def free(self, keys: Iterable[bytes]) -> None:
         """Remove these entries and release their memory; unknown keys are ignored."""
         removed = []
-        with self._freed:
+        with self.freed:
             for key in keys:
                 entry = self._entries.pop(key, None)
                 if entry is not None:
@@ -174,7 +175,7 @@ class Store:
                     self.nbytes -= entry.nbytes
                     removed.append(entry)
             if removed:
-                self._freed.notify_all()
+                self.freed.notify_all()
         # Outside the lock: dropping the last reference to a tensor may run arbitrary finalizers.
         for entry in removed:
             if entry.segment >= 0:
@@ -194,6 +195,10 @@ class Store:
         """Return all entries, in the order of publication, with the number of reads of each."""
         with self._lock:
             return [(entry, self._headers.reads(entry.slot)) for entry in self._entries.values()]
+
+    def held(self) -> list[Entry]:
+        """Return all entries. Call with the lock of `freed` held."""
+        return list(self._entries.values())
 
     def held_for_callers(self) -> int:
         """Return the number of entries that are results of calls."""
@@ -215,8 +220,8 @@ class Store:
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
         """Wait until no entry holds memory that overlaps these spans. Returns False if the deadline passed first."""
-        with self._freed:
-            return self._freed.wait_for(
+        with self.freed:
+            return self.freed.wait_for(
                 lambda: not any(entry.overlaps(spans) for entry in self._entries.values()), deadline.left_s()
             )
 
