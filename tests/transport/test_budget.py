@@ -13,6 +13,7 @@ import torch
 import raylane
 from raylane.errors import BudgetExceededError, TensorMutatedError
 from raylane.transport.budget import Budget, budget_bytes
+from raylane.transport.memory import ask_everywhere
 from raylane.transport.store import Entry, Store
 
 NUMEL = 50_000
@@ -70,14 +71,12 @@ def test_budget_error_names_the_largest_values(monkeypatch: pytest.MonkeyPatch) 
     store = Store()
     budget = Budget(store, 1000)
     store.publish(entry(b"1", 900))
-    with pytest.raises(
-        BudgetExceededError, match=r"200 bytes \(W.f\).*held 900 of .*900 bytes \(W.weights, 0\.\d s old"
-    ):
-        with budget.room(200, "W.f"):
-            pass
-    with pytest.raises(BudgetExceededError, match=r"is 1,000, less than this one value\. Raise"):
-        with budget.room(1001, "W.f"):
-            pass
+    match = r"200 bytes \(W.f\).*held 900 of .*900 bytes \(W.weights, 0\.\d s old"
+    with pytest.raises(BudgetExceededError, match=match), budget.room(200, "W.f"):
+        pass
+    match = r"is 1,000, less than this one value\. Raise"
+    with pytest.raises(BudgetExceededError, match=match), budget.room(1001, "W.f"):
+        pass
 
 
 def test_budget_variable_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +115,11 @@ def with_budget(cls: type, nbytes: int, **more: str) -> Any:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("cls", [Maker, AsyncMaker])
-def test_calls_wait_until_readers_have_freed_enough(cls: type) -> None:
+def test_calls_wait_until_readers_have_freed_enough(cls: type, eventually: Callable[..., None]) -> None:
     maker = with_budget(cls, 3 * NBYTES)
     refs = [maker.make.remote() for _ in range(10)]
+    # The listener answers while the thread that publishes waits.
+    eventually(lambda: [one for one in ask_everywhere(5, 1) if one.holdings and one.holdings.waiting == 1])
     # Each value is dropped before the next one is read, so that ten values pass through room for three.
     # In the order in which they are ready: an async actor does not publish in the order of the calls.
     while refs:

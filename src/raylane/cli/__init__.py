@@ -99,6 +99,11 @@ COMMANDS: dict[str, Command] = {
             "raylane memory --json memory.json",
         ),
     ),
+    "trace": Command(
+        "raylane.cli.trace",
+        "put recorded transfers of several processes into one trace",
+        ("raylane trace merge traces transfers.json",),
+    ),
 }
 
 

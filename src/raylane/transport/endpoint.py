@@ -13,8 +13,9 @@ import math
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raylane import _ray
 from raylane.core import place, vm
@@ -28,10 +29,15 @@ from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
+from raylane.transport.metrics import TransferMetrics, interval_s
 from raylane.transport.nixl_agent import Agent
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
+from raylane.transport.tracing import trace_of_environment
+
+if TYPE_CHECKING:
+    from raylane.transport.ticket import Ticket
 
 MAX_IDLE_POOL_BYTES = 2 << 30
 ALIVE_WITHIN_S = 3.0
@@ -101,6 +107,11 @@ class Endpoint:
         """Limit of the bytes in the store."""
         self.checksums = checksums_wanted()
         """True if every published value gets a checksum."""
+        self.trace = trace_of_environment(self.place, _ray.describe_self())
+        """Trace of transfers, or None if none is written."""
+        seconds = interval_s()
+        self.metrics = None if seconds is None else TransferMetrics(seconds, self.stats)
+        """Counters for Ray's metrics, or None if they are not wanted."""
         self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
@@ -238,6 +249,29 @@ class Endpoint:
                 return True
         return False
 
+    def published(self, origin: str, nbytes: int, began_ns: int) -> None:
+        """Record a publication in the trace and the metrics, if there are any."""
+        if self.trace is not None:
+            self.trace.add("publish", began_ns, origin=origin, bytes=nbytes)
+        if self.metrics is not None:
+            self.metrics.touch()
+
+    def read_done(self, transport: str, ticket: Ticket, began_ns: int, nbytes: int) -> None:
+        """Record a read from another process in the same way."""
+        if self.trace is not None:
+            self.trace.add(f"fetch {transport}", began_ns, bytes=nbytes, source=str(ticket.origin()))
+        if self.metrics is not None:
+            self.metrics.transferred(transport, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
+
+    def read_failed(self, transport: str, ticket: Ticket, began_ns: int, error: TransportError) -> None:
+        """Record a failed read, also in the counters."""
+        self.counts[f"{transport}_errors"] += 1
+        if self.trace is not None:
+            what = type(error).__name__
+            self.trace.add(f"fetch {transport}", began_ns, error=what, source=str(ticket.origin()))
+        if self.metrics is not None:
+            self.metrics.failed(transport)
+
     def stats(self) -> dict[str, Any]:
         """Return the counters of this process, as described in `raylane.stats`."""
         self.pool.reclaim()
@@ -271,6 +305,9 @@ class Endpoint:
         if self.nixl.made is not None:
             self.nixl.made.close()
         self.pool.close()
+        for recorder in (self.metrics, self.trace):
+            if recorder is not None:
+                recorder.close()
         self.fetchers.close()
         self.getters.close()
         if self.source.made is not None and not self.session_ended():

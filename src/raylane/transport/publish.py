@@ -16,6 +16,7 @@ import functools
 import os
 import pickle
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
@@ -152,8 +153,11 @@ def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication
 
 def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     """Put a value into the store and return its ticket; waits for room in the budget of this process."""
-    with here.budget.room(sum(block.nbytes for block in layout.blocks), publication.origin):
-        return _store_leaves(here, leaves, layout, publication)
+    began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
+    with here.budget.room(nbytes, publication.origin):
+        ticket = _store_leaves(here, leaves, layout, publication)
+    here.published(publication.origin, nbytes, began_ns)
+    return ticket
 
 
 def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
