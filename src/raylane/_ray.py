@@ -62,7 +62,6 @@ __all__ = [
     "answer_options_first",
     "bound_method",
     "call_identity",
-    "called_method",
     "class_name_of",
     "connected",
     "current_actor_id",
@@ -330,16 +329,6 @@ def kv_put_if_absent(key: str, value: bytes) -> bytes:
     # Several processes may do this at the same time; reading the value back gives all of them the same one.
     internal_kv._internal_kv_put(key.encode(), value, overwrite=False, namespace=_KV_NAMESPACE)
     return kv_get(key) or value
-
-
-def called_method(invocation: Any) -> str:
-    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
-    # Ray's function refers to the ActorMethod as `self`, in a closure.
-    for cell in getattr(invocation, "__closure__", None) or ():
-        name = getattr(cell.cell_contents, "_method_name", None)
-        if name is not None:
-            return str(name)
-    return ""
 
 
 def bound_method(method: Any) -> tuple[Any, str, Any, inspect.Signature | None] | None:

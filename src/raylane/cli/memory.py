@@ -85,6 +85,7 @@ def as_plain(reports: Sequence[Report]) -> list[dict[str, object]]:
 def render(reports: Sequence[Report], limit: int) -> str:
     """Return the reports as text: a summary, then the processes, those that hold most first. Pure."""
     answered = [(report, report.holdings) for report in reports if report.holdings is not None]
+    # Idle memory breaks ties, because a process that holds nothing may still keep gigabytes of it.
     answered.sort(key=lambda one: (-one[1].nbytes, -one[1].pool_idle_bytes, one[0].process, one[0].pid))
     silent = [report for report in reports if report.holdings is None]
     total = sum(held.nbytes for _, held in answered)
@@ -94,6 +95,7 @@ def render(reports: Sequence[Report], limit: int) -> str:
         f"{_count(len(answered), 'process', 'processes')} of this cluster hold {_size(total)} "
         f"in {_count(count, 'published value')}, and {_size(idle)} of idle receive memory."
     ]
+    # A label ends with the id of its actor, by which other processes name the actors that they keep.
     labels = {report.process.rpartition(", ")[2].rstrip(")"): report.process for report, _ in answered}
     for report, held in answered:
         lines += ["", *_process(report, held, limit, labels)]

@@ -200,6 +200,7 @@ class BufferPool:
         self._closed.set()
         with self._lock:
             thread = self._trimmer
+        # Without the lock, which the thread needs for its last round.
         if thread is not None:
             thread.join(timeout=5)
 

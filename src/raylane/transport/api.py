@@ -222,8 +222,8 @@ def _get(
             "still running, or waiting for resources; raise the timeout if that is expected"
         ) from error
     here = existing()
-    if here is not None and here.trace is not None:
-        here.trace.add("wait for calls", began_ns, refs=len(values))
+    if here is not None:
+        here.recorder.waited(began_ns, len(values))
     if deadline.timeout_s is None:
         # Calls may take as long as they need, but a transfer from a hanging source must end.
         deadline = Deadline(default_timeout_s())

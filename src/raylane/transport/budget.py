@@ -52,6 +52,7 @@ class Budget:
             yield
             return
         if nbytes > self.limit:
+            # Waiting would never help, so fail at once.
             raise BudgetExceededError(
                 f"could not publish {nbytes:,} bytes ({origin}): RAYLANE_BUDGET_BYTES is {self.limit:,}, less than "
                 "this one value. Raise the budget, or return the value in parts",
@@ -76,6 +77,9 @@ class Budget:
     def _wait(self, nbytes: int, origin: str) -> None:
         """Wait until a value fits. Call with the lock held."""
         deadline, began = Deadline(default_timeout_s()), time.monotonic()
+        # Ray pickles here, holding none of its locks: other threads of this process go on, and so does the callback
+        # thread on which frees arrive. An async actor pickles all results on one thread beside its event loop, so the
+        # loop goes on, but its other results wait behind this one.
         self.waits += 1
         self.waiting += 1
         try:

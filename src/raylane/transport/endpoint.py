@@ -13,9 +13,8 @@ import math
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raylane import _ray
 from raylane.core import place, vm
@@ -29,15 +28,11 @@ from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
-from raylane.transport.metrics import TransferMetrics, interval_s
 from raylane.transport.nixl_agent import Agent
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
+from raylane.transport.recording import Recorder
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
-from raylane.transport.tracing import trace_of_environment
-
-if TYPE_CHECKING:
-    from raylane.transport.ticket import Ticket
 
 MAX_IDLE_POOL_BYTES = 2 << 30
 ALIVE_WITHIN_S = 3.0
@@ -65,14 +60,6 @@ def pool_idle_s() -> float:
     if not seconds > 0:
         raise ValueError(f"RAYLANE_POOL_IDLE_S must be a number of seconds > 0 such as 60, or inf, got {text!r}")
     return seconds
-
-
-def checksums_wanted() -> bool:
-    """Return True if `RAYLANE_CHECKSUM` is 1. ValueError for other text than 0 and 1."""
-    text = os.environ.get("RAYLANE_CHECKSUM", "") or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"RAYLANE_CHECKSUM must be 0 or 1, got {text!r}")
-    return text == "1"
 
 
 class _OnFirstUse(Generic[_T]):
@@ -105,13 +92,8 @@ class Endpoint:
         self.store = Store()
         self.budget = Budget(self.store, budget_bytes())
         """Limit of the bytes in the store."""
-        self.checksums = checksums_wanted()
-        """True if every published value gets a checksum."""
-        self.trace = trace_of_environment(self.place, _ray.describe_self())
-        """Trace of transfers, or None if none is written."""
-        seconds = interval_s()
-        self.metrics = None if seconds is None else TransferMetrics(seconds, self.stats)
-        """Counters for Ray's metrics, or None if they are not wanted."""
+        self.recorder = Recorder(self.place, self.stats)
+        """Record of publications and reads, for traces and metrics."""
         self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
@@ -119,8 +101,6 @@ class Endpoint:
         """Components that take over connections to this process's listener, by the key in the Stream request."""
         self.groups: dict[str, str] | None = None
         """Collective groups of this process and their transports; None before Ray was asked (`groups`)."""
-        self.counts: collections.Counter[str] = collections.Counter()
-        """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
         # Reentrant, because creating one part uses others: the source needs the listener, which needs the secret.
         lock = threading.RLock()
         self.secret = _OnFirstUse(lock, lambda: _ray.kv_put_if_absent("secret", secrets.token_bytes(32)))
@@ -141,11 +121,15 @@ class Endpoint:
         """This process's ends of channels to its readers; None before the listener."""
         self._pairs: dict[str, LinkPool[PairLink]] = {}
         """Idle channels to sources, by transport."""
-        self._pairs_lock = threading.Lock()  # guards the creation of pools of channels
         self.fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
         """Threads that fetch several values at once; none runs before the first fetch."""
         self.getters = FetchPool(None, "raylane-get")
         """Threads that wait for producing calls on behalf of coroutines, one for each call of `get_async`."""
+
+    @property
+    def counts(self) -> collections.Counter[str]:
+        """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
+        return self.recorder.counts
 
     def session_ended(self) -> bool:
         """Return True if the Ray session of this endpoint has ended."""
@@ -183,15 +167,15 @@ class Endpoint:
 
     def pairs(self, backend: str) -> LinkPool[PairLink]:
         """Return the idle channels of a transport to other processes."""
-        with self._pairs_lock:
-            pool = self._pairs.get(backend)
-            if pool is None:
-                open_pair: Callable[..., PairLink] = functools.partial(
-                    PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
-                )
-                pool = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
-                self._pairs[backend] = pool
-            return pool
+        pool = self._pairs.get(backend)
+        if pool is None:
+            open_pair: Callable[..., PairLink] = functools.partial(
+                PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
+            )
+            made = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
+            # Atomic. Of two threads that come here at once, one drops its pool, which has no thread and no link yet.
+            pool = self._pairs.setdefault(backend, made)
+        return pool
 
     def check_alive(self, source: Source) -> None:
         """Raise SourceLostError if a source has died; waits ALIVE_WITHIN_S at most."""
@@ -249,29 +233,6 @@ class Endpoint:
                 return True
         return False
 
-    def published(self, origin: str, nbytes: int, began_ns: int) -> None:
-        """Record a publication in the trace and the metrics, if there are any."""
-        if self.trace is not None:
-            self.trace.add("publish", began_ns, origin=origin, bytes=nbytes)
-        if self.metrics is not None:
-            self.metrics.touch()
-
-    def read_done(self, transport: str, ticket: Ticket, began_ns: int, nbytes: int) -> None:
-        """Record a read from another process in the same way."""
-        if self.trace is not None:
-            self.trace.add(f"fetch {transport}", began_ns, bytes=nbytes, source=str(ticket.origin()))
-        if self.metrics is not None:
-            self.metrics.transferred(transport, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
-
-    def read_failed(self, transport: str, ticket: Ticket, began_ns: int, error: TransportError) -> None:
-        """Record a failed read, also in the counters."""
-        self.counts[f"{transport}_errors"] += 1
-        if self.trace is not None:
-            what = type(error).__name__
-            self.trace.add(f"fetch {transport}", began_ns, error=what, source=str(ticket.origin()))
-        if self.metrics is not None:
-            self.metrics.failed(transport)
-
     def stats(self) -> dict[str, Any]:
         """Return the counters of this process, as described in `raylane.stats`."""
         self.pool.reclaim()
@@ -305,9 +266,7 @@ class Endpoint:
         if self.nixl.made is not None:
             self.nixl.made.close()
         self.pool.close()
-        for recorder in (self.metrics, self.trace):
-            if recorder is not None:
-                recorder.close()
+        self.recorder.close()
         self.fetchers.close()
         self.getters.close()
         if self.source.made is not None and not self.session_ended():

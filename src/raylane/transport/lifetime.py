@@ -50,6 +50,16 @@ def _started(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+def _method_of(invocation: object) -> str:
+    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
+    # Ray's function refers to the ActorMethod as `self`, in a closure.
+    for cell in getattr(invocation, "__closure__", None) or ():
+        name = getattr(cell.cell_contents, "_method_name", None)
+        if name is not None:
+            return str(name)
+    return ""
+
+
 class AnchorPool:
     """Spare anchors, made ahead by a thread that the first `take` starts.
 
@@ -143,7 +153,7 @@ class ActorKeeper:
 
     def watch(self, ref: Any, keep: object) -> None:
         """Keep `keep`, which holds the actor's handle, for the ref that the actor's method returned."""
-        actor, method = _ray.actor_of(ref), _ray.called_method(keep)
+        actor, method = _ray.actor_of(ref), _method_of(keep)
         with self._changed:
             self._refs[actor, method] += 1
         # Ray holds the callback, and the callback holds `keep`, for as long as the ref exists.
@@ -154,6 +164,7 @@ class ActorKeeper:
             self._refs[actor, method] -= 1
             if not self._refs[actor, method]:
                 del self._refs[actor, method]
+        # After the count: a report between the two shows neither, which is better than both.
         self._out_of_scope(actor, keep, ref)
 
     def _out_of_scope(self, actor: bytes, keep: object, _: bytes) -> None:

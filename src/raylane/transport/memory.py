@@ -37,6 +37,7 @@ def ask_everywhere(timeout_s: float, most: int) -> list[Report]:
     Waits at most `timeout_s` seconds (and somewhat longer for connections); a process that does not answer has a reason
     in its report. Processes that have died are left out.
     """
+    # One deadline for all: with more processes than threads, stopped ones must not use up a timeout each.
     deadline = Deadline(timeout_s)
     found = directory.everywhere()
     if not found:
@@ -59,6 +60,7 @@ def _ask(key: str, source: Source, deadline: Deadline, most: int) -> Report | No
             holdings = answer
     except RaylaneError as error:
         if is_gone(error):
+            # Killed without an exit handler. Nobody else may publish on that host again, so clean up here too.
             _ray.kv_delete(key)
             return None
         why_not = str(error)

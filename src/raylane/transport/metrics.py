@@ -49,6 +49,7 @@ def interval_s() -> float | None:
 @functools.cache
 def ray_metric(kind: str, name: str, text: str) -> Any:
     """Return Ray's metric of this name. One for each process: Ray would warn of a second one."""
+    # Ray's classes differ in their arguments: only a histogram has boundaries.
     if kind == "Histogram":
         return metrics.Histogram(name, text, BOUNDARIES_S, ("transport",))
     return getattr(metrics, kind)(name, text, ("transport",) if kind == "Counter" else ())
@@ -100,6 +101,7 @@ class TransferMetrics:
 
     def push(self) -> dict[str, float]:
         """Pass everything new to Ray. Returns the values of the gauges."""
+        # Swap under the lock and pass on outside of it: a call of Ray's metrics takes about 5 us, and readers count.
         with self._lock:
             new, self._new = self._new, collections.defaultdict(float)
             durations, self._durations = self._durations, collections.deque(maxlen=MOST_DURATIONS)

@@ -36,7 +36,7 @@ from raylane.transport.guards import digest, footprint, guard_ranges, write_coun
 from raylane.transport.options import PublishOptions
 from raylane.transport.reader import materialize
 from raylane.transport.store import Entry
-from raylane.transport.ticket import VERSION, Ticket, checksum, encode_ticket
+from raylane.transport.ticket import VERSION, Ticket, checksum, checksums_wanted, encode_ticket
 
 INLINE_BYTES = 96 << 10
 """Largest size of all tensors together that travels inside the ticket."""
@@ -156,7 +156,7 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
     with here.budget.room(nbytes, publication.origin):
         ticket = _store_leaves(here, leaves, layout, publication)
-    here.published(publication.origin, nbytes, began_ns)
+    here.recorder.published(publication.origin, nbytes, began_ns)
     return ticket
 
 
@@ -175,7 +175,7 @@ def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publi
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:
         _write_snapshot(entry)
-        if here.checksums:
+        if checksums_wanted():
             entry.checksum = checksum(view for view, _ in entry.views())
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
@@ -195,7 +195,7 @@ def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publi
         guards = None if ranges is None else vm.pack_ranges(ranges)
         counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
         content = (bytes_at(block.start, block.nbytes) for block in layout.blocks)
-        entry.checksum = checksum(content) if options.on_mutation == "error" or here.checksums else None
+        entry.checksum = checksum(content) if options.on_mutation == "error" or checksums_wanted() else None
     # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     here.store.publish(entry)
     publication.keys.append(entry.key)

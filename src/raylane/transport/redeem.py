@@ -112,7 +112,7 @@ class _Fetching:
             try:
                 result = fetch(backends()[name])
             except TransportError as error:
-                self.here.read_failed(name, self.ticket, began_ns, error)
+                self.here.recorder.read_failed(name, self.ticket, began_ns, error)
                 if not isinstance(error, TransportUnavailableError):
                     raise
                 # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
@@ -123,7 +123,7 @@ class _Fetching:
             self.here.counts[name] += 1
             moved = nbytes if backends()[name].capability.parts else self.ticket.nbytes
             self.here.counts[f"{name}_bytes"] += moved
-            self.here.read_done(name, self.ticket, began_ns, moved)
+            self.here.recorder.read(name, self.ticket, began_ns, moved)
             return result
         raise AssertionError(f"no transport to try for {self.ticket.origin()}")
 

@@ -57,6 +57,7 @@ class TransferTrace:
             "tid": threading.get_native_id(),
             "args": args,
         }
+        # One write for the whole line, so that a process that is killed leaves at most one torn line.
         self._write(json.dumps(event) + ",\n")
 
     def _write(self, text: str) -> None:
