@@ -124,7 +124,7 @@ def _read(
         raise freed_error(ticket) if place.alive(source.place) else _lost(source)
     if ticket.guards and digest(guarded) != ticket.guarded:
         raise moved_error(ticket)
-    # A system call for each read (2 us), so that `raylane memory` can tell how often a value was read.
+    # A system call for each read (7 us), so that `raylane memory` can tell how often a value was read.
     _mark_read(ticket, next_count(remote_read))
     return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
 
