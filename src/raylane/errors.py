@@ -6,6 +6,7 @@
     │   ├── TransferTimeoutError       a transfer or a wait passed its deadline (also a TimeoutError)
     │   ├── TransportUnavailableError  no transport, or not the requested one, connects these two processes
     │   ├── TensorFreedError           the source has already freed the value
+    │   ├── BudgetExceededError        a process holds too many bytes for readers to publish one more value
     │   ├── TensorMutatedError         a published tensor was written to before it was read
     │   └── ProtocolError              the peer broke the protocol, or does not belong to this cluster
     ├── GraphError (also ray.exceptions.RayError)
@@ -38,6 +39,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 __all__ = [
+    "BudgetExceededError",
     "CheckpointDamagedError",
     "CheckpointError",
     "ConfigError",
@@ -102,6 +104,10 @@ class TransportUnavailableError(TransportError):
 
 class TensorFreedError(TransportError):
     """The source has freed the value, because every ref was gone or the process that owned the ref died."""
+
+
+class BudgetExceededError(TransportError):
+    """A value could not be published within RAYLANE_BUDGET_BYTES; the message names the largest values held."""
 
 
 class TensorMutatedError(TransportError):

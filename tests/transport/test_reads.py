@@ -273,9 +273,10 @@ def test_snapshots_and_checked_values_are_read_in_parts(trainer: Any) -> None:
         target = torch.empty(1000, 4000)
         raylane.get(opened._ref, into=target)
         assert target[999, 3999] == 3_999_999
+    fresh = raylane.open(trainer.checked.remote())  # never read before, so no copy of it exists
     ray.get(trainer.write.remote(1))
     with pytest.raises(TensorMutatedError):
-        opened.read(slices=(3, 5))
+        fresh.read(slices=(3, 5))
     ray.get(trainer.write.remote(-1))
 
 

@@ -90,6 +90,20 @@ COMMANDS: dict[str, Command] = {
             "RAY_ADDRESS=head:6379 raylane doctor  # test a running cluster",
         ),
     ),
+    "memory": Command(
+        "raylane.cli.memory",
+        "list the tensors that the processes of a running cluster hold, and why",
+        (
+            "raylane memory",
+            "raylane memory --address head:6379 --limit 50",
+            "raylane memory --json memory.json",
+        ),
+    ),
+    "trace": Command(
+        "raylane.cli.trace",
+        "put recorded transfers of several processes into one trace",
+        ("raylane trace merge traces transfers.json",),
+    ),
 }
 
 

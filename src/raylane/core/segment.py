@@ -10,11 +10,13 @@ from __future__ import annotations
 import collections
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import secrets
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +61,7 @@ def size_class(nbytes: int) -> int:
 class _Region:
     """One anonymous mapping; `base` is the offset of the first usable byte."""
 
-    __slots__ = ("base", "capacity", "mapping")
+    __slots__ = ("base", "capacity", "idle_since", "mapping")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -67,6 +69,8 @@ class _Region:
         # Huge pages need aligned memory, and mmap aligns to 4 KiB only: map one huge page more and skip the start.
         self.mapping = mmap.mmap(-1, capacity + (HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.base = 0
+        self.idle_since = 0.0
+        """Time (monotonic clock) of the last return to the pool."""
         if huge:
             start = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
             self.base = -start % HUGE_PAGE
@@ -78,14 +82,20 @@ class BufferPool:
     """Memory that was touched before, lent as ctypes arrays and taken back when an array is garbage-collected.
 
     A buffer belongs to the holders of the array and of everything made from it (tensors, arrays, views), and returns to
-    the pool after the last of them. At most `max_idle_bytes` stay in the pool; lent memory is not limited. Thread-safe.
+    the pool after the last of them. At most `max_idle_bytes` stay in the pool; lent memory is not limited. Memory that
+    was not used for `idle_s` seconds is unmapped by a thread, which runs while memory is lent or idle. Thread-safe.
     """
 
-    def __init__(self, max_idle_bytes: int) -> None:
+    def __init__(self, max_idle_bytes: int, idle_s: float = math.inf) -> None:
         if max_idle_bytes < 0:
             raise ValueError(f"max_idle_bytes must be at least 0, got {max_idle_bytes}")
         self.max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()  # guards _idle, idle_bytes and used_bytes
+        self.idle_s = idle_s
+        self._lock = threading.Lock()  # guards _idle, idle_bytes, used_bytes and _trimmer
+        self._trimmer: threading.Thread | None = None
+        self._closed = threading.Event()
+        # The thread has no reference to the pool while it waits, so a pool that is dropped ends its thread.
+        weakref.finalize(self, self._closed.set).atexit = False
         self._idle: collections.OrderedDict[int, list[_Region]] = collections.OrderedDict()
         self.idle_bytes = 0
         self.used_bytes = 0
@@ -102,6 +112,9 @@ class BufferPool:
             if region is not None:
                 self.idle_bytes -= capacity
             self.used_bytes += capacity
+            # Here and not when memory comes back: a finalizer must not start threads.
+            if self._trimmer is None and self.idle_s < math.inf and not self._closed.is_set():
+                self._trimmer = self._start_trimmer()
         if region is None:
             # Map outside the lock, so that other threads can take and return buffers meanwhile.
             try:
@@ -135,6 +148,7 @@ class BufferPool:
         while self._returned:
             region = self._returned.popleft()
             self.used_bytes -= region.capacity
+            region.idle_since = time.monotonic()
             self._idle.setdefault(region.capacity, []).append(region)
             self._idle.move_to_end(region.capacity)  # keep the order of last use for the loop below
             self.idle_bytes += region.capacity
@@ -146,8 +160,63 @@ class BufferPool:
             if not regions:
                 del self._idle[capacity]
 
+    def _start_trimmer(self) -> threading.Thread | None:
+        thread = threading.Thread(
+            target=_trim_while_used, args=(weakref.ref(self), self._closed, self.idle_s), name="raylane-pool"
+        )
+        thread.daemon = True
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: the memory stays until the next `take` tries again
+            return None
+        return thread
+
+    def trim(self) -> float | None:
+        """Unmap what was idle for `idle_s` seconds. Returns the seconds until the next region is due.
+
+        Returns None, and forgets the thread, if no memory is lent or idle.
+        """
+        now = time.monotonic()
+        next_due = now + self.idle_s
+        with self._lock:
+            self._reclaim()
+            for capacity in list(self._idle):
+                regions = self._idle[capacity]
+                # `take` uses the region that came back last, so the others are in the order of their return.
+                while regions and regions[0].idle_since + self.idle_s <= now:
+                    del regions[0]
+                    self.idle_bytes -= capacity
+                if regions:
+                    next_due = min(next_due, regions[0].idle_since + self.idle_s)
+                else:
+                    del self._idle[capacity]
+            if not self.used_bytes and not self.idle_bytes:
+                self._trimmer = None
+                return None
+        return next_due - now
+
+    def close(self) -> None:
+        """End the thread; waits for it. Buffers can still be taken and returned."""
+        self._closed.set()
+        with self._lock:
+            thread = self._trimmer
+        # Without the lock, which the thread needs for its last round.
+        if thread is not None:
+            thread.join(timeout=5)
+
     def __repr__(self) -> str:
         return f"BufferPool({self.used_bytes} bytes used, {self.idle_bytes} of {self.max_idle_bytes} idle)"
+
+
+def _trim_while_used(pool: weakref.ref[BufferPool], closed: threading.Event, idle_s: float) -> None:
+    """Trim a pool from time to time, as long as it has memory, exists and is not closed."""
+    wait_s: float | None = idle_s
+    while wait_s is not None and not closed.wait(min(wait_s, threading.TIMEOUT_MAX)):
+        found = pool()
+        if found is None:
+            return
+        wait_s = found.trim()
+        del found
 
 
 _header_pages: list[mmap.mmap] = []
@@ -158,14 +227,19 @@ must not hit memory that has another use by then.
 """
 
 
+def next_count(count: int) -> int:
+    """Return a 32-bit count plus one; the largest count stays, because 0 means "never read"."""
+    return min(count + 1, 0xFFFFFFFF)
+
+
 class HeaderSlots:
     """Words that other processes read to find out whether a value is still published.
 
     One slot, 16 bytes, little-endian, in memory that is never unmapped:
 
         0   nonce         8 bytes   random per use; 0 = no value. A reader compares it with its ticket's.
-        8   creator_read  4 bytes   1 after the producing process itself has received the value
-        12  remote_read   4 bytes   1 after another process has received it (written by that process)
+        8   creator_read  4 bytes   number of times that the producing process itself has received the value
+        12  remote_read   4 bytes   the same for other processes (written by these; two at once may count as one)
 
     Order: the store clears the nonce *before* it releases the value's memory, and a reader reads the nonce *last*. A
     nonce that still matches proves that everything read before was the value. Freed memory shows no other sign: small
@@ -210,10 +284,17 @@ class HeaderSlots:
         return nonce, bool(creator), bool(remote)
 
     def mark(self, slot: int, *, creator: bool) -> None:
-        """Record a read of the value, by its creator or by another process."""
+        """Count a read of the value, by its creator or by another process."""
         page, _ = self._pages[slot // self._PER_PAGE]
         # Write this one word only: the other word belongs to readers in other processes, which write it unlocked.
-        struct.pack_into("<I", page, slot % self._PER_PAGE * self.SIZE + (8 if creator else 12), 1)
+        offset = slot % self._PER_PAGE * self.SIZE + (8 if creator else 12)
+        struct.pack_into("<I", page, offset, next_count(struct.unpack_from("<I", page, offset)[0]))
+
+    def reads(self, slot: int) -> int:
+        """Return how often the value of a slot was read, by any process."""
+        page, _ = self._pages[slot // self._PER_PAGE]
+        creator, remote = struct.unpack_from("<II", page, slot % self._PER_PAGE * self.SIZE + 8)
+        return int(creator + remote)
 
 
 BLOCK_ALIGNMENT = 64

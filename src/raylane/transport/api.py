@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -15,7 +17,7 @@ from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import TransferTimeoutError
 from raylane.transport import calls, codec
 from raylane.transport.backends.registry import check_name
-from raylane.transport.endpoint import endpoint
+from raylane.transport.endpoint import endpoint, existing
 from raylane.transport.options import publish_options
 from raylane.transport.publish import Publication, PublishOnPickle
 from raylane.transport.reader import Pending, collect
@@ -114,7 +116,10 @@ def put(
     options = publish_options(tensor_transport, _tensor_transport, snapshot, on_mutation, where="raylane.put")
     if isinstance(value, ray.ObjectRef):
         raise TypeError("raylane.put got an ObjectRef, whose value is published already. Just pass the ref on")
-    publication = Publication(options, anchored=False)
+    # The caller of this function, for `raylane memory`: 0.4 us, which a report of leaked memory is worth.
+    caller = sys._getframe(1)
+    origin = f"put at {caller.f_code.co_filename}:{caller.f_lineno}"
+    publication = Publication(options, anchored=False, origin=origin)
     try:
         # Ray pickles the value here, and pickling publishes it.
         ref = ray.put(PublishOnPickle(value, publication))
@@ -206,6 +211,7 @@ def _get(
 ) -> Any:
     """Wait for the producing calls with `collect_within`, then fetch all values at the same time."""
     single = not isinstance(refs, list | tuple)
+    began_ns = time.perf_counter_ns()
     try:
         values = collect_within(
             [refs] if single else list(refs), deadline.left_s(), leaves=not all(wish.plain for wish in wishes)
@@ -215,6 +221,9 @@ def _get(
             f"raylane.get: not all of the values were produced within {deadline.timeout_s} s. The producing calls are "
             "still running, or waiting for resources; raise the timeout if that is expected"
         ) from error
+    here = existing()
+    if here is not None:
+        here.recorder.waited(began_ns, len(values))
     if deadline.timeout_s is None:
         # Calls may take as long as they need, but a transfer from a hanging source must end.
         deadline = Deadline(default_timeout_s())

@@ -33,10 +33,11 @@ OPTIONS_ATTRIBUTE = "__raylane_options__"
 class PublishingCall:
     """One call of one wrapper by Ray, as a context manager that claims the task while the call runs."""
 
-    __slots__ = ("options", "streams", "task_id")
+    __slots__ = ("name", "options", "streams", "task_id")
 
-    def __init__(self, task_id: bytes, options: PublishOptions, *, streams: bool) -> None:
+    def __init__(self, task_id: bytes, name: str, options: PublishOptions, *, streams: bool) -> None:
         self.task_id = task_id
+        self.name = name
         self.options = options
         self.streams = streams
 
@@ -54,7 +55,7 @@ class PublishingCall:
         if isinstance(value, GeneratorType):
             # A plain function has returned a generator. Ray takes its items one by one, so publish each item.
             return self._items(value)
-        return PublishOnPickle(value, Publication(self.options, anchored=True, streams=self.streams))
+        return PublishOnPickle(value, Publication(self.options, anchored=True, origin=self.name, streams=self.streams))
 
     def _items(self, values: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         self.streams = True
@@ -70,7 +71,7 @@ def begin(wrapper: Callable[..., Any], kwargs: dict[str, Any], *, streams: bool 
     """
     options = kwargs.pop(_ray.OPTIONS_KEYWORD, None) or getattr(wrapper, OPTIONS_ATTRIBUTE)
     task_id = task_to_publish(wrapper)
-    return None if task_id is None else PublishingCall(task_id, options, streams=streams)
+    return None if task_id is None else PublishingCall(task_id, wrapper.__qualname__, options, streams=streams)
 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -295,7 +296,9 @@ def call_and_publish(actor: Any, name: str, publish: PublishOptions, *args: Any,
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"raylane.options cannot call {name}, an async method. Decorate it with raylane.method")
     value = function(*args, **kwargs)
-    return value if _ray.is_canceled() else PublishOnPickle(value, Publication(publish, anchored=True))
+    if _ray.is_canceled():
+        return value
+    return PublishOnPickle(value, Publication(publish, anchored=True, origin=f"{type(actor).__qualname__}.{name}"))
 
 
 _ray.answer_options_first(options_of_ray)

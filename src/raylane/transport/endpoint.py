@@ -9,13 +9,12 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
+import math
 import os
 import secrets
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
-
-import msgspec
 
 from raylane import _ray
 from raylane.core import place, vm
@@ -23,13 +22,16 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
-from raylane.transport import wire
+from raylane.transport import directory, wire
+from raylane.transport.budget import Budget, budget_bytes
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
+from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
 from raylane.transport.nixl_agent import Agent
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
+from raylane.transport.recording import Recorder
 from raylane.transport.source import Source
 from raylane.transport.store import Entry, Store
 
@@ -38,11 +40,6 @@ SHARED_PART = 4
 """Part of the limit of idle receive memory that shared copies without a value may take in a source."""
 ALIVE_WITHIN_S = 3.0
 """Seconds in which a source must answer after a transfer from it has broken off."""
-_ACTOR_PREFIX = "actor/"
-"""Prefix of the keys under which actors publish their Source in Ray's key-value store."""
-_MOST_KEYS = 256
-"""Limit of entries read from Ray's key-value store at a time."""
-
 _T = TypeVar("_T")
 
 
@@ -54,6 +51,18 @@ def pool_limit_bytes() -> int:
             raise ValueError(f"RAYLANE_POOL_BYTES must be a number of bytes such as 1073741824, got {text!r}")
         return int(text)
     return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
+
+
+def pool_idle_s() -> float:
+    """Return the seconds after which unused receive memory is unmapped: `RAYLANE_POOL_IDLE_S`, else 60."""
+    text = os.environ.get("RAYLANE_POOL_IDLE_S", "").strip() or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"RAYLANE_POOL_IDLE_S must be a number of seconds > 0 such as 60, or inf, got {text!r}")
+    return seconds
 
 
 class _OnFirstUse(Generic[_T]):
@@ -84,15 +93,17 @@ class Endpoint:
         """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
         self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART))
-        self.pool = BufferPool(pool_limit_bytes())
+        self.budget = Budget(self.store, budget_bytes())
+        """Limit of the bytes in the store."""
+        self.recorder = Recorder(self.place, self.stats)
+        """Record of publications and reads, for traces and metrics."""
+        self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
         self.streams: dict[bytes, TakeStream] = {}
         """Components that take over connections to this process's listener, by the key in the Stream request."""
         self.groups: dict[str, str] | None = None
         """Collective groups of this process and their transports; None before Ray was asked (`groups`)."""
-        self.counts: collections.Counter[str] = collections.Counter()
-        """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
         # Reentrant, because creating one part uses others: the source needs the listener, which needs the secret.
         lock = threading.RLock()
         self.secret = _OnFirstUse(lock, lambda: _ray.kv_put_if_absent("secret", secrets.token_bytes(32)))
@@ -113,31 +124,27 @@ class Endpoint:
         """This process's ends of channels to its readers; None before the listener."""
         self._pairs: dict[str, LinkPool[PairLink]] = {}
         """Idle channels to sources, by transport."""
-        self._pairs_lock = threading.Lock()  # guards the creation of pools of channels
         self.fetchers = FetchPool(MAX_FETCHES, "raylane-fetch")
         """Threads that fetch several values at once; none runs before the first fetch."""
         self.getters = FetchPool(None, "raylane-get")
         """Threads that wait for producing calls on behalf of coroutines, one for each call of `get_async`."""
+
+    @property
+    def counts(self) -> collections.Counter[str]:
+        """Values and bytes by transport. Not locked, so concurrent increments can be lost."""
+        return self.recorder.counts
 
     def session_ended(self) -> bool:
         """Return True if the Ray session of this endpoint has ended."""
         return _ray.worker_token() != self.token
 
     def _announce(self) -> Source:
-        """Start the listener and, in an actor, store the Source where callers of the actor can find it."""
+        """Start the listener, and store the Source where callers of this actor and `raylane memory` can find it."""
         # First permit one-sided reads: a reader may come as soon as the first ticket exists.
         vm.allow_readers()
         found = self.listener()
         source = Source(self.place, _ray.describe_self(), found.name, found.host, found.port)
-        actor = _ray.current_actor_id()
-        if actor is not None:
-            # Killed actors leave their entries behind, and so do actors that Ray ends with their last handle, which
-            # runs no exit handler. Each actor that begins to publish deletes the dead ones of its host from a sample
-            # of entries, so their number stays small.
-            for key, data in _ray.kv_sample(_ACTOR_PREFIX, _MOST_KEYS).items():
-                if place.known_dead(msgspec.msgpack.decode(data, type=Source).place, self.place):
-                    _ray.kv_delete(key)
-            _ray.kv_set(_actor_key(actor, self.place), msgspec.msgpack.encode(source))
+        directory.announce(source)
         return source
 
     def _listen(self) -> Listener:
@@ -153,6 +160,7 @@ class Endpoint:
                 put_entry=self._put_entry,
                 session_ended=self.session_ended,
                 streams=self.streams,
+                holdings=lambda most: holdings(self.store, self.budget, self.pool, self.keeper.made, most),
             )
         except OSError as error:
             raise TransportError(
@@ -162,15 +170,15 @@ class Endpoint:
 
     def pairs(self, backend: str) -> LinkPool[PairLink]:
         """Return the idle channels of a transport to other processes."""
-        with self._pairs_lock:
-            pool = self._pairs.get(backend)
-            if pool is None:
-                open_pair: Callable[..., PairLink] = functools.partial(
-                    PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
-                )
-                pool = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
-                self._pairs[backend] = pool
-            return pool
+        pool = self._pairs.get(backend)
+        if pool is None:
+            open_pair: Callable[..., PairLink] = functools.partial(
+                PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
+            )
+            made = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
+            # Atomic. Of two threads that come here at once, one drops its pool, which has no thread and no link yet.
+            pool = self._pairs.setdefault(backend, made)
+        return pool
 
     def check_alive(self, source: Source) -> None:
         """Raise SourceLostError if a source has died; waits ALIVE_WITHIN_S at most."""
@@ -210,8 +218,7 @@ class Endpoint:
         answer.
         """
         # A restarted actor has an entry for each of its processes, and the old ones may not be deleted yet.
-        for key, data in _ray.kv_sample(f"{_ACTOR_PREFIX}{actor.hex()}/", _MOST_KEYS).items():
-            source = msgspec.msgpack.decode(data, type=Source)
+        for key, source in directory.processes_of(actor.hex()).items():
             try:
                 with self.links().borrow(self.address_of(source), source, deadline) as link:
                     link.send(wire.HeldQuery())
@@ -242,6 +249,7 @@ class Endpoint:
         found["served_channels"] = 0 if self.pair_server is None else len(self.pair_server)
         if self.nixl.made is not None:
             found.update(self.nixl.made.stats())
+        found["budget_waits"], found["budget_wait_s"] = self.budget.waits, self.budget.wait_s
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
         found["shared_idle_bytes"] = self.store.shared.idle_bytes
@@ -261,22 +269,14 @@ class Endpoint:
             self.pair_server.close()
         if self.nixl.made is not None:
             self.nixl.made.close()
+        self.pool.close()
+        self.recorder.close()
         self.fetchers.close()
         self.getters.close()
-        actor = _ray.current_actor_id()
-        if self.source.made is not None and actor is not None and not self.session_ended():
-            _ray.kv_delete(_actor_key(actor, self.place))
+        if self.source.made is not None and not self.session_ended():
+            directory.withdraw(self.place)
         self.store.clear()
         self.store.shared.close()
-
-
-def _actor_key(actor: str, process: place.Place) -> str:
-    """Return the key of one process of an actor in Ray's key-value store.
-
-    The key names the process because a restarted actor has a new one: deleting a dead process's entry must not delete
-    the entry of its successor.
-    """
-    return f"{_ACTOR_PREFIX}{actor}/{process.pid}-{process.start_ticks}"
 
 
 _current: Endpoint | None = None

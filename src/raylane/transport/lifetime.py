@@ -50,6 +50,16 @@ def _started(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+def _method_of(invocation: object) -> str:
+    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
+    # Ray's function refers to the ActorMethod as `self`, in a closure.
+    for cell in getattr(invocation, "__closure__", None) or ():
+        name = getattr(cell.cell_contents, "_method_name", None)
+        if name is not None:
+            return str(name)
+    return ""
+
+
 class AnchorPool:
     """Spare anchors, made ahead by a thread that the first `take` starts.
 
@@ -136,13 +146,26 @@ class ActorKeeper:
         self._changed = threading.Condition()  # guards everything below
         self._kept: dict[bytes, tuple[object, int]] = {}
         """By actor: an object that holds its handle, and the number of refs gone since the handle was first kept."""
+        self._refs: collections.Counter[tuple[bytes, str]] = collections.Counter()
+        """Number of refs that this process has, by actor and method, for `raylane memory`."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def watch(self, ref: Any, keep: object) -> None:
         """Keep `keep`, which holds the actor's handle, for the ref that the actor's method returned."""
+        actor, method = _ray.actor_of(ref), _method_of(keep)
+        with self._changed:
+            self._refs[actor, method] += 1
         # Ray holds the callback, and the callback holds `keep`, for as long as the ref exists.
-        _ray.on_out_of_scope(ref, functools.partial(self._out_of_scope, _ray.actor_of(ref), keep))
+        _ray.on_out_of_scope(ref, functools.partial(self._ref_gone, actor, method, keep))
+
+    def _ref_gone(self, actor: bytes, method: str, keep: object, ref: bytes) -> None:
+        with self._changed:
+            self._refs[actor, method] -= 1
+            if not self._refs[actor, method]:
+                del self._refs[actor, method]
+        # After the count: a report between the two shows neither, which is better than both.
+        self._out_of_scope(actor, keep, ref)
 
     def _out_of_scope(self, actor: bytes, keep: object, _: bytes) -> None:
         """Keep the handle after the ref is gone: queued calls that took the ref may still need the value.
@@ -192,6 +215,16 @@ class ActorKeeper:
     def __len__(self) -> int:
         with self._changed:
             return len(self._kept)
+
+    def kept(self) -> dict[bytes, tuple[dict[str, int], int]]:
+        """Return, by actor, the refs of this process by method, and the number of refs gone since it was first kept."""
+        found: dict[bytes, tuple[dict[str, int], int]] = {}
+        with self._changed:
+            for actor, (_, ended) in self._kept.items():
+                found[actor] = {}, ended
+            for (actor, method), count in self._refs.items():
+                found.setdefault(actor, ({}, 0))[0][method] = count
+        return found
 
     def close(self) -> None:
         """Drop all handles and end the thread; waits at most ASK_TIMEOUT_S + 1 seconds."""

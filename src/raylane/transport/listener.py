@@ -19,7 +19,6 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import secrets
 import selectors
 import socket
@@ -35,6 +34,7 @@ from typing import TypeVar
 from raylane.core.shared_pool import SharedSegment
 from raylane.transport import tls, wire
 from raylane.transport.outgoing import Part, blank, consume, next_parts
+from raylane.transport.second_thread import SecondThread
 from raylane.transport.store import Entry, Store
 
 log = logging.getLogger("raylane.transport")
@@ -106,15 +106,17 @@ class Listener:
         put_entry: PutEntry,
         session_ended: Callable[[], bool],
         streams: Mapping[bytes, TakeStream] | None = None,
+        holdings: Callable[[int], wire.Holdings] | None = None,
     ) -> None:
         self._store = store
         self._secret = secret
         self._put_entry = put_entry
-        self._puts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._putter: threading.Thread | None = None
+        self._second = SecondThread("raylane-put")
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
+        self._holdings = holdings
+        """Function that answers a HoldingsQuery; runs on the listener's thread."""
         # First, because it fails for missing files, and nothing is open yet.
         self._tls = tls.server_context()
         self._selector = selectors.DefaultSelector()
@@ -152,10 +154,8 @@ class Listener:
         self._closing = True
         self.wake()
         self._thread.join(timeout=5)
-        if self._putter is not None:
-            # After the join above: no new work can come behind this end mark.
-            self._puts.put(None)
-            self._putter.join(timeout=5)
+        # After the join above: no new work can come any more.
+        self._second.close(5)
 
     def wake(self) -> None:
         """Wake the listener's thread; may be called from any thread."""
@@ -397,6 +397,8 @@ class Listener:
             self._read(peer, message.key, wire.unpack_parts(message.parts))
         elif isinstance(message, wire.HeldQuery):
             self._send(peer, wire.HeldCount(self._store.held_for_callers()))
+        elif isinstance(message, wire.HoldingsQuery) and self._holdings is not None:
+            self._send(peer, self._holdings(message.most))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
         elif isinstance(message, wire.Share):
@@ -499,10 +501,10 @@ class Listener:
         self._work_for(peer, lambda: self._put_entry(entry), answer, "object store put failed")
 
     def _share(self, peer: _Peer, key: bytes) -> None:
-        found = self._find(peer, key)
-        if found is None:
+        entry = self._store.get(key)  # not `_find`: the reader counts its read by itself
+        if entry is None or not entry.is_intact():
+            self._send(peer, wire.Gone(key, moved=entry is not None))
             return
-        entry, _ = found
 
         def answer(segment: SharedSegment | None) -> wire.Message:
             return wire.Gone(key, moved=True) if segment is None else wire.Shared(segment.fd)
@@ -535,16 +537,7 @@ class Listener:
             self._send(peer, answer(result))
             self._advance(peer)
 
-        if self._putter is None:
-            putter = threading.Thread(target=self._run_puts, name="raylane-put", daemon=True)
-            putter.start()  # RuntimeError if the system starts no more threads; the next request then tries again
-            self._putter = putter
-        self._puts.put(run)
-
-    def _run_puts(self) -> None:
-        while (work := self._puts.get()) is not None:
-            work()
-            del work  # a waiting thread must not keep the entry alive
+        self._second.do(run)
 
 
 def _uid_of(sock: socket.socket) -> int:

@@ -16,6 +16,7 @@ import functools
 import os
 import pickle
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
@@ -35,7 +36,7 @@ from raylane.transport.guards import digest, footprint, guard_ranges, write_coun
 from raylane.transport.options import PublishOptions
 from raylane.transport.reader import materialize
 from raylane.transport.store import Entry
-from raylane.transport.ticket import VERSION, Ticket, checksum, encode_ticket
+from raylane.transport.ticket import VERSION, Ticket, checksum, checksums_wanted, encode_ticket
 
 INLINE_BYTES = 96 << 10
 """Largest size of all tensors together that travels inside the ticket."""
@@ -52,10 +53,12 @@ OUT_OF_BAND_BYTES = 1 << 16
 class Publication:
     """The results of one call, or the value of one put: their keys in the store, and the event that frees them."""
 
-    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options")
+    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options", "origin")
 
-    def __init__(self, options: PublishOptions, *, anchored: bool, streams: bool = False) -> None:
+    def __init__(self, options: PublishOptions, *, anchored: bool, origin: str = "", streams: bool = False) -> None:
         self.options = options
+        self.origin = origin
+        """Name of the method, or the line that called `put`, for `raylane memory`."""
         self.anchored = anchored
         """True if the tickets carry an anchor. A put needs none, because this process owns the ref it returns."""
         self.carried = streams or options.tensor_transport == "object_store"
@@ -149,14 +152,31 @@ def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication
 
 
 def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
-    """Put a value into the store and return its ticket."""
+    """Put a value into the store and return its ticket; waits for room in the budget of this process."""
+    began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
+    with here.budget.room(nbytes, publication.origin):
+        ticket = _store_leaves(here, leaves, layout, publication)
+    here.recorder.published(publication.origin, nbytes, began_ns)
+    return ticket
+
+
+def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     options = publication.options
     source = here.source()
-    entry = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=publication.anchored)
+    entry = Entry(
+        key=secrets.token_bytes(16),
+        leaves=[],
+        layout=layout,
+        for_callers=publication.anchored,
+        origin=publication.origin,
+        transport=options.tensor_transport,
+    )
     counters = b""
     guards: bytes | None = b""
     if options.snapshot and layout.blocks:
         _write_snapshot(entry)
+        if checksums_wanted():
+            entry.checksum = checksum(view for view, _ in entry.views())
         layout.held.clear()  # readers use the copy only, so the producer's memory need not be kept
     else:
         entry.leaves = leaves
@@ -175,7 +195,7 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
         guards = None if ranges is None else vm.pack_ranges(ranges)
         counters = vm.pack_ranges(write_counters(tensor for tensor, _ in entry.versions))
         content = (bytes_at(block.start, block.nbytes) for block in layout.blocks)
-        entry.checksum = checksum(content) if options.on_mutation == "error" else None
+        entry.checksum = checksum(content) if options.on_mutation == "error" or checksums_wanted() else None
     # Publish only after all of the above succeeded, and add the key at once: `free_after` frees the listed keys.
     here.store.publish(entry)
     publication.keys.append(entry.key)

@@ -80,7 +80,9 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
                 )
         skeleton, leaves = codec.encode_value(list(rdt_object))
         # No anchor: Ray counts the refs of its object, and calls `garbage_collect` after the last one.
-        publication = Publication(PublishOptions(tensor_transport=self.transport), anchored=False)
+        publication = Publication(
+            PublishOptions(tensor_transport=self.transport), anchored=False, origin="Ray's direct transport"
+        )
         ticket = publish_leaves(endpoint(), leaves, codec.plan_layout(leaves), publication)
         return RaylaneMetadata(described, device, encode_ticket(ticket), skeleton)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from raylane import _ray
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.segment import bytes_at
-from raylane.errors import TensorMutatedError, TransportUnavailableError
+from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport import codec
 from raylane.transport.backends.base import (
     Backend,
@@ -107,17 +108,22 @@ class _Fetching:
         `nbytes` is the size that a transport moves if it can move parts; the others move the whole value.
         """
         for name in self.names:
+            began_ns = time.perf_counter_ns()
             try:
                 result = fetch(backends()[name])
-            except TransportUnavailableError as error:
+            except TransportError as error:
+                self.here.recorder.read_failed(name, self.ticket, began_ns, error)
+                if not isinstance(error, TransportUnavailableError):
+                    raise
                 # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
                 self.here.blocked[name, self.ticket.origin().place] = error.message
                 if self.last_resort or name == self.names[-1]:
                     raise
                 continue
             self.here.counts[name] += 1
-            moves_parts = backends()[name].capability.parts
-            self.here.counts[f"{name}_bytes"] += nbytes if moves_parts else self.ticket.nbytes
+            moved = nbytes if backends()[name].capability.parts else self.ticket.nbytes
+            self.here.counts[f"{name}_bytes"] += moved
+            self.here.recorder.read(name, self.ticket, began_ns, moved)
             return result
         raise AssertionError(f"no transport to try for {self.ticket.origin()}")
 
@@ -255,6 +261,12 @@ def _build_leaves(ticket: Ticket, specs: Sequence[LeafSpec], blocks: list[Any]) 
 
 
 def _mutated_text(ticket: Ticket) -> str:
+    if ticket.checksum is not None and ticket.on_mutation != "error":
+        return (
+            f"the bytes of a value published by {ticket.origin()} differ from the published ones (RAYLANE_CHECKSUM): "
+            "they changed on the way, or in the source, whose owner may have written to a tensor. If no tensor was "
+            "written to, check memory and network of both hosts; else wait with raylane.wait_tensor_freed(tensor)"
+        )
     return (
         f"a tensor published by {ticket.origin()} was written to in place before or during this read, so the reader "
         "would see other content than was published. Wait for readers with raylane.wait_tensor_freed(tensor), or "

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,11 @@ class Entry:
     """Number of the entry's slot in `HeaderSlots`."""
     header_address: int = 0
     nonce: int = 0
+    origin: str = ""
+    """Method that returned the value, or the line that called `put`."""
+    transport: str = ""
+    """Transport that the producer asked for."""
+    created_s: float = field(default_factory=time.monotonic)
     _mapped: list[Any] | None = None
     _spans: list[Span] | None = None
 
@@ -142,7 +148,8 @@ class Store:
         """Keep copies for the readers of this host in segments of `shared`."""
         self.shared = SharedPool(0) if shared is None else shared
         self._lock = threading.Lock()  # guards everything below
-        self._freed = threading.Condition(self._lock)
+        self.freed = threading.Condition(self._lock)
+        """Notified after every removal of entries; its lock is the store's."""
         self._entries: dict[bytes, Entry] = {}
         self._headers = HeaderSlots()
         self.published = 0
@@ -164,7 +171,7 @@ class Store:
     def free(self, keys: Iterable[bytes]) -> None:
         """Remove these entries and release their memory; unknown keys are ignored."""
         removed = []
-        with self._freed:
+        with self.freed:
             for key in keys:
                 entry = self._entries.pop(key, None)
                 if entry is not None:
@@ -174,7 +181,7 @@ class Store:
                     self.nbytes -= entry.nbytes
                     removed.append(entry)
             if removed:
-                self._freed.notify_all()
+                self.freed.notify_all()
         # Outside the lock: dropping the last reference to a tensor may run arbitrary finalizers.
         for entry in removed:
             if entry.segment >= 0:
@@ -217,6 +224,15 @@ class Store:
         with self._lock:
             return len(self._entries)
 
+    def entries(self) -> list[tuple[Entry, int]]:
+        """Return all entries, in the order of publication, with the number of reads of each."""
+        with self._lock:
+            return [(entry, self._headers.reads(entry.slot)) for entry in self._entries.values()]
+
+    def held(self) -> list[Entry]:
+        """Return all entries. Call with the lock of `freed` held."""
+        return list(self._entries.values())
+
     def held_for_callers(self) -> int:
         """Return the number of entries that are results of calls."""
         with self._lock:
@@ -232,14 +248,13 @@ class Store:
             if self._entries.get(entry.key) is not entry:
                 return False, False
             _, by_creator, by_remote = self._headers.read(entry.slot)
-            if not (by_creator if creator else by_remote):
-                self._headers.mark(entry.slot, creator=creator)
+            self._headers.mark(entry.slot, creator=creator)
             return by_creator, by_remote
 
     def wait_freed(self, spans: Sequence[Span], deadline: Deadline) -> bool:
         """Wait until no entry holds memory that overlaps these spans. Returns False if the deadline passed first."""
-        with self._freed:
-            return self._freed.wait_for(
+        with self.freed:
+            return self.freed.wait_for(
                 lambda: not any(entry.overlaps(spans) for entry in self._entries.values()), deadline.left_s()
             )
 

@@ -147,6 +147,55 @@ class HeldCount(msgspec.Struct, tag=11, array_like=True, frozen=True):
     count: int
 
 
+class HoldingsQuery(msgspec.Struct, tag=42, array_like=True, frozen=True):
+    """Request for what a process holds, with its `most` largest and `most` oldest values; answered by Holdings."""
+
+    most: int
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True):
+    """One published value in Holdings."""
+
+    nbytes: int
+    tensors: int
+    age_s: float
+    origin: str
+    """Method that returned the value, or the line that called `put`."""
+    transport: str
+    """Transport that the producer asked for."""
+    reads: int
+    """Number of reads so far; simultaneous reads can count as one."""
+    snapshot: bool
+    result: bool
+    """True for the result of a call, False for a put."""
+
+
+class Kept(msgspec.Struct, array_like=True, frozen=True):
+    """One actor that a process keeps alive, in Holdings."""
+
+    actor: str
+    """Hexadecimal id."""
+    refs: list[tuple[str, int]]
+    """Names of methods, with the number of refs to their results that this process has."""
+    ended: int
+    """Number of further refs that are gone, since the actor last had no results or handle kept."""
+
+
+class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
+    """Memory that the answering process holds for readers or for reuse, and actors that it keeps alive."""
+
+    entries: int
+    nbytes: int
+    budget: int | None
+    waiting: int
+    """Number of publications that wait for room in the budget."""
+    pool_idle_bytes: int
+    pool_used_bytes: int
+    values: list[Held]
+    """The largest and the oldest values, largest first; all values if they are few."""
+    kept: list[Kept]
+
+
 class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
     """Request to pass this connection to the component that registered for `key`; answered by Streaming.
 
@@ -258,6 +307,8 @@ Message: TypeAlias = (
     | Want
     | Offer
     | Taken
+    | HoldingsQuery
+    | Holdings
 )
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

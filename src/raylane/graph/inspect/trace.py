@@ -15,12 +15,11 @@
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
+from raylane.core.trace_file import save
 from raylane.graph.inspect import stats
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
@@ -65,13 +64,6 @@ def chrome_trace(
             "where the time went": stats.where_time_went(plan, stats.spent_of_records(plan, calls), arrivals),
         },
     }
-
-
-def save(path: str | Path, trace: dict[str, Any]) -> None:
-    """Write a trace as JSON. Creates the folder if it does not exist."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(trace))
 
 
 class _Trace:

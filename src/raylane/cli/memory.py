@@ -1,0 +1,168 @@
+"""The `raylane memory` command: which process holds which published tensors, since when, and created where."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import ray
+
+from raylane.errors import ConfigError
+from raylane.transport import wire
+from raylane.transport.memory import Report, ask_everywhere
+
+__all__ = ["add_arguments", "run"]
+
+DEFAULT_LIMIT = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --address, --limit, --timeout and --json."""
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="the Ray cluster (default: RAY_ADDRESS, else the one of this host)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=DEFAULT_LIMIT,
+        metavar="N",
+        help="show the N largest and the N oldest values of each process, at most 300 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="wait at most S seconds for answers (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to FILE too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask all processes and print the report. Return 0 if all processes answered, otherwise 1."""
+    for name, value in (("--limit", args.limit), ("--timeout", args.timeout)):
+        if not value > 0:
+            raise SystemExit(f"raylane memory: {name} must be greater than 0, got {value}")
+    started = not ray.is_initialized()
+    if started:
+        address = args.address or os.environ.get("RAY_ADDRESS") or "auto"
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level="warning")
+        except ConnectionError as error:
+            raise ConfigError(
+                f"could not connect to a Ray cluster at {address}: {error}. Name a running one with --address"
+            ) from error
+    try:
+        reports = ask_everywhere(args.timeout, args.limit)
+    finally:
+        if started:
+            ray.shutdown()
+    print(render(reports, args.limit))
+    if args.json is not None:
+        args.json.write_text(msgspec.json.format(msgspec.json.encode(as_plain(reports)), indent=1).decode() + "\n")
+    return 0 if all(report.holdings is not None for report in reports) else 1
+
+
+def as_plain(reports: Sequence[Report]) -> list[dict[str, object]]:
+    """Return the reports as dicts with the names of all fields."""
+    found = []
+    for report in reports:
+        held = report.holdings
+        plain: dict[str, object] = {name: getattr(report, name) for name in ("process", "pid", "host", "address")}
+        if held is None:
+            plain["why_not"] = report.why_not
+        else:
+            plain |= {name: getattr(held, name) for name in held.__struct_fields__}
+            plain["values"] = [msgspec.structs.asdict(one) for one in held.values]
+            plain["kept"] = [msgspec.structs.asdict(one) for one in held.kept]
+        found.append(plain)
+    return found
+
+
+def render(reports: Sequence[Report], limit: int) -> str:
+    """Return the reports as text: a summary, then the processes, those that hold most first. Pure."""
+    answered = [(report, report.holdings) for report in reports if report.holdings is not None]
+    # Idle memory breaks ties, because a process that holds nothing may still keep gigabytes of it.
+    answered.sort(key=lambda one: (-one[1].nbytes, -one[1].pool_idle_bytes, one[0].process, one[0].pid))
+    silent = [report for report in reports if report.holdings is None]
+    total = sum(held.nbytes for _, held in answered)
+    count = sum(held.entries for _, held in answered)
+    idle = sum(held.pool_idle_bytes for _, held in answered)
+    lines = [
+        f"{_count(len(answered), 'process', 'processes')} of this cluster hold {_size(total)} "
+        f"in {_count(count, 'published value')}, and {_size(idle)} of idle receive memory."
+    ]
+    # A label ends with the id of its actor, by which other processes name the actors that they keep.
+    labels = {report.process.rpartition(", ")[2].rstrip(")"): report.process for report, _ in answered}
+    for report, held in answered:
+        lines += ["", *_process(report, held, limit, labels)]
+    if silent:
+        lines += ["", "These processes did not answer:"]
+        lines += [f"  {_name(report)}: {report.why_not}" for report in silent]
+    return "\n".join(lines)
+
+
+def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, str]) -> list[str]:
+    """Return the lines of one process. `labels` has the names of processes by the id of their actor."""
+    budget = "" if held.budget is None else f" of a budget of {_size(held.budget)}"
+    lines = [
+        _name(report),
+        f"  published: {_size(held.nbytes)}{budget} in {_count(held.entries, 'value')}; "
+        f"receive memory: {_size(held.pool_used_bytes)} in use, {_size(held.pool_idle_bytes)} idle",
+    ]
+    if held.waiting:
+        lines.append(f"  {_count(held.waiting, 'publication')} waiting for room in the budget")
+    oldest = sorted(held.values, key=lambda one: -one.age_s)[:limit]
+    largest = sorted(held.values, key=lambda one: -one.nbytes)[:limit]
+    # The oldest in addition: a leak of many small values does not show among the largest.
+    shown = largest + [one for one in oldest if one not in largest]
+    if shown:
+        lines.append(f"  {'size':>9} {'tensors':>7} {'age':>8} {'reads':>6}  {'transport':<12} created by")
+    lines += [_value(one) for one in shown]
+    if held.entries > len(shown):
+        left = held.nbytes - sum(one.nbytes for one in shown)
+        lines.append(f"  {_size(left):>9} in {_count(held.entries - len(shown), 'other value')}")
+    for kept in held.kept:
+        refs = ", ".join(f"{_count(count, 'ref')} to results of {name or '?'}" for name, count in kept.refs)
+        gone = f"{_count(kept.ended, 'ref')} gone whose values others may still need" if kept.ended else ""
+        lines.append(f"  keeps {labels.get(kept.actor, 'Actor ' + kept.actor)} alive: {refs or gone}")
+    return lines
+
+
+def _value(one: wire.Held) -> str:
+    what = one.origin or "?"
+    if one.snapshot:
+        what += " (snapshot)"
+    return (
+        f"  {_size(one.nbytes):>9} {one.tensors:>7,} {_duration(one.age_s):>8} {one.reads:>6,}  "
+        f"{one.transport:<12} {what}"
+    )
+
+
+def _name(report: Report) -> str:
+    return f"{report.process}, pid {report.pid} on {report.host} ({report.address})"
+
+
+def _count(count: int, one: str, many: str = "") -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def _size(nbytes: int) -> str:
+    """Return a size with three digits and a unit, such as `1.53 GB`."""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    """Return an age with one unit, such as `12 min`."""
+    for limit, unit, per in ((100, "s", 1), (6000, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{seconds / per:.3g} {unit}"
+    return f"{seconds / 86400:.3g} d"
