@@ -117,11 +117,7 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     if not leaves:  # no tensors: an ordinary pickle, which needs no raylane to unpickle
         return pickle.loads, (_buffer(skeleton),)
     with paused(len(leaves)):
-        return _publish_leaves(skeleton, leaves, publication)
-
-
-def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication) -> tuple[Any, ...]:
-    layout = codec.plan_layout(leaves)
+        layout = codec.plan_layout(leaves)
     size = sum(block.nbytes for block in layout.blocks)
     here = endpoint()
     options = publication.options
@@ -154,7 +150,8 @@ def _publish_leaves(skeleton: bytes, leaves: list[Any], publication: Publication
 def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     """Put a value into the store and return its ticket; waits for room in the budget of this process."""
     began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
-    with here.budget.room(nbytes, publication.origin):
+    # Paused when there is room, not while waiting for it.
+    with here.budget.room(nbytes, publication.origin), paused(len(leaves)):
         ticket = _store_leaves(here, leaves, layout, publication)
     here.recorder.published(publication.origin, nbytes, began_ns)
     return ticket
