@@ -96,7 +96,7 @@ class Soak:
         self.done: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.wrong: list[str] = []
-        """What must not happen: untyped errors, hangs, wrong values."""
+        """Failures that must not happen: untyped errors, hangs, wrong values."""
         self._seed = seed
         self._stop = threading.Event()
         self._groups = threading.Lock()

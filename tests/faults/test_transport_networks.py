@@ -22,12 +22,12 @@ LIMIT_S = 240
 
 
 class Weather:
-    """What the driver asks for; everything happens on the cable of the node `one`."""
+    """Requests of the driver; everything happens on the cable of the node `one`."""
 
     def __init__(self, net: networks.Network) -> None:
         self._net = net
         self.skipped: dict[str, str] = {}
-        """What could not be done, with the reason."""
+        """Actions that were not possible, with the reason."""
 
     def do(self, wanted: str) -> None:
         name = self._net.names[1]

@@ -34,7 +34,7 @@ def crew(request: pytest.FixtureRequest, ray_session: None) -> Iterator[Any]:
 
 @pytest.fixture
 def tidy(crew: Any, cluster: None, eventually: Any) -> Iterator[None]:
-    """Whatever a test did, the makers of the crew hold nothing afterwards, and no process of theirs is new."""
+    """Check that the makers of the crew hold nothing afterwards, and no process of theirs is new."""
     import ray
 
     yield

@@ -17,7 +17,7 @@ ROOT = os.path.join(tempfile.gettempdir(), "raylane-test-managers")
 
 @dataclass
 class PathMetadata(TensorTransportMetadata):
-    """Where the bytes are."""
+    """Place of the bytes."""
 
     path: str = ""
 

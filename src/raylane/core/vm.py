@@ -8,6 +8,7 @@ Documentation/admin-guide/LSM/Yama.rst).
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import errno
 import os
@@ -118,10 +119,13 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     threads = _choice.threads()
     calls = collections.deque(_calls(ranges, min(MAX_BYTES_PER_CALL, -(-total // threads))))
     began = time.perf_counter()
-    helpers = [_Reader(pid, calls, deadline) for _ in range(threads - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[_Reader] = []
     try:
+        with contextlib.suppress(RuntimeError):  # the system starts no more threads: this one reads everything
+            for _ in range(threads - 1):
+                helper = _Reader(pid, calls, deadline)
+                helper.start()
+                helpers.append(helper)
         _read_calls(pid, calls, deadline)
     finally:
         # Also after an error: the memory here must not be written to after this function has returned.
@@ -136,13 +140,13 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
 def _read_calls(pid: int, calls: collections.deque[list[Range]], deadline: Deadline | None) -> None:
     """Make calls from a queue until it is empty; several threads may share the queue."""
     while True:
-        # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
-        if deadline is not None and deadline.left_s() == 0:
-            raise TimeoutError
         try:
             call = calls.popleft()
         except IndexError:
             return
+        # A running call cannot be interrupted, so check between calls; _calls keeps each of them short.
+        if deadline is not None and deadline.left_s() == 0:
+            raise TimeoutError
         _move(_libc.process_vm_readv, pid, call)
 
 

@@ -451,14 +451,21 @@ class Listener:
         peer.socket.setblocking(True)  # the component uses threads that block
         take(peer.socket, message.member, message.level)
 
+    def _intact(self, peer: _Peer, key: bytes) -> Entry | None:
+        """Return the requested entry; if its value was freed, send Gone to the peer and return None."""
+        entry = self._store.get(key)
+        if entry is not None and entry.is_intact():
+            return entry
+        self._send(peer, wire.Gone(key, moved=entry is not None))
+        return None
+
     def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
         """Return the requested entry, marked as read, and whether its creator has read it before.
 
         If the value was freed, send Gone to the peer and return None.
         """
-        entry = self._store.get(key)
-        if entry is None or not entry.is_intact():
-            self._send(peer, wire.Gone(key, moved=entry is not None))
+        entry = self._intact(peer, key)
+        if entry is None:
             return None
         # Marked before the transfer: a transfer that fails costs at most one needless warning in the producer.
         by_creator, _ = self._store.mark_read(entry, creator=False)
@@ -501,9 +508,8 @@ class Listener:
         self._work_for(peer, lambda: self._put_entry(entry), answer, "object store put failed")
 
     def _share(self, peer: _Peer, key: bytes) -> None:
-        entry = self._store.get(key)  # not `_find`: the reader counts its read by itself
-        if entry is None or not entry.is_intact():
-            self._send(peer, wire.Gone(key, moved=entry is not None))
+        entry = self._intact(peer, key)  # not `_find`: the reader counts its read by itself
+        if entry is None:
             return
 
         def answer(segment: SharedSegment | None) -> wire.Message:
