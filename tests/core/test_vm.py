@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -89,3 +90,18 @@ def test_a_split_read_keeps_the_order_and_the_limits() -> None:
     calls = vm._calls([(0, 0, big + 5), (10 * big, 2 * big, 7)])
     assert calls == [[(0, 0, big)], [(big, big, 5), (10 * big, 2 * big, 7)]]
     assert [len(call) for call in vm._calls([(i, i, 1) for i in range(2500)])] == [1024, 1024, 452]
+
+
+def test_large_reads_need_no_more_threads_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = bytearray(os.urandom(1 << 20)) * 20
+    target = bytearray(len(source))
+    there, here = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (source, target))
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(vm._Reader, "start", fail)
+    for _ in range(3):  # the number of threads is tried out
+        target[:] = bytes(len(target))
+        vm.read(os.getpid(), [(there, here, len(source))])
+        assert target == source

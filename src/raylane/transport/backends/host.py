@@ -127,7 +127,6 @@ def _read(
             "this raylane does not know, so a reader could not tell whether memory was freed. Use tcp",
             source=source.label,
         )
-    header = ctypes.create_string_buffer(HEADER_BYTES)
     pid, counted, guarded, blocks = source.place.pid, b"", b"", []
     try:
         if blocks_of_segment:
@@ -137,12 +136,11 @@ def _read(
             # Read counters and guards after the data: only then does an unchanged value cover all of the data.
             counted, guarded = vm.gather(pid, ticket.counters), vm.gather(pid, ticket.guards)
         # Read the header last, for the same reason (see the order at the head of this module).
-        vm.read(pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+        nonce, creator_read, remote_read = _header(ticket)
     except TimeoutError as error:
         raise timeout_error(ticket, deadline) from error
     except OSError as error:
         raise _translate(error, ticket) from error
-    nonce, creator_read, remote_read = struct.unpack("<QII", header.raw)
     if nonce != ticket.nonce:
         # The pid may have been reused by another process: that process has another nonce here, or none.
         raise freed_error(ticket) if place.alive(source.place) else _lost(source)
@@ -152,6 +150,14 @@ def _read(
     if count:
         _mark_read(ticket, next_count(remote_read))
     return FetchResult(blocks=blocks, mutated=counted != ticket.counted, creator_read=bool(creator_read))
+
+
+def _header(ticket: Ticket) -> tuple[int, int, int]:
+    """Return nonce and counts of reads (by the creator, by others) in the value's slot. OSError if it is unmapped."""
+    header = ctypes.create_string_buffer(HEADER_BYTES)
+    vm.read(ticket.origin().place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+    nonce, creator, others = struct.unpack("<QII", header.raw)
+    return nonce, creator, others
 
 
 def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, bool]:
@@ -165,10 +171,8 @@ def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, 
         return None, False
     if ticket.on_mutation == "allow":  # readers expect what is in the tensors now
         return None, False
-    header = ctypes.create_string_buffer(HEADER_BYTES)
     try:
-        vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
-        if not struct.unpack("<QII", header.raw)[2]:
+        if not _header(ticket)[2]:
             _mark_read(ticket, 1)  # now, so that readers that come during this read ask for a copy
             return None, True
     except OSError:
@@ -256,12 +260,11 @@ def _translate(error: OSError, ticket: Ticket) -> Exception:
         )
     # A page or a descriptor is gone. If the header is unreadable too, the whole process is gone.
     # If the header is readable, its nonce tells a freed value from moved memory.
-    header = ctypes.create_string_buffer(HEADER_BYTES)
     try:
-        vm.read(source.place.pid, [(ticket.header_address, address_of(header), HEADER_BYTES)])
+        nonce, _, _ = _header(ticket)
     except OSError:
         return _lost(source)
-    if struct.unpack("<QII", header.raw)[0] != ticket.nonce:
+    if nonce != ticket.nonce:
         return freed_error(ticket)
     if ticket.segment < 0:
         return moved_error(ticket)
