@@ -513,7 +513,9 @@ class Listener:
             return
 
         def answer(segment: SharedSegment | None) -> wire.Message:
-            return wire.Gone(key, moved=True) if segment is None else wire.Shared(segment.fd)
+            if segment is None:
+                return wire.Gone(key, moved=True)
+            return wire.Shared(segment.fd, segment.inode)
 
         self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
 

@@ -188,7 +188,8 @@ def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, 
     if not isinstance(answer, wire.Shared):
         return None, False
     with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
-        blocks = map_shared(f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks])
+        path, sizes = f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks]
+        blocks = map_shared(path, answer.inode, sizes)
         endpoint.counts["shared"] += blocks is not None
         return blocks, False
     return None, False
