@@ -72,6 +72,17 @@ class SharedSegment:
         """Allow readers; the content must not change any more."""
         _lock(self.fd, fcntl.F_UNLCK)
 
+    def open_locked(self) -> int:
+        """Return a further descriptor, only for reading, with a lock that keeps the content.
+
+        The lock belongs to this descriptor and to all copies of it, also in other processes; the last close ends it.
+        """
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if not _lock(fd, fcntl.F_RDLCK):
+            os.close(fd)
+            raise AssertionError("a segment that is being filled was opened for readers")
+        return fd
+
     def lock_again(self) -> bool:
         """Take the segment back for filling; False if somebody still reads it."""
         return _lock(self.fd, fcntl.F_WRLCK)
@@ -183,7 +194,24 @@ def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
         found = os.fstat(fd)
         if found.st_ino != inode or found.st_size < total or not _lock(fd, fcntl.F_RDLCK):
             return None
-        memory = map_file(fd, total, private=True)
+        blocks = _map_blocks(fd, offsets, sizes, total)
         undo.pop_all()
+        return blocks
+
+
+def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
+    """Map a segment copy-on-write by a descriptor of `open_locked` from another process; return its blocks.
+
+    Takes the descriptor over, and keeps it until the last block is garbage; on an OSError it stays the caller's.
+    """
+    offsets, total = segment_offsets(sizes)
+    # Of a file that can shrink, a page that is gone would end this process.
+    if os.fstat(fd).st_size < total or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise OSError(errno.EINVAL, "the descriptor is no segment of this size")
+    return _map_blocks(fd, offsets, sizes, total)
+
+
+def _map_blocks(fd: int, offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[Any]:
+    memory = map_file(fd, total, private=True)
     weakref.finalize(memory, os.close, fd).atexit = False
     return [(ctypes.c_char * nbytes).from_buffer(memory, start) for start, nbytes in zip(offsets, sizes, strict=True)]

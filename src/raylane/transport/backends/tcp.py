@@ -12,7 +12,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import bytes_at
 from raylane.errors import ProtocolError, TensorFreedError
-from raylane.transport import wire
+from raylane.transport import relay, wire
 from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, freed_error, moved_error
 from raylane.transport.link import Link
 from raylane.transport.source import Source
@@ -36,21 +36,18 @@ class TcpBackend(Backend):
         return None
 
     def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-        """Request the blocks and receive them into pooled memory."""
-        source = ticket.origin()
-        with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
-            link.send(wire.Read(ticket.key))
-
-            def receive() -> list[Any]:
-                blocks = allocate(ticket, endpoint)
-                link.receive_into(blocks)
-                return blocks
-
-            found = read_answer(link, ticket, ticket.nbytes, receive)
+        """Request the blocks and receive them into pooled memory, or take them from another reader of this host."""
+        if not relay.relays(ticket, endpoint):
+            return _fetch(ticket, endpoint, deadline, Link.receive_into)
+        found = relay.meet(ticket, endpoint, deadline)
+        if found is None:
+            return _fetch(ticket, endpoint, deadline, Link.receive_into)
         if isinstance(found, FetchResult):
             return found
-        # Raise outside the `with` block: the link is in a defined state and can be used again.
-        raise answer_error(found, source, ticket)
+        with found:
+            result = _fetch(ticket, endpoint, deadline, found.receive_into)
+            found.deliver(result)
+            return result
 
     def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Request only these parts and receive them where they belong."""
@@ -74,6 +71,26 @@ class TcpBackend(Backend):
             mutated=any(one.mutated for one in results),
             creator_read=any(one.creator_read for one in results),
         )
+
+
+def _fetch(
+    ticket: Ticket, endpoint: Endpoint, deadline: Deadline, receive_into: Callable[[Link, list[Any]], None]
+) -> FetchResult:
+    """Request the blocks from their source; `receive_into` fills them from the link."""
+    source = ticket.origin()
+    with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
+        link.send(wire.Read(ticket.key))
+
+        def receive() -> list[Any]:
+            blocks = allocate(ticket, endpoint)
+            receive_into(link, blocks)
+            return blocks
+
+        found = read_answer(link, ticket, ticket.nbytes, receive)
+    if isinstance(found, FetchResult):
+        return found
+    # Raise outside the `with` block: the link is in a defined state and can be used again.
+    raise answer_error(found, source, ticket)
 
 
 def read_answer(
