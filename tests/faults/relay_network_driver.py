@@ -60,6 +60,12 @@ class Reader:
                 found = type(error).__name__
         return found, len(caught), time.monotonic() - began
 
+    def read_into(self, refs: list[Any]) -> bool:
+        """Read a value into a tensor that this process has; tell whether the content is right."""
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        raylane.get(refs[0], into=target)
+        return int(target.sum()) == SUM
+
     def counts(self) -> dict[str, Any]:
         return raylane.stats()
 
@@ -167,6 +173,20 @@ def one_copy(scene: Scene) -> None:
     say("one copy crosses")
 
 
+def into_targets(scene: Scene) -> None:
+    """Reads into existing tensors share a transfer as soon as the readers know of each other."""
+    crossed = []
+    for _ in range(3):
+        ref = scene.source.make.remote()
+        ray.wait([ref], timeout=60, fetch_local=False)
+        before = scene.received()
+        assert all(ray.get([one.read_into.remote([ref]) for one in scene.readers], timeout=100))
+        crossed.append((scene.received() - before) / NBYTES)
+    say(f"into targets: {', '.join(f'{one:.2f}' for one in crossed)} times the value crossed")
+    assert crossed[-1] < 1.15
+    say("targets share")
+
+
 def relay_dies(scene: Scene) -> None:
     before = scene.received()
     _, calls = scene.begin()
@@ -220,7 +240,7 @@ def main(address: str) -> None:
     scene = Scene()
     fast(scene)
     ask("throttle")
-    for act in (one_copy, relay_dies, relay_stops, source_changes, source_dies):
+    for act in (one_copy, into_targets, relay_dies, relay_stops, source_changes, source_dies):
         act(scene)
     ask("calm")
     until(lambda: ray.get(scene.observer.meeting.remote()) == 0, "no relay is left")

@@ -54,5 +54,13 @@ def test_readers_on_another_host_share_one_transfer() -> None:
     print(text, weather.skipped)  # figures, shown with -s
     if "throttle" in weather.skipped:
         pytest.skip(f"links cannot be made slow here: {weather.skipped}")
-    for act in ("one copy crosses", "relay killed", "relay stopped", "source changed", "source killed", "done"):
+    for act in (
+        "one copy crosses",
+        "targets share",
+        "relay killed",
+        "relay stopped",
+        "source changed",
+        "source killed",
+        "done",
+    ):
         assert f"said: {act}" in text, text

@@ -30,6 +30,7 @@ from raylane.transport.backends.base import FetchResult
 from raylane.transport.budget import Budget
 from raylane.transport.guards import footprint
 from raylane.transport.link import Link, LinkPool
+from raylane.transport.parts import Part
 from raylane.transport.store import Entry, Store
 from raylane.transport.ticket import VERSION, Ticket
 
@@ -45,6 +46,7 @@ class Reader:
         self.pool = BufferPool(1 << 30)
         self.store = Store(SharedPool(1 << 30))
         self.counts: Counter[str] = Counter()
+        self.company: set[place.Place] = set()
         self._links = LinkPool(SECRET, "reader", self.place, Link)
         self.secret = lambda: secret
 
@@ -54,6 +56,13 @@ class Reader:
     def read(self, ticket: Ticket, timeout_s: float = 30.0) -> FetchResult:
         here: Any = self
         return tcp.TcpBackend().fetch(ticket, here, Deadline(timeout_s))
+
+    def read_into(self, ticket: Ticket) -> torch.Tensor:
+        target = torch.zeros(N)
+        here: Any = self
+        parts = [Part(0, at, 1 << 20, target.data_ptr() + at) for at in range(0, 4 * N, 1 << 20)]
+        tcp.TcpBackend().fetch_parts(ticket, parts, here, Deadline(30))
+        return target
 
     def meet(self, ticket: Ticket) -> relay.Relay:
         here: Any = self
@@ -143,6 +152,32 @@ def test_waiters_get_one_copy_and_write_to_their_own(scene: Scene, eventually: A
     assert scene.readers[0].store.shared.idle_bytes == 0
     scene.readers[0].store.shared.drop(again)
     scene.readers[0].store.shared.drop(reused)
+
+
+def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventually: Any) -> None:
+    there = scene.ticket.origin().place
+    with scene.readers[0].meet(scene.ticket) as first:
+        assert not first.expects_others
+        first.refuse()
+        begun = [scene.threads.submit(one.read_into, scene.ticket) for one in scene.readers[1:]]
+        eventually(lambda: first.accept() == 3)
+        first._next_word = 0
+        scene.readers[0].fill(first, scene.ticket)
+        # Refused during the transfer, not after it.
+        assert all(torch.equal(one.result(30), scene.tensor) for one in begun)
+    assert scene.count("relayed") == 0
+    assert all(there in one.company for one in scene.readers)
+    with scene.readers[0].meet(scene.ticket) as first:
+        assert first.expects_others
+        begun = [scene.threads.submit(one.read_into, scene.ticket) for one in scene.readers[1:]]
+        eventually(lambda: first.accept() == 3)
+        first.deliver(scene.readers[0].fill(first, scene.ticket))
+    assert all(torch.equal(one.result(30), scene.tensor) for one in begun)
+    assert scene.count("relayed") == 3
+    # A relay that nobody waited for expects nobody any more, and receives straight into its targets again.
+    for _ in range(2):
+        assert torch.equal(scene.readers[1].read_into(scene.ticket), scene.tensor)
+        assert there not in scene.readers[1].company
 
 
 def test_single_reader_makes_no_copy(scene: Scene) -> None:

@@ -77,6 +77,11 @@ class _Name:
         self.of_relay = hmac.digest(secret, b"relay" + value, hashlib.sha256)
 
 
+def covers(ticket: Ticket, nbytes: int) -> bool:
+    """Return True if a read of so many bytes is better served by a copy of the whole value."""
+    return nbytes * 4 >= ticket.nbytes * 3
+
+
 def meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult | Relay | None:
     """Return a value that another reader of this host has received, or the Relay that this reader now is.
 
@@ -98,6 +103,8 @@ def meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult 
                     found = _wait(sock, name, ticket, deadline)
                 except ConnectionError:  # the relay died or ended
                     continue
+            # It may be this reader's turn to be the relay next time.
+            endpoint.company.add(ticket.origin().place)
             endpoint.counts["relayed"] += found is not None
             return found
     return None
@@ -167,7 +174,12 @@ def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) 
 
 
 class Relay:
-    """The end of the reader that fetches a value for all readers of its host; used in a `with` block."""
+    """The end of the reader that fetches a value for all readers of its host; used in a `with` block.
+
+    A reader that fills tensors of its user (`into=`) receives straight into them. Their content cannot be passed on,
+    because the user may write to them at any time. Such a reader receives into pooled memory only where it has met
+    others before, so a reader that is alone pays nothing.
+    """
 
     def __init__(self, server: socket.socket, name: _Name, ticket: Ticket, endpoint: Endpoint) -> None:
         self._server = server
@@ -175,6 +187,8 @@ class Relay:
         self._sizes = [block.nbytes for block in ticket.blocks]
         self._endpoint = endpoint
         self._waiters: list[socket.socket] = []
+        self._source = ticket.origin().place
+        self._refuses = False
         self._next_word = time.monotonic() + WORD_S
 
     def __enter__(self) -> Relay:
@@ -191,6 +205,15 @@ class Relay:
         self._server.close()
         self._dismiss()
 
+    @property
+    def expects_others(self) -> bool:
+        """True if several readers of this host have lately read a value of this source at the same time."""
+        return self._source in self._endpoint.company
+
+    def refuse(self) -> None:
+        """Send all who wait, now or later, to the source."""
+        self._refuses = True
+
     def receive_into(self, link: Link, blocks: Sequence[Any]) -> None:
         """Fill the blocks from a link, as `Link.receive_into`, and tell the waiters of the progress."""
         done = 0
@@ -202,8 +225,12 @@ class Relay:
     def deliver(self, found: FetchResult) -> None:
         """Pass what was received to those who wait, if it is the published content."""
         # The state of memory that was written to may have changed once more; the others shall find out for themselves.
-        if not self.accept() or found.mutated:
+        waiting = self.accept()
+        if not waiting:
+            self._endpoint.company.discard(self._source)
+        if not waiting or found.mutated:
             return
+        self._endpoint.company.add(self._source)
         with contextlib.suppress(OSError):  # no memory, no descriptor: `__exit__` tells the others
             fd = self._copy(found.blocks)
             if fd is not None:
@@ -242,8 +269,11 @@ class Relay:
         now = time.monotonic()
         if now >= self._next_word:
             self._next_word = now + WORD_S
-            self.accept()
-            self._tell(_WORD, done)
+            waiting = self.accept()
+            self._tell(_REFUSAL if self._refuses else _WORD, done)
+            if self._refuses and waiting:
+                self._endpoint.company.add(self._source)
+                self._dismiss()
 
     def accept(self) -> int:
         """Accept those who have connected, if they prove that they belong to this cluster. Return how many wait."""

@@ -222,11 +222,14 @@ class Store:
         """
         sizes = [block.nbytes for block in entry.layout.blocks]
         offsets, total = segment_offsets(sizes)
-        # Only this thread sets it; another one may drop it at any moment.
-        found = entry.shared
-        segment = self.take_copy(total) if found is None else found
-        if segment is None or found is not None:
-            return segment
+        found = entry.shared  # only this thread sets it, but another one may drop it at any moment
+        if found is not None:
+            return found
+        # Readers on this host have no other way to CUDA tensors, so their copy is not optional.
+        needed = entry.on_device is not None
+        segment = self.take_copy(total, needed=needed)
+        if segment is None:
+            return None
         copied = False
         try:
             parts = zip(offsets, sizes, strict=True)
@@ -235,20 +238,23 @@ class Store:
                 segment.release_to_readers()
                 with self._lock:
                     # A publication may have taken the room meanwhile.
-                    copied = entry.key in self._entries and self.allows_copy(0)
+                    copied = entry.key in self._entries and (needed or self.allows_copy(0))
                     entry.shared = segment if copied else None
         finally:
             if not copied:
                 self.shared.drop(segment)
         return segment if copied else None
 
-    def take_copy(self, nbytes: int) -> SharedSegment | None:
-        """Return a locked segment for a copy for several readers; None if the budget has no room. OSError as `share`.
+    def take_copy(self, nbytes: int, *, needed: bool = False) -> SharedSegment | None:
+        """Return a locked segment for a copy for several readers. OSError if there is no memory or descriptor for it.
 
-        The caller gives it back to `shared`, or drops it there.
+        None if the budget has no room and the copy is not needed. The caller gives it back to `shared`, or drops it
+        there.
         """
         with self._lock:
-            return self.shared.take(nbytes) if self.allows_copy(nbytes) else None
+            # Asked in any case, because it drops idle segments to make room.
+            allowed = self.allows_copy(nbytes)
+            return self.shared.take(nbytes) if allowed or needed else None
 
     def drop_copies(self, nbytes: int) -> None:
         """Give up shared copies of this many bytes, idle ones first. Call with the lock of `freed` held.

@@ -87,7 +87,8 @@ class HostBackend(Backend):
         if ticket.segment >= 0:
             return _read(ticket, [], deadline, blocks_of_segment=True)
         if ticket.devices:
-            copied = _ask_for_copy(ticket, endpoint, deadline)
+            # Twice, because a publication in the source may drop the copy before it is mapped here.
+            copied = _ask_for_copy(ticket, endpoint, deadline) or _ask_for_copy(ticket, endpoint, deadline)
             found = _read(ticket, [], deadline)
             if copied is None:
                 raise TransportUnavailableError(

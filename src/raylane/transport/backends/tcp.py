@@ -5,6 +5,7 @@ Works for every value between any two processes, so `auto` uses it when nothing 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,15 @@ from raylane.core.place import Place
 from raylane.core.segment import bytes_at
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport import relay, wire
-from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, freed_error, moved_error
+from raylane.transport.backends.base import (
+    Backend,
+    Capability,
+    FetchResult,
+    allocate,
+    copy_parts,
+    freed_error,
+    moved_error,
+)
 from raylane.transport.link import Link
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -50,27 +59,51 @@ class TcpBackend(Backend):
             return result
 
     def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-        """Request only these parts and receive them where they belong."""
-        source, results = ticket.origin(), []
-        for first in range(0, len(parts), wire.MAX_PARTS):
-            some = parts[first : first + wire.MAX_PARTS]
-            targets = [bytes_at(part.address, part.nbytes) for part in some]
-            with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
-                link.send(wire.ReadParts(ticket.key, wire.pack_parts(part[:3] for part in some)))
+        """Request only these parts and receive them where they belong, or copy them from another reader's copy."""
+        if not (relay.relays(ticket, endpoint) and relay.covers(ticket, sum(part.nbytes for part in parts))):
+            return _fetch_parts(ticket, parts, endpoint, deadline, Link.receive_into)
+        found = relay.meet(ticket, endpoint, deadline)
+        if found is None:
+            return _fetch_parts(ticket, parts, endpoint, deadline, Link.receive_into)
+        if isinstance(found, relay.Relay):
+            with found as first:
+                if not first.expects_others:
+                    first.refuse()
+                    return _fetch_parts(ticket, parts, endpoint, deadline, first.receive_into)
+                found = _fetch(ticket, endpoint, deadline, first.receive_into)
+                first.deliver(found)  # before the copy below, because others wait for it
+        copy_parts(parts, found.blocks)
+        return dataclasses.replace(found, blocks=[])
 
-                def receive(link: Link = link, targets: list[Any] = targets) -> list[Any]:
-                    link.receive_into(targets)
-                    return []
 
-                found = read_answer(link, ticket, sum(part.nbytes for part in some), receive)
-            if not isinstance(found, FetchResult):
-                raise answer_error(found, source, ticket)
-            results.append(found)
-        return FetchResult(
-            blocks=[],
-            mutated=any(one.mutated for one in results),
-            creator_read=any(one.creator_read for one in results),
-        )
+def _fetch_parts(
+    ticket: Ticket,
+    parts: Sequence[Part],
+    endpoint: Endpoint,
+    deadline: Deadline,
+    receive_into: Callable[[Link, list[Any]], None],
+) -> FetchResult:
+    """Request parts from their source; `receive_into` fills their addresses from the link."""
+    source, results = ticket.origin(), []
+    for first in range(0, len(parts), wire.MAX_PARTS):
+        some = parts[first : first + wire.MAX_PARTS]
+        targets = [bytes_at(part.address, part.nbytes) for part in some]
+        with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
+            link.send(wire.ReadParts(ticket.key, wire.pack_parts(part[:3] for part in some)))
+
+            def receive(link: Link = link, targets: list[Any] = targets) -> list[Any]:
+                receive_into(link, targets)
+                return []
+
+            found = read_answer(link, ticket, sum(part.nbytes for part in some), receive)
+        if not isinstance(found, FetchResult):
+            raise answer_error(found, source, ticket)
+        results.append(found)
+    return FetchResult(
+        blocks=[],
+        mutated=any(one.mutated for one in results),
+        creator_read=any(one.creator_read for one in results),
+    )
 
 
 def _fetch(
