@@ -92,6 +92,9 @@ def test_copies_count_and_make_room_for_publications() -> None:
     assert segment is not None
     assert store.share(one) is segment
     assert store.share(two) is None, "there is no room for a second copy"
+    needed = store.take_copy(1 << 20, needed=True)
+    assert needed is not None
+    store.shared.drop(needed)
     store.free([one.key])
     assert store.shared.idle_bytes == 1 << 20
     with budget.room(three.nbytes, "b"):

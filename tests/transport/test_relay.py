@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -46,7 +46,6 @@ class Reader:
         self.pool = BufferPool(1 << 30)
         self.store = Store(SharedPool(1 << 30))
         self.counts: Counter[str] = Counter()
-        self.company: set[place.Place] = set()
         self._links = LinkPool(SECRET, "reader", self.place, Link)
         self.secret = lambda: secret
 
@@ -166,7 +165,7 @@ def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventuall
         # Refused during the transfer, not after it.
         assert all(torch.equal(one.result(30), scene.tensor) for one in begun)
     assert scene.count("relayed") == 0
-    assert all(there in one.company for one in scene.readers)
+    assert all(there in relay.company_of(cast("Any", one)) for one in scene.readers)
     with scene.readers[0].meet(scene.ticket) as first:
         assert first.expects_others
         begun = [scene.threads.submit(one.read_into, scene.ticket) for one in scene.readers[1:]]
@@ -177,7 +176,7 @@ def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventuall
     # A relay that nobody waited for expects nobody any more, and receives straight into its targets again.
     for _ in range(2):
         assert torch.equal(scene.readers[1].read_into(scene.ticket), scene.tensor)
-        assert there not in scene.readers[1].company
+        assert there not in relay.company_of(cast("Any", scene.readers[1]))
 
 
 def test_single_reader_makes_no_copy(scene: Scene) -> None:
@@ -217,6 +216,30 @@ def test_waiters_read_for_themselves_after_a_refusal(scene: Scene, why: str, eve
     assert [one.mutated for one in found] == [why == "mutated"] * 3
     assert all(torch.equal(content(one)[0], scene.tensor) for one in found)
     assert scene.count("relayed") == 0
+
+
+@pytest.mark.parametrize("change", ["written", "freed", "resized"])
+def test_change_after_the_transfer_is_noticed_by_waiters(scene: Scene, change: str, eventually: Any) -> None:
+    scene.entry.versions = [(scene.tensor, scene.tensor._version)]
+    with scene.readers[0].meet(scene.ticket) as first:
+        found = scene.readers[0].fill(first, scene.ticket)
+        # These readers come after the relay has asked for the state of the memory.
+        begun = scene.others(first, eventually)
+        if change == "written":
+            scene.tensor[0] = 5
+        elif change == "freed":
+            scene.server.store.clear()
+        else:
+            scene.tensor.untyped_storage().resize_(0)
+        first.deliver(found)
+    assert content(found)[0][0] == 0
+    for one in begun:
+        if change == "written":
+            assert one.result(30).mutated
+            assert content(one.result(30))[0][0] == 5
+        else:
+            with pytest.raises(TensorFreedError):
+                one.result(30)
 
 
 def test_end_of_the_relay_makes_another_one(scene: Scene, eventually: Any) -> None:

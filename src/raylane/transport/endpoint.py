@@ -98,8 +98,6 @@ class Endpoint:
         self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
-        self.company: set[place.Place] = set()
-        """Sources of which other readers of this host have lately read values at the same time (`relay`)."""
         self.streams: dict[bytes, TakeStream] = {}
         """Components that take over connections to this process's listener, by the key in the Stream request."""
         self.groups: dict[str, str] | None = None

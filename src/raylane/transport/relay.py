@@ -2,10 +2,11 @@
 
 Readers meet at an abstract Unix socket whose name is derived from the value and the cluster's secret. The first one
 binds the name and fetches the value; later ones connect and wait. The kernel decides who is first, and ends the
-connections when the relay dies. The source takes no part.
+connections when the relay dies. The source takes no part, but is asked about its memory by each reader.
 
     relay     bind, listen -> fetch -> anybody waiting? copy into a shared segment -> send its descriptor -> close
-    waiter    connect, send proof -> words about progress ... -> descriptor -> map copy-on-write
+    waiter    connect, send proof -> words about progress ... -> descriptor -> map copy-on-write -> ask the source for
+              the state of its memory, as after a read
               end of connection: try to be the relay      refusal, silence (`patience`): read from the source
 
 Connections carry packets (SOCK_SEQPACKET). Both ends check each other's user and a proof made with the secret.
@@ -21,12 +22,14 @@ import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from raylane.core.deadline import Deadline
 from raylane.core.peer import uid_of
+from raylane.core.place import Place
 from raylane.core.segment import segment_offsets
 from raylane.core.shared_pool import map_received
 from raylane.transport.backends.base import FetchResult
@@ -49,8 +52,16 @@ _PAUSE_S = 0.002
 _PROOF_BYTES = 32
 _PROOF_WITHIN_S = 0.1
 _PACKET = struct.Struct(f"<{_PROOF_BYTES}sBQ")
-"""Proof of the relay, kind of the packet, and a number: bytes done, or for a copy 1 if the creator has read it."""
+"""Proof of the relay, kind of the packet, and the number of bytes that the relay has moved."""
 _WORD, _REFUSAL, _COPY = range(3)
+
+
+_company: weakref.WeakKeyDictionary[Endpoint, set[Place]] = weakref.WeakKeyDictionary()
+
+
+def company_of(endpoint: Endpoint) -> set[Place]:
+    """Return the sources of which other readers of this host have lately read a value at the same time."""
+    return _company.setdefault(endpoint, set())
 
 
 def relays(ticket: Ticket, endpoint: Endpoint) -> bool:
@@ -82,10 +93,11 @@ def covers(ticket: Ticket, nbytes: int) -> bool:
     return nbytes * 4 >= ticket.nbytes * 3
 
 
-def meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult | Relay | None:
-    """Return a value that another reader of this host has received, or the Relay that this reader now is.
+def meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> list[Any] | Relay | None:
+    """Return the blocks that another reader of this host has received, or the Relay that this reader now is.
 
-    None if this reader shall read from the source for itself alone.
+    None if this reader shall read from the source for itself alone. The caller must ask the source about the state of
+    its memory after this: another reader asked before, perhaps before this one began.
     """
     name = _Name(ticket, endpoint.secret())
     # Without descriptors, or where abstract sockets are not permitted, every reader fetches for itself.
@@ -104,7 +116,7 @@ def meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult 
                 except ConnectionError:  # the relay died or ended
                     continue
             # It may be this reader's turn to be the relay next time.
-            endpoint.company.add(ticket.origin().place)
+            company_of(endpoint).add(ticket.origin().place)
             endpoint.counts["relayed"] += found is not None
             return found
     return None
@@ -143,8 +155,8 @@ def _connect(name: _Name) -> socket.socket | None:
     return sock
 
 
-def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) -> FetchResult | None:
-    """Wait for the relay's copy. None: read from the source. ConnectionError if the relay has ended."""
+def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) -> list[Any] | None:
+    """Wait for the relay's copy of the blocks. None: read from the source. ConnectionError if the relay has ended."""
     patience = Patience(time.monotonic(), deadline.left_s(), ticket.nbytes)
     while left_s := patience.left_s(time.monotonic()):
         sock.settimeout(left_s)
@@ -169,7 +181,7 @@ def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) 
                 return None
             blocks = map_received(descriptors[0], [block.nbytes for block in ticket.blocks])
             unused.pop_all()
-            return FetchResult(blocks=blocks, mutated=False, creator_read=bool(number))
+            return blocks
     return None
 
 
@@ -208,7 +220,7 @@ class Relay:
     @property
     def expects_others(self) -> bool:
         """True if several readers of this host have lately read a value of this source at the same time."""
-        return self._source in self._endpoint.company
+        return self._source in company_of(self._endpoint)
 
     def refuse(self) -> None:
         """Send all who wait, now or later, to the source."""
@@ -224,20 +236,20 @@ class Relay:
 
     def deliver(self, found: FetchResult) -> None:
         """Pass what was received to those who wait, if it is the published content."""
-        # The state of memory that was written to may have changed once more; the others shall find out for themselves.
+        # A mixture of old and new content, perhaps; the others shall not depend on when this reader began.
         waiting = self.accept()
         if not waiting:
-            self._endpoint.company.discard(self._source)
+            company_of(self._endpoint).discard(self._source)
         if not waiting or found.mutated:
             return
-        self._endpoint.company.add(self._source)
+        company_of(self._endpoint).add(self._source)
         with contextlib.suppress(OSError):  # no memory, no descriptor: `__exit__` tells the others
             fd = self._copy(found.blocks)
             if fd is not None:
                 try:
                     self.accept()
                     self._endpoint.counts["relays"] += 1
-                    self._tell(_COPY, int(found.creator_read), [fd])
+                    self._tell(_COPY, sum(self._sizes), [fd])
                 finally:
                     os.close(fd)
                 self._dismiss()
@@ -272,7 +284,7 @@ class Relay:
             waiting = self.accept()
             self._tell(_REFUSAL if self._refuses else _WORD, done)
             if self._refuses and waiting:
-                self._endpoint.company.add(self._source)
+                company_of(self._endpoint).add(self._source)
                 self._dismiss()
 
     def accept(self) -> int:

@@ -48,7 +48,7 @@ class TcpBackend(Backend):
         """Request the blocks and receive them into pooled memory, or take them from another reader of this host."""
         if not relay.relays(ticket, endpoint):
             return _fetch(ticket, endpoint, deadline, Link.receive_into)
-        found = relay.meet(ticket, endpoint, deadline)
+        found = _meet(ticket, endpoint, deadline)
         if found is None:
             return _fetch(ticket, endpoint, deadline, Link.receive_into)
         if isinstance(found, FetchResult):
@@ -62,7 +62,7 @@ class TcpBackend(Backend):
         """Request only these parts and receive them where they belong, or copy them from another reader's copy."""
         if not (relay.relays(ticket, endpoint) and relay.covers(ticket, sum(part.nbytes for part in parts))):
             return _fetch_parts(ticket, parts, endpoint, deadline, Link.receive_into)
-        found = relay.meet(ticket, endpoint, deadline)
+        found = _meet(ticket, endpoint, deadline)
         if found is None:
             return _fetch_parts(ticket, parts, endpoint, deadline, Link.receive_into)
         if isinstance(found, relay.Relay):
@@ -74,6 +74,22 @@ class TcpBackend(Backend):
                 first.deliver(found)  # before the copy below, because others wait for it
         copy_parts(parts, found.blocks)
         return dataclasses.replace(found, blocks=[])
+
+
+def _meet(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult | relay.Relay | None:
+    """Return a value that another reader of this host has received, the Relay that this reader now is, or None."""
+    found = relay.meet(ticket, endpoint, deadline)
+    if found is None or isinstance(found, relay.Relay):
+        return found
+    # After the copy is here, as after every read: only then does an unchanged state cover all of it.
+    source = ticket.origin()
+    with endpoint.links().borrow((source.host, source.port), source, deadline) as link:
+        link.send(wire.ReadParts(ticket.key, b""))
+        state = read_answer(link, ticket, 0, list)
+    if not isinstance(state, FetchResult):
+        raise answer_error(state, source, ticket)
+    # Readers of memory that was written to get what is in it now, so the copy would be too old.
+    return None if state.mutated else dataclasses.replace(state, blocks=found)
 
 
 def _fetch_parts(
