@@ -20,7 +20,8 @@ def held(nbytes: int, age_s: float, origin: str, *, snapshot: bool = False) -> w
 
 
 def report(process: str, values: list[wire.Held], **more: object) -> Report:
-    plain = {"budget": None, "waiting": 0, "pool_idle_bytes": 0, "pool_used_bytes": 0, "kept": []}
+    names = ("waiting", "pool_idle_bytes", "pool_used_bytes", "shared_bytes", "shared_idle_bytes")
+    plain = {"budget": None, **dict.fromkeys(names, 0), "kept": []}
     nbytes = sum(one.nbytes for one in values)
     holdings = wire.Holdings(**{"entries": len(values), "nbytes": nbytes, "values": values} | plain | more)
     return Report(process, 7, "h", "10.0.0.1", holdings)
@@ -31,7 +32,7 @@ def test_render_lists_large_and_old_values_by_process() -> None:
     values = [held(3_000_000_000, 2.0, "W.weights", snapshot=True), *sorted(small, key=lambda one: -one.nbytes)]
     text = render([report("Actor(A, aa)", []), report("Actor(W, bb)", values, entries=9, nbytes=3_000_009_000)], 2)
     lines = text.splitlines()
-    assert lines[0] == ("2 processes of this cluster hold 3 GB in 9 published values, and 0 B of idle receive memory.")
+    assert lines[0] == ("2 processes of this cluster hold 3 GB in 9 published values, and 0 B of idle memory.")
     assert text.index("Actor(W, bb), pid 7 on h (10.0.0.1)") < text.index("Actor(A, aa)")
     rows = [line.split() for line in lines if "W." in line and "Actor" not in line]
     assert [row[-2 if row[-1] == "(snapshot)" else -1] for row in rows] == ["W.weights", "W.small4"]
@@ -45,6 +46,7 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
     text = render(
         [
             report("the driver", [], kept=kept, budget=1_000_000, waiting=1),
+            report("Actor(C, cc2)", [], shared_bytes=3_000_000, shared_idle_bytes=1_000_000),
             report("Actor(W, bb)", []),
             Report("Actor(S, dd)", 9, "h", "10.0.0.1", None, "no answer within 5 s"),
         ],
@@ -52,6 +54,7 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
     )
     assert "published: 0 B of a budget of 1 MB in 0 values" in text
     assert "1 publication waiting for room in the budget" in text
+    assert "copies for readers: 3 MB, of which 1 MB idle" in text
     assert "keeps Actor(W, bb) alive: 2 refs to results of weights" in text
     assert "keeps Actor cc alive: 1 ref gone whose values others may still need" in text
     assert "Actor(S, dd), pid 9 on h (10.0.0.1): no answer within 5 s" in text

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +20,7 @@ SIZE = 5 << 20
 READER = """
 import sys
 from raylane.core.shared_pool import map_shared
-blocks = map_shared(sys.argv[1], [int(sys.argv[2])])
+blocks = map_shared(sys.argv[1], int(sys.argv[3]), [int(sys.argv[2])])
 print(blocks[0][:3], flush=True)
 blocks[0][:3] = b"own"
 sys.stdin.readline()
@@ -50,7 +52,7 @@ def descriptors() -> object:
 def test_segment_is_filled_again_only_without_readers(end: str) -> None:
     pool = SharedPool(1 << 30)
     segment = filled(pool, b"abcdef")
-    command = [sys.executable, "-c", READER, path(segment), str(SIZE)]
+    command = [sys.executable, "-c", READER, path(segment), str(SIZE), str(segment.inode)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         assert reader.stdin is not None
@@ -75,9 +77,9 @@ def test_segment_is_filled_again_only_without_readers(end: str) -> None:
 def test_segment_that_is_being_filled_is_not_mapped() -> None:
     pool = SharedPool(1 << 30)
     segment = pool.take(SIZE)
-    assert map_shared(path(segment), [SIZE]) is None
+    assert map_shared(path(segment), segment.inode, [SIZE]) is None
     segment.release_to_readers()
-    blocks = map_shared(path(segment), [100, 200])
+    blocks = map_shared(path(segment), segment.inode, [100, 200])
     assert blocks is not None
     assert [len(block) for block in blocks] == [100, 200]
     assert segment_offsets([100, 200])[1] <= SIZE
@@ -85,7 +87,7 @@ def test_segment_that_is_being_filled_is_not_mapped() -> None:
     del blocks
     gc.collect()
     assert segment.lock_again()
-    assert map_shared(path(segment), [1 << 30]) is None  # too small
+    assert map_shared(path(segment), segment.inode, [1 << 30]) is None  # too small
     segment.close()
 
 
@@ -101,3 +103,29 @@ def test_idle_segments_are_limited_and_fit_the_request() -> None:
     small.close()
     pool.close()
     assert pool.idle_bytes == 0
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_idle_segments_are_closed_after_a_while(eventually: Callable[..., None]) -> None:
+    pool = SharedPool(1 << 30, idle_s=0.1)
+    kept, segment = filled(pool, b"x"), filled(pool, b"abc")
+    blocks = map_shared(path(segment), segment.inode, [SIZE])
+    pool.give_back(segment)
+    eventually(lambda: pool.idle_bytes == 0 and pool.nbytes == kept.capacity)
+    assert blocks is not None
+    assert blocks[0][:3] == b"abc"
+    del segment
+    pool.drop(kept)
+    eventually(lambda: "raylane-shared" not in [thread.name for thread in threading.enumerate()])
+    assert pool.nbytes == 0
+
+
+@pytest.mark.usefixtures("descriptors")
+def test_descriptor_of_another_segment_is_not_mapped() -> None:
+    pool = SharedPool(1 << 30)
+    dropped = filled(pool, b"old")
+    pool.drop(dropped)
+    other = filled(pool, b"new")
+    assert other.fd == dropped.fd
+    assert map_shared(path(other), dropped.inode, [SIZE]) is None
+    pool.drop(other)

@@ -117,6 +117,36 @@ def network(count: int) -> Iterator[Network]:
         made.close()
 
 
+class Weather:
+    """Requests of the driver; everything happens on the cable of the second node."""
+
+    def __init__(self, net: Network) -> None:
+        self._net = net
+        self.skipped: dict[str, str] = {}
+        """Actions that were not possible, with the reason."""
+
+    def do(self, wanted: str) -> None:
+        name = self._net.names[1]
+        if wanted in ("cut", "restore"):
+            self._net.plug(1, connected=wanted == "restore")
+            return
+        # In both directions: this end sends to the node, and the other one for it.
+        for where in ([], ["ip", "netns", "exec", name]):
+            device = f"{name}v" if not where else "eth0"
+            subprocess.run([*where, "tc", "qdisc", "del", "dev", device, "root"], check=False, capture_output=True)
+            size = "1280" if wanted == "small packets" else "1500"
+            subprocess.run([*where, "ip", "link", "set", device, "mtu", size], check=True, capture_output=True)
+            rule = {
+                "throttle": "tbf rate 80mbit burst 64kbit latency 50ms",
+                "lose": "netem loss 2% delay 5ms 2ms",
+            }.get(wanted)
+            if rule is not None:
+                words = [*where, "tc", "qdisc", "add", "dev", device, "root", *rule.split()]
+                done = subprocess.run(words, check=False, capture_output=True, text=True)
+                if done.returncode:
+                    self.skipped[wanted] = done.stderr.strip()
+
+
 def ray_node(address: str, head: str | None, resource: str) -> str:
     """Return shell words that start a Ray node of one CPU in the background, as the head if `head` is None."""
     role = "--head --port=6399 --include-dashboard=false" if head is None else f"--address={head}:6399"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,36 +18,6 @@ from tests.transport import certificates
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 OWN_SHM = "mount -t tmpfs raylane /dev/shm; "
 LIMIT_S = 240
-
-
-class Weather:
-    """Requests of the driver; everything happens on the cable of the node `one`."""
-
-    def __init__(self, net: networks.Network) -> None:
-        self._net = net
-        self.skipped: dict[str, str] = {}
-        """Actions that were not possible, with the reason."""
-
-    def do(self, wanted: str) -> None:
-        name = self._net.names[1]
-        if wanted in ("cut", "restore"):
-            self._net.plug(1, connected=wanted == "restore")
-            return
-        # In both directions: this end sends to the node, and the other one for it.
-        for where in ([], ["ip", "netns", "exec", name]):
-            device = f"{name}v" if not where else "eth0"
-            subprocess.run([*where, "tc", "qdisc", "del", "dev", device, "root"], check=False, capture_output=True)
-            size = "1280" if wanted == "small packets" else "1500"
-            subprocess.run([*where, "ip", "link", "set", device, "mtu", size], check=True, capture_output=True)
-            rule = {
-                "throttle": "tbf rate 80mbit burst 64kbit latency 50ms",
-                "lose": "netem loss 2% delay 5ms 2ms",
-            }.get(wanted)
-            if rule is not None:
-                words = [*where, "tc", "qdisc", "add", "dev", device, "root", *rule.split()]
-                done = subprocess.run(words, check=False, capture_output=True, text=True)
-                if done.returncode:
-                    self.skipped[wanted] = done.stderr.strip()
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
@@ -63,7 +32,7 @@ def test_transports_between_three_nodes(secured: bool, tmp_path: Path) -> None:
         if secured:
             authority = certificates.make_authority(tmp_path / "authority")
             net.environment |= certificates.make_certificate(authority, tmp_path / "node", *net.addresses)
-        weather = Weather(net)
+        weather = networks.Weather(net)
         driver = net.start(
             0,
             f"{OWN_SHM}{networks.ray_node(head, None, 'head')}; cd {root}; "

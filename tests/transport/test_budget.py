@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.servers import entry_of
 
 import raylane
+from raylane.core.shared_pool import SharedPool
 from raylane.errors import BudgetExceededError, TensorMutatedError
-from raylane.transport.budget import Budget, budget_bytes
+from raylane.transport.budget import Budget, bytes_in
 from raylane.transport.memory import ask_everywhere
 from raylane.transport.store import Entry, Store
 
@@ -79,11 +81,38 @@ def test_budget_error_names_the_largest_values(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+def test_copies_count_and_make_room_for_publications() -> None:
+    store = Store(SharedPool(1 << 30))
+    budget = Budget(store, 3 << 20)
+    one, two, three = (entry_of(torch.ones(1 << 18)) for _ in range(3))  # 1 MiB each
+    for published in (one, two):
+        with budget.room(published.nbytes, "a"):
+            store.publish(published)
+    segment = store.share(one)
+    assert segment is not None
+    assert store.share(one) is segment
+    assert store.share(two) is None, "there is no room for a second copy"
+    needed = store.take_copy(1 << 20, needed=True)
+    assert needed is not None
+    store.shared.drop(needed)
+    store.free([one.key])
+    assert store.shared.idle_bytes == 1 << 20
+    with budget.room(three.nbytes, "b"):
+        store.publish(three)
+    assert store.share(three) is not None
+    # The segment may be the idle one, filled again; it belongs to a value now, and is dropped all the same.
+    with budget.room(1 << 20, "c"):
+        assert three.shared is None
+        assert store.shared.nbytes == 0
+    assert budget.waits == 0
+    store.clear()
+
+
 def test_budget_variable_is_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert budget_bytes() is None
+    assert bytes_in("RAYLANE_BUDGET_BYTES") is None
     monkeypatch.setenv("RAYLANE_BUDGET_BYTES", "1GB")
     with pytest.raises(ValueError, match="a number of bytes such as 1073741824, got '1GB'"):
-        budget_bytes()
+        bytes_in("RAYLANE_BUDGET_BYTES")
 
 
 class Maker:

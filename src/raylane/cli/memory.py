@@ -86,14 +86,14 @@ def render(reports: Sequence[Report], limit: int) -> str:
     """Return the reports as text: a summary, then the processes, those that hold most first. Pure."""
     answered = [(report, report.holdings) for report in reports if report.holdings is not None]
     # Idle memory breaks ties, because a process that holds nothing may still keep gigabytes of it.
-    answered.sort(key=lambda one: (-one[1].nbytes, -one[1].pool_idle_bytes, one[0].process, one[0].pid))
+    answered.sort(key=lambda one: (-one[1].nbytes, -_idle(one[1]), one[0].process, one[0].pid))
     silent = [report for report in reports if report.holdings is None]
     total = sum(held.nbytes for _, held in answered)
     count = sum(held.entries for _, held in answered)
-    idle = sum(held.pool_idle_bytes for _, held in answered)
+    idle = sum(_idle(held) for _, held in answered)
     lines = [
         f"{_count(len(answered), 'process', 'processes')} of this cluster hold {_size(total)} "
-        f"in {_count(count, 'published value')}, and {_size(idle)} of idle receive memory."
+        f"in {_count(count, 'published value')}, and {_size(idle)} of idle memory."
     ]
     # A label ends with the id of its actor, by which other processes name the actors that they keep.
     labels = {report.process.rpartition(", ")[2].rstrip(")"): report.process for report, _ in answered}
@@ -113,6 +113,8 @@ def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, 
         f"  published: {_size(held.nbytes)}{budget} in {_count(held.entries, 'value')}; "
         f"receive memory: {_size(held.pool_used_bytes)} in use, {_size(held.pool_idle_bytes)} idle",
     ]
+    if held.shared_bytes:
+        lines.append(f"  copies for readers: {_size(held.shared_bytes)}, of which {_size(held.shared_idle_bytes)} idle")
     if held.waiting:
         lines.append(f"  {_count(held.waiting, 'publication')} waiting for room in the budget")
     oldest = sorted(held.values, key=lambda one: -one.age_s)[:limit]
@@ -140,6 +142,10 @@ def _value(one: wire.Held) -> str:
         f"  {_size(one.nbytes):>9} {one.tensors:>7,} {_duration(one.age_s):>8} {one.reads:>6,}  "
         f"{one.transport:<12} {what}"
     )
+
+
+def _idle(held: wire.Holdings) -> int:
+    return held.pool_idle_bytes + held.shared_idle_bytes
 
 
 def _name(report: Report) -> str:

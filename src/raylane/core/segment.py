@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raylane.core.semaphore import map_file
+from raylane.core.trimmer import Trimmer
 
 HUGE_PAGE = 2 << 20
 HUGE_FROM_BYTES = 4 << 20
@@ -92,10 +93,7 @@ class BufferPool:
         self.max_idle_bytes = max_idle_bytes
         self.idle_s = idle_s
         self._lock = threading.Lock()  # guards _idle, idle_bytes, used_bytes and _trimmer
-        self._trimmer: threading.Thread | None = None
-        self._closed = threading.Event()
-        # The thread has no reference to the pool while it waits, so a pool that is dropped ends its thread.
-        weakref.finalize(self, self._closed.set).atexit = False
+        self._trimmer = Trimmer(self, idle_s, "raylane-pool")
         self._idle: collections.OrderedDict[int, list[_Region]] = collections.OrderedDict()
         self.idle_bytes = 0
         self.used_bytes = 0
@@ -113,8 +111,7 @@ class BufferPool:
                 self.idle_bytes -= capacity
             self.used_bytes += capacity
             # Here and not when memory comes back: a finalizer must not start threads.
-            if self._trimmer is None and self.idle_s < math.inf and not self._closed.is_set():
-                self._trimmer = self._start_trimmer()
+            self._trimmer.start()
         if region is None:
             # Map outside the lock, so that other threads can take and return buffers meanwhile.
             try:
@@ -160,17 +157,6 @@ class BufferPool:
             if not regions:
                 del self._idle[capacity]
 
-    def _start_trimmer(self) -> threading.Thread | None:
-        thread = threading.Thread(
-            target=_trim_while_used, args=(weakref.ref(self), self._closed, self.idle_s), name="raylane-pool"
-        )
-        thread.daemon = True
-        try:
-            thread.start()
-        except RuntimeError:  # no more threads: the memory stays until the next `take` tries again
-            return None
-        return thread
-
     def trim(self) -> float | None:
         """Unmap what was idle for `idle_s` seconds. Returns the seconds until the next region is due.
 
@@ -191,32 +177,16 @@ class BufferPool:
                 else:
                     del self._idle[capacity]
             if not self.used_bytes and not self.idle_bytes:
-                self._trimmer = None
+                self._trimmer.ended()
                 return None
         return next_due - now
 
     def close(self) -> None:
         """End the thread; waits for it. Buffers can still be taken and returned."""
-        self._closed.set()
-        with self._lock:
-            thread = self._trimmer
-        # Without the lock, which the thread needs for its last round.
-        if thread is not None:
-            thread.join(timeout=5)
+        self._trimmer.close()
 
     def __repr__(self) -> str:
         return f"BufferPool({self.used_bytes} bytes used, {self.idle_bytes} of {self.max_idle_bytes} idle)"
-
-
-def _trim_while_used(pool: weakref.ref[BufferPool], closed: threading.Event, idle_s: float) -> None:
-    """Trim a pool from time to time, as long as it has memory, exists and is not closed."""
-    wait_s: float | None = idle_s
-    while wait_s is not None and not closed.wait(min(wait_s, threading.TIMEOUT_MAX)):
-        found = pool()
-        if found is None:
-            return
-        wait_s = found.trim()
-        del found
 
 
 _header_pages: list[mmap.mmap] = []

@@ -16,15 +16,18 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import map_file
+from raylane.core.trimmer import Trimmer
 
 _WASTE = 2
 """A segment is not used for less than this part of its size."""
@@ -45,17 +48,21 @@ def _lock(fd: int, kind: int) -> bool:
 class SharedSegment:
     """One segment, mapped in the process that fills it, and locked until `release_to_readers`."""
 
-    __slots__ = ("capacity", "fd", "memory")
+    __slots__ = ("capacity", "fd", "idle_since", "inode", "memory")
 
     def __init__(self, capacity: int) -> None:
         """Create a segment. OSError if there is no descriptor or memory for it."""
         self.capacity = capacity
+        self.idle_since = 0.0
+        """Time (monotonic clock) of the last return to the pool."""
         self.fd = os.memfd_create("raylane-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, capacity)
             # A reader whose file shrinks is killed by SIGBUS.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.memory = map_file(self.fd, capacity)
+            self.inode = os.fstat(self.fd).st_ino
+            """Number of the file. A descriptor is used again, an inode of a memfd only after 2**32 others."""
             _lock(self.fd, fcntl.F_WRLCK)
         except BaseException:
             os.close(self.fd)
@@ -64,6 +71,17 @@ class SharedSegment:
     def release_to_readers(self) -> None:
         """Allow readers; the content must not change any more."""
         _lock(self.fd, fcntl.F_UNLCK)
+
+    def open_locked(self) -> int:
+        """Return a further descriptor, only for reading, with a lock that keeps the content.
+
+        The lock belongs to this descriptor and to all copies of it, also in other processes; the last close ends it.
+        """
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if not _lock(fd, fcntl.F_RDLCK):
+            os.close(fd)
+            raise AssertionError("a segment that is being filled was opened for readers")
+        return fd
 
     def lock_again(self) -> bool:
         """Take the segment back for filling; False if somebody still reads it."""
@@ -75,13 +93,20 @@ class SharedSegment:
 
 
 class SharedPool:
-    """Segments of one process that are filled again. Thread-safe."""
+    """Segments of one process that are filled again. Thread-safe.
 
-    def __init__(self, max_idle_bytes: int) -> None:
+    Segments without a value that were not used for `idle_s` seconds are closed by a thread, which runs while there are
+    segments.
+    """
+
+    def __init__(self, max_idle_bytes: int, idle_s: float = math.inf) -> None:
         """At most `max_idle_bytes` of segments without a value are kept."""
         self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()  # guards _idle
+        self._lock = threading.Lock()  # guards _idle, _nbytes and _trimmer
         self._idle: list[SharedSegment] = []
+        """Segments without a value, in the order of their return."""
+        self._nbytes = 0
+        self._trimmer = Trimmer(self, idle_s, "raylane-shared")
 
     def take(self, nbytes: int) -> SharedSegment:
         """Return a locked segment of at least `nbytes`. OSError if there is no memory or descriptor for one."""
@@ -90,17 +115,55 @@ class SharedPool:
                 if nbytes <= segment.capacity <= _WASTE * size_class(nbytes) and segment.lock_again():
                     self._idle.remove(segment)
                     return segment
-        return SharedSegment(size_class(nbytes))
+            segment = SharedSegment(size_class(nbytes))
+            self._nbytes += segment.capacity
+            self._trimmer.start()
+            return segment
 
     def give_back(self, segment: SharedSegment) -> None:
         """Take back a segment whose value was freed; there may still be readers."""
         with self._lock:
+            segment.idle_since = time.monotonic()
             self._idle.append(segment)
-            surplus = []
             while sum(one.capacity for one in self._idle) > self._max_idle_bytes:
-                surplus.append(self._idle.pop(0))  # the one that was given back first
-        for one in surplus:
-            one.close()
+                self._close(self._idle.pop(0))  # the one that was given back first
+
+    def drop(self, segment: SharedSegment) -> None:
+        """Close a segment that was taken. Its readers keep their mappings, which belong to them from now on."""
+        with self._lock:
+            self._close(segment)
+
+    def drop_idle(self, nbytes: int) -> None:
+        """Close idle segments, the oldest first, until this many bytes are free or none is left."""
+        with self._lock:
+            while nbytes > 0 and self._idle:
+                nbytes -= self._idle[0].capacity
+                self._close(self._idle.pop(0))
+
+    def _close(self, segment: SharedSegment) -> None:
+        """Close a segment. Call with the lock held."""
+        self._nbytes -= segment.capacity
+        segment.close()
+
+    def trim(self) -> float | None:
+        """Close segments that were idle for too long. Returns the seconds until the next one is due.
+
+        Returns None, and forgets the thread, if there are no segments.
+        """
+        now, idle_s = time.monotonic(), self._trimmer.idle_s
+        with self._lock:
+            while self._idle and self._idle[0].idle_since + idle_s <= now:
+                self._close(self._idle.pop(0))
+            if not self._nbytes:
+                self._trimmer.ended()
+                return None
+            return self._idle[0].idle_since + idle_s - now if self._idle else idle_s
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all segments."""
+        with self._lock:
+            return self._nbytes
 
     @property
     def idle_bytes(self) -> int:
@@ -109,15 +172,15 @@ class SharedPool:
             return sum(one.capacity for one in self._idle)
 
     def close(self) -> None:
-        """Close all idle segments."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for one in idle:
-            one.close()
+        """Close all idle segments and end the thread."""
+        self.drop_idle(self.idle_bytes)
+        self._trimmer.close()
 
 
-def map_shared(path: str, sizes: Sequence[int]) -> list[Any] | None:
-    """Map a segment of another process copy-on-write; return its blocks, or None if it is being filled again.
+def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
+    """Map a segment of another process copy-on-write; return its blocks.
+
+    None if the segment is being filled again, or was dropped (the path then names no file with this inode).
 
     The blocks lie at their `segment_offsets`. The caller must check afterwards that the value is still published: the
     segment may have been filled again before the lock was taken. Keeps a descriptor until the last block is garbage.
@@ -128,9 +191,27 @@ def map_shared(path: str, sizes: Sequence[int]) -> list[Any] | None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, fd)
-        if os.fstat(fd).st_size < total or not _lock(fd, fcntl.F_RDLCK):
+        found = os.fstat(fd)
+        if found.st_ino != inode or found.st_size < total or not _lock(fd, fcntl.F_RDLCK):
             return None
-        memory = map_file(fd, total, private=True)
+        blocks = _map_blocks(fd, offsets, sizes, total)
         undo.pop_all()
+        return blocks
+
+
+def map_received(fd: int, sizes: Sequence[int]) -> list[Any]:
+    """Map a segment copy-on-write by a descriptor of `open_locked` from another process; return its blocks.
+
+    Takes the descriptor over, and keeps it until the last block is garbage; on an OSError it stays the caller's.
+    """
+    offsets, total = segment_offsets(sizes)
+    # Of a file that can shrink, a page that is gone would end this process.
+    if os.fstat(fd).st_size < total or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise OSError(errno.EINVAL, "the descriptor is no segment of this size")
+    return _map_blocks(fd, offsets, sizes, total)
+
+
+def _map_blocks(fd: int, offsets: Sequence[int], sizes: Sequence[int], total: int) -> list[Any]:
+    memory = map_file(fd, total, private=True)
     weakref.finalize(memory, os.close, fd).atexit = False
     return [(ctypes.c_char * nbytes).from_buffer(memory, start) for start, nbytes in zip(offsets, sizes, strict=True)]

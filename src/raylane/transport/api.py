@@ -322,8 +322,8 @@ def stats() -> dict[str, Any]:
     """Return the counters of this process.
 
     They cover values published, inline, carried by Ray, and read by each transport with their bytes; entries held for
-    readers and their bytes; actors kept alive; idle links; pooled memory in bytes; and transports that failed, with the
-    reason. Returns at once. TransportUnavailableError if this process is not connected to Ray.
+    readers and their bytes; actors kept alive; idle links; pooled memory and shared copies in bytes; and transports
+    that failed, with the reason. Returns at once. TransportUnavailableError if this process is not connected to Ray.
     """
     return endpoint().stats()
 

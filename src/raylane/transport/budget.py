@@ -1,7 +1,8 @@
 """Limit of the bytes that a process holds for readers (`RAYLANE_BUDGET_BYTES`), with back-pressure on publications.
 
 A publication beyond the limit waits, on the thread that publishes, until readers have freed enough. Frees arrive on a
-thread of Ray, so they do not depend on the waiting thread.
+thread of Ray, so they do not depend on the waiting thread. Shared copies for the readers of a host count, but no
+publication waits for them: they are dropped to make room, and none is made without room.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _NAMED = 5
 """Number of the largest values that an error names."""
 
 
-def budget_bytes() -> int | None:
-    """Return the limit in `RAYLANE_BUDGET_BYTES`, or None for no limit. ValueError for text that is no number."""
-    text = os.environ.get("RAYLANE_BUDGET_BYTES")
+def bytes_in(variable: str) -> int | None:
+    """Return the number of bytes in an environment variable, None if it is unset. ValueError for other text."""
+    text = os.environ.get(variable)
     if not text:
         return None
     if not text.isdigit():
-        raise ValueError(f"RAYLANE_BUDGET_BYTES must be a number of bytes such as 1073741824, got {text!r}")
+        raise ValueError(f"{variable} must be a number of bytes such as 1073741824, got {text!r}")
     return int(text)
 
 
@@ -35,6 +36,7 @@ class Budget:
     def __init__(self, store: Store, limit: int | None) -> None:
         self._store = store
         self.limit = limit
+        store.allows_copy = self._allows_copy
         self._changed = store.freed  # shares the store's lock: a free and the wait for it must not miss each other
         self._reserved = 0
         """Bytes of publications that have room and are not in the store yet."""
@@ -63,6 +65,9 @@ class Budget:
             if not self._fits(nbytes):
                 self._wait(nbytes, origin)
             self._reserved += nbytes
+            excess = self._excess(0)
+            if excess > 0:  # readers can do without copies, so copies never delay a publication
+                self._store.drop_copies(excess)
         try:
             yield
         finally:
@@ -73,6 +78,20 @@ class Budget:
 
     def _fits(self, nbytes: int) -> bool:
         return self.limit is None or self._store.nbytes + self._reserved + nbytes <= self.limit
+
+    def _excess(self, nbytes: int) -> int:
+        """Return by how much the limit is exceeded with this many more bytes, copies for readers included."""
+        if self.limit is None:
+            return 0
+        return self._store.nbytes + self._reserved + self._store.shared.nbytes + nbytes - self.limit
+
+    def _allows_copy(self, nbytes: int) -> bool:
+        """Return True if a copy of this size for the readers of a host fits. Call with the lock held."""
+        excess = self._excess(nbytes)
+        if excess > 0:
+            # Copies of freed values only: those of published ones have readers already.
+            self._store.shared.drop_idle(excess)
+        return self._excess(nbytes) <= 0
 
     def _wait(self, nbytes: int, origin: str) -> None:
         """Wait until a value fits. Call with the lock held."""

@@ -23,7 +23,7 @@ from raylane.core.segment import BufferPool
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.transport import directory, wire
-from raylane.transport.budget import Budget, budget_bytes
+from raylane.transport.budget import Budget, bytes_in
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
@@ -45,11 +45,9 @@ _T = TypeVar("_T")
 
 def pool_limit_bytes() -> int:
     """Return the limit of idle receive memory: `RAYLANE_POOL_BYTES`, else 1/16 of the host's memory, at most 2 GiB."""
-    text = os.environ.get("RAYLANE_POOL_BYTES")
-    if text:
-        if not text.isdigit():
-            raise ValueError(f"RAYLANE_POOL_BYTES must be a number of bytes such as 1073741824, got {text!r}")
-        return int(text)
+    wanted = bytes_in("RAYLANE_POOL_BYTES")
+    if wanted is not None:
+        return wanted
     return min(MAX_IDLE_POOL_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 16)
 
 
@@ -92,8 +90,8 @@ class Endpoint:
         self.token = token
         """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
-        self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART))
-        self.budget = Budget(self.store, budget_bytes())
+        self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART, pool_idle_s()))
+        self.budget = Budget(self.store, bytes_in("RAYLANE_BUDGET_BYTES"))
         """Limit of the bytes in the store."""
         self.recorder = Recorder(self.place, self.stats)
         """Record of publications and reads, for traces and metrics."""
@@ -252,7 +250,7 @@ class Endpoint:
         found["budget_waits"], found["budget_wait_s"] = self.budget.waits, self.budget.wait_s
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
-        found["shared_idle_bytes"] = self.store.shared.idle_bytes
+        found["shared_bytes"], found["shared_idle_bytes"] = self.store.shared.nbytes, self.store.shared.idle_bytes
         found["blocked"] = {f"{name} to {where}": why for (name, where), why in self.blocked.items()}
         return found
 

@@ -33,6 +33,8 @@ def holdings(store: Store, budget: Budget, pool: BufferPool, keeper: ActorKeeper
         waiting=budget.waiting,
         pool_idle_bytes=pool.idle_bytes,
         pool_used_bytes=pool.used_bytes,
+        shared_bytes=store.shared.nbytes,
+        shared_idle_bytes=store.shared.idle_bytes,
         values=[_held(*one) for one in _chosen(entries, most)],
         kept=[
             wire.Kept(actor.hex(), [(name[:64], n) for name, n in list(refs.items())[:_MOST_METHODS]], ended)

@@ -23,7 +23,6 @@ import secrets
 import selectors
 import socket
 import ssl
-import struct
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from raylane.core.peer import uid_of
 from raylane.core.shared_pool import SharedSegment
 from raylane.transport import tls, wire
 from raylane.transport.outgoing import Part, blank, consume, next_parts
@@ -233,7 +233,7 @@ class Listener:
                 except OSError as error:
                     log.debug("accept: %s", error)
                     return
-        elif _uid_of(sock) not in (os.geteuid(), 0):
+        elif uid_of(sock) not in (os.geteuid(), 0):
             # Any user can find the names of abstract sockets (/proc/net/unix) and connect. The processes of a cluster
             # run as one user, or as root.
             with contextlib.suppress(OSError), sock:
@@ -526,7 +526,9 @@ class Listener:
             return
 
         def answer(segment: SharedSegment | None) -> wire.Message:
-            return wire.Gone(key, moved=True) if segment is None else wire.Shared(segment.fd)
+            if segment is None:
+                return wire.Gone(key, moved=True)
+            return wire.Shared(segment.fd, segment.inode)
 
         self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
 
@@ -558,12 +560,6 @@ class Listener:
             self._advance(peer)
 
         self._second.do(run)
-
-
-def _uid_of(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket (SO_PEERCRED, unix(7))."""
-    found: int = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-    return found
 
 
 _listening: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class Entry:
     """Tensors with their write counts at publication."""
     checksum: int | None = None
     shared: SharedSegment | None = None
-    """Copy of the blocks for the readers of this host; None until two of them have asked."""
+    """Copy of the blocks for the readers of this host, guarded by the store's lock; None until two have asked."""
     slot: int = -1
     """Number of the entry's slot in `HeaderSlots`."""
     header_address: int = 0
@@ -166,6 +166,11 @@ class Store:
     def __init__(self, shared: SharedPool | None = None) -> None:
         """Keep copies for the readers of this host in segments of `shared`."""
         self.shared = SharedPool(0) if shared is None else shared
+        self.allows_copy: Callable[[int], bool] = lambda nbytes: True
+        """Function that tells if there is room for this many bytes of copies; `Budget` replaces it.
+
+        Called with the store's lock held.
+        """
         self._lock = threading.Lock()  # guards everything below
         self.freed = threading.Condition(self._lock)
         """Notified after every removal of entries; its lock is the store's."""
@@ -199,26 +204,32 @@ class Store:
                     self._headers.close(entry.slot)
                     self.nbytes -= entry.nbytes
                     removed.append(entry)
+                    # With the lock, so that a publication that needs room always finds a copy here or there.
+                    if entry.shared is not None:
+                        self.shared.give_back(entry.shared)
             if removed:
                 self.freed.notify_all()
         # Outside the lock: dropping the last reference to a tensor may run arbitrary finalizers.
         for entry in removed:
             if entry.segment >= 0:
                 os.close(entry.segment)
-            if entry.shared is not None:
-                self.shared.give_back(entry.shared)
 
     def share(self, entry: Entry) -> SharedSegment | None:
         """Return the copy of a value for the readers of this host; make it if there is none. Called by one thread.
 
-        None if the value was freed, or its owner has freed, resized or re-pointed the memory. OSError if there is no
-        memory or descriptor for a copy.
+        None if the budget has no room for a copy, if the value was freed, or if its owner has freed, resized or
+        re-pointed the memory. OSError if there is no memory or descriptor for a copy.
         """
-        if entry.shared is not None:
-            return entry.shared
         sizes = [block.nbytes for block in entry.layout.blocks]
         offsets, total = segment_offsets(sizes)
-        segment = self.shared.take(total)
+        found = entry.shared  # only this thread sets it, but another one may drop it at any moment
+        if found is not None:
+            return found
+        # Readers on this host have no other way to CUDA tensors, so their copy is not optional.
+        needed = entry.on_device is not None
+        segment = self.take_copy(total, needed=needed)
+        if segment is None:
+            return None
         copied = False
         try:
             parts = zip(offsets, sizes, strict=True)
@@ -226,12 +237,38 @@ class Store:
             if entry.copy_to(targets):
                 segment.release_to_readers()
                 with self._lock:
-                    copied = entry.key in self._entries
+                    # A publication may have taken the room meanwhile.
+                    copied = entry.key in self._entries and (needed or self.allows_copy(0))
                     entry.shared = segment if copied else None
         finally:
             if not copied:
-                self.shared.give_back(segment)
+                self.shared.drop(segment)
         return segment if copied else None
+
+    def take_copy(self, nbytes: int, *, needed: bool = False) -> SharedSegment | None:
+        """Return a locked segment for a copy for several readers. OSError if there is no memory or descriptor for it.
+
+        None if the budget has no room and the copy is not needed. The caller gives it back to `shared`, or drops it
+        there.
+        """
+        with self._lock:
+            # Asked in any case, because it drops idle segments to make room.
+            allowed = self.allows_copy(nbytes)
+            return self.shared.take(nbytes) if allowed or needed else None
+
+    def drop_copies(self, nbytes: int) -> None:
+        """Give up shared copies of this many bytes, idle ones first. Call with the lock of `freed` held.
+
+        Readers keep the copies that they have mapped; further readers make their own.
+        """
+        before = self.shared.nbytes
+        self.shared.drop_idle(nbytes)
+        for entry in self._entries.values():
+            if before - self.shared.nbytes >= nbytes:
+                return
+            if entry.shared is not None:
+                self.shared.drop(entry.shared)
+                entry.shared = None
 
     def clear(self) -> None:
         """Free all entries."""

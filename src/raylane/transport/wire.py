@@ -29,7 +29,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_FRAME_BYTES = 1 << 12
 """Limit of a frame's size before the peer is authenticated, in either direction."""
@@ -191,6 +191,9 @@ class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
     """Number of publications that wait for room in the budget."""
     pool_idle_bytes: int
     pool_used_bytes: int
+    shared_bytes: int
+    """Size of the copies that readers of one host share, with those that are idle."""
+    shared_idle_bytes: int
     values: list[Held]
     """The largest and the oldest values, largest first; all values if they are few."""
     kept: list[Kept]
@@ -293,6 +296,8 @@ class Shared(msgspec.Struct, tag=41, array_like=True, frozen=True):
     """Descriptor, in the source, of the shared copy; the blocks lie at their `segment_offsets`."""
 
     descriptor: int
+    inode: int
+    """Number of the descriptor's file, because the source may drop the copy and use the descriptor again."""
 
 
 Message: TypeAlias = (

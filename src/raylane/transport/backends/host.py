@@ -87,7 +87,8 @@ class HostBackend(Backend):
         if ticket.segment >= 0:
             return _read(ticket, [], deadline, blocks_of_segment=True)
         if ticket.devices:
-            copied = _ask_for_copy(ticket, endpoint, deadline)
+            # Twice, because a publication in the source may drop the copy before it is mapped here.
+            copied = _ask_for_copy(ticket, endpoint, deadline) or _ask_for_copy(ticket, endpoint, deadline)
             found = _read(ticket, [], deadline)
             if copied is None:
                 raise TransportUnavailableError(
@@ -209,7 +210,8 @@ def _ask_for_copy(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> lis
     if not isinstance(answer, wire.Shared):
         return None
     with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
-        blocks = map_shared(f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks])
+        path, sizes = f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks]
+        blocks = map_shared(path, answer.inode, sizes)
         endpoint.counts["shared"] += blocks is not None
         return blocks
     return None

@@ -1,0 +1,254 @@
+"""The driver of `test_relay_networks`, run by it inside the head's namespace: one source here, four readers elsewhere.
+
+It prints `said: ...` for the test to check, and `ask: ...` for changes of the cable.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from tests.faults.transport_network_driver import ask, expected, say
+
+import raylane
+from raylane.errors import RaylaneError
+from raylane.testing.leaks import leaks, snapshot
+
+NBYTES = 20_000_000
+"""Bytes that take two seconds through the throttled link."""
+SUM = int(expected(NBYTES).sum())
+READERS = 4
+
+
+class Source:
+    @raylane.method
+    def make(self) -> torch.Tensor:
+        self.value = expected(NBYTES)
+        return self.value
+
+    def write(self) -> None:
+        self.value[0] = 77
+
+    def release(self) -> None:
+        self.value.untyped_storage().resize_(0)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Reader:
+    def share_from(self, size: str) -> None:
+        os.environ["RAYLANE_SHARE_FROM_BYTES"] = size
+
+    def read(self, refs: list[Any], timeout: float) -> Any:
+        """Return the sum of a value and its first byte, or the name of the error; the number of warnings; the time."""
+        began = time.monotonic()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                value = raylane.get(refs[0], timeout=timeout)
+                found: Any = int(value.sum()), int(value[0])
+            except RaylaneError as error:
+                found = type(error).__name__
+        return found, len(caught), time.monotonic() - began
+
+    def read_into(self, refs: list[Any]) -> bool:
+        """Read a value into a tensor that this process has; tell whether the content is right."""
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        raylane.get(refs[0], into=target)
+        return int(target.sum()) == SUM
+
+    def counts(self) -> dict[str, Any]:
+        return raylane.stats()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Observer:
+    """An actor on the readers' node that sees its network."""
+
+    def received(self) -> int:
+        """Return the bytes that have come over the cable."""
+        line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
+        return int(line.split(":")[1].split()[0])
+
+    def meeting(self) -> int:
+        """Return the number of sockets of relays: one that listens, and one for each reader that waits."""
+        lines = Path("/proc/self/net/unix").read_text().splitlines()
+        return sum(" 0005 " in line and "@raylane-" in line for line in lines)
+
+    def signal(self, pid: int, number: int) -> None:
+        os.kill(pid, number)
+
+
+def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.make = ray.remote(num_cpus=0)(Source).options(resources={"head": 0.1})
+        self.reader = ray.remote(num_cpus=0)(Reader).options(resources={"one": 0.1})
+        self.source = self.make.remote()
+        self.readers = [self.reader.remote() for _ in range(READERS)]
+        self.observer: Any = ray.remote(num_cpus=0)(Observer).options(resources={"one": 0.1}).remote()
+        self.renew()
+
+    def renew(self) -> None:
+        """Wait for all actors, and let each reader connect to the source."""
+        ref = self.source.make.remote()
+        ray.get([reader.read.remote([ref], 60) for reader in self.readers], timeout=60)
+
+    def received(self) -> int:
+        return int(ray.get(self.observer.received.remote()))
+
+    def count(self, name: str) -> int:
+        return sum(found.get(name, 0) for found in ray.get([one.counts.remote() for one in self.readers]))
+
+    def begin(self, timeout: float = 60.0) -> tuple[Any, list[Any]]:
+        """Let the first reader begin to read a new value, and then the others; return when all others wait for it."""
+        ref = self.source.make.remote()
+        ray.wait([ref], timeout=60, fetch_local=False)
+        before = self.received()
+        calls = [self.readers[0].read.remote([ref], timeout)]
+        until(lambda: self.received() > before + 500_000, "the transfer begins")
+        calls += [reader.read.remote([ref], timeout) for reader in self.readers[1:]]
+        until(lambda: ray.get(self.observer.meeting.remote()) == READERS, "the others wait")
+        return ref, calls
+
+
+def results(calls: list[Any]) -> list[Any]:
+    return [found for found, _, _ in ray.get(calls, timeout=100)]
+
+
+def fast(scene: Scene) -> None:
+    """Figures without a limit of the cable: what the meeting costs one reader, and several."""
+    ref = scene.source.make.remote()
+    for readers in (scene.readers[:1], scene.readers):
+        times: dict[str, list[float]] = {"none": [], "": []}
+        for size in ("none", "") * 8:
+            ray.get([reader.share_from.remote(size) for reader in readers])
+            began = time.monotonic()
+            found = ray.get([one.read.remote([ref], 60) for one in readers])
+            spent = time.monotonic() - began if len(readers) > 1 else found[0][2]
+            assert [one[0] for one in found] == [(SUM, 0)] * len(readers)
+            times[size].append(spent * 1e3)
+        alone, shared = (sorted(one)[len(one) // 2] for one in times.values())
+        say(f"fast cable, {len(readers)} readers: {alone:.1f} ms each for itself, {shared:.1f} ms shared")
+
+
+def one_copy(scene: Scene) -> None:
+    """Four readers at once, with and without a shared transfer; the bytes that cross are counted."""
+    times = {}
+    for name, size in (("each for itself", "none"), ("shared", "")):
+        ray.get([reader.share_from.remote(size) for reader in scene.readers])
+        ref = scene.source.make.remote()
+        ray.wait([ref], timeout=60, fetch_local=False)
+        before, relayed, relays, began = (
+            scene.received(),
+            scene.count("relayed"),
+            scene.count("relays"),
+            time.monotonic(),
+        )
+        assert results([one.read.remote([ref], 60) for one in scene.readers]) == [(SUM, 0)] * READERS
+        times[name] = time.monotonic() - began
+        crossed = (scene.received() - before) / NBYTES
+        say(f"{name}: {times[name]:.2f} s, {crossed:.2f} times the value crossed")
+        copies = (READERS if size else 1) * 1.15
+        assert crossed < copies, crossed
+        assert scene.count("relayed") - relayed == (0 if size else READERS - 1)
+        assert scene.count("relays") - relays == (0 if size else 1)
+    say("one copy crosses")
+
+
+def into_targets(scene: Scene) -> None:
+    """Reads into existing tensors share a transfer as soon as the readers know of each other."""
+    crossed = []
+    for _ in range(3):
+        ref = scene.source.make.remote()
+        ray.wait([ref], timeout=60, fetch_local=False)
+        before = scene.received()
+        assert all(ray.get([one.read_into.remote([ref]) for one in scene.readers], timeout=100))
+        crossed.append((scene.received() - before) / NBYTES)
+    say(f"into targets: {', '.join(f'{one:.2f}' for one in crossed)} times the value crossed")
+    assert crossed[-1] < 1.15
+    say("targets share")
+
+
+def relay_dies(scene: Scene) -> None:
+    before = scene.received()
+    _, calls = scene.begin()
+    ray.kill(scene.readers[0])
+    assert results(calls[1:]) == [(SUM, 0)] * (READERS - 1)
+    assert scene.received() - before < 2.3 * NBYTES
+    scene.readers[0] = scene.reader.remote()
+    scene.renew()
+    say("relay killed")
+
+
+def relay_stops(scene: Scene) -> None:
+    """A relay that is stopped: the others read from the source before their time is over."""
+    pid = ray.get(scene.readers[0].pid.remote())
+    _, calls = scene.begin(timeout=12.0)
+    ray.get(scene.observer.signal.remote(pid, signal.SIGSTOP))
+    try:
+        assert results(calls[1:]) == [(SUM, 0)] * (READERS - 1)
+    finally:
+        ray.get(scene.observer.signal.remote(pid, signal.SIGCONT))
+    results(calls[:1])
+    say("relay stopped")
+
+
+def source_changes(scene: Scene) -> None:
+    """Memory that is written to, or freed, during the transfer."""
+    _, calls = scene.begin()
+    ray.get(scene.source.write.remote())
+    for (_, first), warned, _ in ray.get(calls, timeout=100):
+        assert warned == 1
+        assert first in (0, 77)
+    _, calls = scene.begin()
+    ray.get(scene.source.release.remote())
+    assert results(calls) == ["TensorFreedError"] * READERS
+    say("source changed")
+
+
+def source_dies(scene: Scene) -> None:
+    _, calls = scene.begin()
+    began = time.monotonic()
+    ray.kill(scene.source)
+    assert results(calls) == ["SourceLostError"] * READERS
+    assert time.monotonic() - began < 8
+    say("source killed")
+
+
+def main(address: str) -> None:
+    ray.init(address=f"{address}:6399", log_to_driver=False, logging_level="error")
+    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the other node", 60)
+    before = snapshot()
+    scene = Scene()
+    fast(scene)
+    ask("throttle")
+    for act in (one_copy, into_targets, relay_dies, relay_stops, source_changes, source_dies):
+        act(scene)
+    ask("calm")
+    until(lambda: ray.get(scene.observer.meeting.remote()) == 0, "no relay is left")
+    vars(scene).clear()
+    found = leaks(before, within_s=20)
+    assert not found, found
+    say("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
