@@ -182,6 +182,16 @@ def redeem_parts(
     return receive(views, targets, found.here.pool, found.parts)
 
 
+def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:
+    """Return the leaves of the value of a ticket, fetched by this transport. Waits and raises as `redeem`."""
+    found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
+    if isinstance(found, Present):
+        return found.leaves
+    blocks = found.blocks()
+    with paused(len(ticket.specs)):
+        return _build_leaves(ticket, ticket.specs, blocks)
+
+
 def _find(
     ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool
 ) -> Present | _Fetching:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import bytes_at, small_blocks
+from raylane.core.segment import BufferPool, bytes_at, small_blocks
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -129,18 +129,21 @@ def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
 
     TransportError if this process has no more memory.
     """
-    offsets, total = small_blocks([block.nbytes for block in ticket.blocks])
     try:
-        shared: Any = endpoint.pool.take(total) if total else None
-        with paused(len(ticket.blocks)):
-            return [
-                (ctypes.c_char * block.nbytes).from_buffer(shared, offsets[i])
-                if i in offsets
-                else endpoint.pool.take(block.nbytes)
-                for i, block in enumerate(ticket.blocks)
-            ]
+        return take_blocks([block.nbytes for block in ticket.blocks], endpoint.pool)
     except OSError as error:
         raise receive_error(ticket, error) from error
+
+
+def take_blocks(sizes: Sequence[int], pool: BufferPool) -> list[Any]:
+    """Return memory of a pool for blocks of these sizes, as `allocate` does. OSError if there is none."""
+    offsets, total = small_blocks(sizes)
+    shared: Any = pool.take(total) if total else None
+    with paused(len(sizes)):
+        return [
+            (ctypes.c_char * nbytes).from_buffer(shared, offsets[i]) if i in offsets else pool.take(nbytes)
+            for i, nbytes in enumerate(sizes)
+        ]
 
 
 def copy_parts(parts: Sequence[Part], blocks: Sequence[Any]) -> None:
