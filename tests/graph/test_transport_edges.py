@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ import pytest
 import ray
 import torch
 from tests.graph.graph_actors import Worker
+from tests.graph.hosts import connections, left, start
+from tests.transport.managers import FileManager
 
 import raylane
 from raylane import MultiOutputNode, bind
@@ -41,6 +44,12 @@ class Sender(Worker):
     def mixed(self, x: float) -> Any:
         weights = torch.full((LARGE,), x)
         return {"weights": weights, "tied": weights[:10], "array": np.full(LARGE, x), "text": "as it is", "small": x}
+
+    def shared_and_reused(self, x: float) -> Any:
+        return np.ones(LARGE), self.reuse(x)
+
+    def registrations(self) -> int:
+        return endpoint().nixl().offered.made
 
     def hold(self, x: Any) -> Any:
         """Wait until `release`; `holding` tells that the call has begun."""
@@ -220,6 +229,68 @@ def test_a_process_without_the_transport_is_named(three: list[Any], monkeypatch:
         assert g.execute(1.0).get() == LARGE
 
 
+def test_message_behind_one_without_memory_is_published_once(three: list[Any]) -> None:
+    a, b, c = three
+    with raylane.InputNode() as x:
+        value = bind(a.shared_and_reused, x)
+        node = MultiOutputNode([bind(b.keep, value[0]), bind(c.total, value[1].with_tensor_transport("gloo"))])
+    with raylane.compile(node, max_lent_bytes=4 << 20) as g:
+        results = []
+        while not results or results[-1].done():
+            results.append(g.execute(float(len(results))))
+            with contextlib.suppress(GraphTimeoutError):
+                results[-1].get(timeout=1)
+        ray.get(a.__ray_call__.remote(_spoil))  # the message was copied when it found no memory
+        ray.get(b.drop.remote())
+        assert [result.get(timeout=20)[1] for result in results] == [i * LARGE for i in range(len(results))]
+        assert entries(three) == [min(2, len(results)), 0, 0, 0]
+
+
+def test_edges_between_hosts_and_their_names(ray_session: None, tmp_path: Path) -> None:
+    before = connections()
+    made = start(["", "b", "b"])
+    with raylane.InputNode() as x:
+        sent = bind(made[0].echo, x).with_tensor_transport("gloo")
+        node = MultiOutputNode([bind(worker.total, sent) for worker in made[1:]])
+    with raylane.compile(node) as g:
+        assert [g.execute(torch.full((LARGE,), float(i))).get() for i in range(3)] == [
+            [i * LARGE] * 2 for i in range(3)
+        ]
+        assert "gloo" in g.show()
+        assert "tickets: link to 1 host; relayed by Worker#2" in " ".join(g.show().split())
+        found = g.stats()["edges"]["Worker#1.echo -> Worker#2, Worker#3"]
+        assert (found["count"], found["transport"]) == (3, "gloo")
+        assert found["bytes"] > 3 * 4 * LARGE
+        g.trace(tmp_path / "run.json")
+        assert '"transport": "gloo"' in (tmp_path / "run.json").read_text()
+    eventually(lambda: all("raylane-graph-loop" not in left(worker) for worker in made))
+    assert raylane.stats()["entries"] == 0
+    for worker in made:
+        ray.kill(worker)
+    eventually(lambda: connections() == before)
+
+
+def test_registered_transport_carries_an_edge(three: list[Any]) -> None:
+    a, b, _ = three
+    raylane.register_transport("edgefile", FileManager)
+    with raylane.InputNode() as x:
+        node = bind(b.total, bind(a.reuse, x).with_tensor_transport("edgefile"))
+    with raylane.compile(node) as g:
+        assert [g.execute(float(i)).get() for i in range(4)] == [i * LARGE for i in range(4)]
+        assert ray.get(b.stats.remote())["edgefile"] == 4
+
+
+def test_memory_of_a_slot_is_registered_once(three: list[Any]) -> None:
+    a, b, _ = three
+    with raylane.InputNode() as x:
+        node = bind(b.total, bind(a.reuse, x).with_tensor_transport("nixl"))
+    with raylane.compile(node, max_inflight=2) as g:
+        assert [g.execute(1.0).get() for _ in range(3)] == [LARGE] * 3
+        before = ray.get(a.registrations.remote())
+        assert [g.execute(1.0).get() for _ in range(5)] == [LARGE] * 5
+        assert ray.get(a.registrations.remote()) == before
+
+
 def test_a_dropped_graph_leaves_nothing(three: list[Any]) -> None:
     a, b, _ = three
     with raylane.InputNode() as x:
@@ -250,6 +321,10 @@ class _Everything(dict[Any, str]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         return "blocked by the test" if key[0] == self.transport else default
+
+
+def _spoil(instance: Any) -> None:
+    instance.buffer.fill_(-1)
 
 
 def _unblock(instance: Any) -> None:

@@ -78,11 +78,12 @@ class Connections:
         found = {}
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
-            with_gpus = self.with_gpus.intersection((edge.writer, *edge.readers))
-            notes = [routing.note(route, self.plan.members), CUDA_NOTE if with_gpus else ""]
-            kind = "tcp" if edge.transport == "tcp" else routing.kind(route)
+            kind, notes = routing.kind(route), [routing.note(route, self.plan.members)]
             if edge.transport not in PLAIN:
-                kind = f"{edge.transport}, tickets: {kind}"
+                kind, notes = edge.transport, [f"tickets: {kind}", *notes]
+            elif self.with_gpus.intersection((edge.writer, *edge.readers)):
+                notes.append(CUDA_NOTE)
+            kind = "tcp" if edge.transport == "tcp" else kind
             found[edge.index] = [(kind, "; ".join(filter(None, notes)))]
         return found
 
