@@ -183,10 +183,9 @@ def redeem_parts(
 
 
 def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:
-    """Return the leaves of the value of a ticket, fetched by this transport. Waits and raises as `redeem`."""
+    """Return the leaves of a value of another process, fetched by this transport. Waits and raises as `redeem`."""
     found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
-    if isinstance(found, Present):
-        return found.leaves
+    assert isinstance(found, _Fetching), "the value belongs to this process"
     blocks = found.blocks()
     with paused(len(ticket.specs)):
         return _build_leaves(ticket, ticket.specs, blocks)

@@ -10,6 +10,7 @@ network card (NIXL) lasts as long as its memory. Called by `graph.channels.publi
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -99,13 +100,14 @@ class Stage:
         this process, because nothing else would free the slots.
         """
         self.free()
-        here = endpoint()
+        here, began_ns = endpoint(), time.perf_counter_ns()
         layout = self._copy(here, leaves)
         # "allow": no code but this class writes to the copies, so there is nothing to look for.
         options = PublishOptions(tensor_transport=transport, on_mutation="allow")
         publication = Publication(options, anchored=False, origin=origin)
         ticket = store_leaves(here, self._leaves, layout, publication)
         self._store, self._key = here.store, publication.keys
+        here.recorder.published(origin, ticket.nbytes, began_ns)
         return encode_ticket(ticket), ticket.nbytes
 
     def free(self) -> None:
@@ -142,7 +144,8 @@ class Stage:
         for mine, leaf in zip(self._leaves, leaves, strict=True):
             if _on_gpu(leaf):
                 mine.detach().copy_(leaf.detach())
-        return self._layout
+        # The layout of CUDA tensors may hold a copy of their content, which is new.
+        return codec.plan_layout(self._leaves) if on_gpu else self._layout
 
 
 def _empty_like(leaf: torch.Tensor) -> torch.Tensor:

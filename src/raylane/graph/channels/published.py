@@ -15,6 +15,7 @@ Values without tensors or arrays, and small ones, travel as over any other edge.
 
 from __future__ import annotations
 
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class PublishingWriter:
         self._published_bytes = 0
         self._closed = False
         # A graph that was dropped without teardown: its memory must not stay in the store.
-        weakref.finalize(self, _abandon, self._stages).atexit = False
+        weakref.finalize(self, _abandon, self._stages, os.getpid()).atexit = False
 
     @property
     def written_bytes(self) -> int:
@@ -143,12 +144,13 @@ class PublishingWriter:
     def close(self) -> None:
         """Free everything that is published. Never waits for a lock; a second call does nothing."""
         self._closed = True
-        _abandon(self._stages)
+        _abandon(self._stages, os.getpid())
 
 
-def _abandon(stages: list[Any]) -> None:
-    for stage in stages:
-        stage.abandon()
+def _abandon(stages: list[Any], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has a copy of the store, and shares memory with that of its parent
+        for stage in stages:
+            stage.abandon()
 
 
 @dataclass(frozen=True)
@@ -203,5 +205,8 @@ class Fetch:
         return messages.join(self._skeleton, leaves)
 
     def _failed(self, error: Exception) -> str:
-        edge = self._edge
-        return f"{edge.label} could not be brought to {edge.reader} over {edge.transport}: {messages.error_text(error)}"
+        edge, cause = self._edge, messages.error_text(error)
+        return (
+            f"{edge.label} could not be brought to {edge.reader} over {edge.transport}: {cause}. The graph runs on; to "
+            "use another transport, such as 'auto', compile it again"
+        )
