@@ -50,7 +50,7 @@ def test_items_go_the_way_of_their_value() -> None:
 def test_unknown_and_impossible_transports_are_refused() -> None:
     with raylane.InputNode() as x:
         node = bind(Worker().pair, x)
-        match = "unknown transport 'smh' of a value; the transports are auto, shm, tcp, host, gloo, nixl"
+        match = "unknown transport 'smh' of a value; the transports are auto, shm, tcp, host, .*gloo.*nixl"
         with pytest.raises(ValueError, match=match):
             node.with_tensor_transport("smh")
         for name in ("local", "object_store"):

@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from tests.graph.graph_actors import Worker
-from tests.graph.hosts import connections, left, start
+from tests.graph.hosts import left, start
 from tests.transport.managers import FileManager
 
 import raylane
@@ -247,7 +247,6 @@ def test_message_behind_one_without_memory_is_published_once(three: list[Any]) -
 
 
 def test_edges_between_hosts_and_their_names(ray_session: None, tmp_path: Path) -> None:
-    before = connections()
     made = start(["", "b", "b"])
     with raylane.InputNode() as x:
         sent = bind(made[0].echo, x).with_tensor_transport("gloo")
@@ -267,7 +266,6 @@ def test_edges_between_hosts_and_their_names(ray_session: None, tmp_path: Path) 
     assert raylane.stats()["entries"] == 0
     for worker in made:
         ray.kill(worker)
-    eventually(lambda: connections() == before)
 
 
 def test_registered_transport_carries_an_edge(three: list[Any]) -> None:

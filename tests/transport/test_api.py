@@ -64,7 +64,6 @@ def test_subclasses_keep_and_override() -> None:
     ("options", "error", "match"),
     [
         ({"tensor_transport": "hots"}, ValueError, "did you mean 'host'"),
-        ({"tensor_transport": "nccl"}, TransportUnavailableError, "no NCCL transport"),
         ({"tensor_transport": None, "num_return": 2}, TypeError, r"num_return\. .*num_returns"),
         ({"snapshot": "yes"}, TypeError, "snapshot must be True or False, got 'yes'"),
         ({"on_mutation": "ignore"}, ValueError, "warn, error, allow"),

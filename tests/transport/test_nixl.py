@@ -64,7 +64,7 @@ class Source:
             gc.collect()
 
     def forbid(self) -> None:
-        def refuse(_: Any) -> None:
+        def refuse(*_: Any) -> None:
             raise NixlError("the card has no memory left")
 
         endpoint().nixl().offered._register = refuse  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from raylane.core.segment import BufferPool, mapping_of
 from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport import nixl_agent, nixl_memory
-from raylane.transport.nixl_agent import Agent, merge_ranges
+from raylane.transport.nixl_agent import Agent, Range, merge_ranges
 from raylane.transport.nixl_memory import Registrations
 from raylane.transport.pieces import Memory, Piece, pieces_of_target
 
@@ -29,7 +29,8 @@ class Card:
         self.held: list[Span] = []
         self.cache = Registrations(self.register, self.held.remove)
 
-    def register(self, span: Span) -> Span:
+    def register(self, span: Span, device: int) -> Span:
+        del device
         self.held.append(span)
         return span
 
@@ -130,31 +131,32 @@ def test_buffers_of_the_pool_share_the_mapping() -> None:
     pool = BufferPool(1 << 20)
     block = pool.take(100_000)
     mapping = mapping_of(block)
-    (piece,) = pieces_of_target([block], [100_000])
+    (piece,) = pieces_of_target([block], [100_000], {})
     assert piece.memory.owner is mapping is not None
     del block, piece
     gc.collect()
     assert mapping_of(pool.take(100_000)) is mapping
     assert mapping_of(bytearray(3)) is None
     user = (nixl_agent.ctypes.c_char * 100_000)()
-    assert Piece(*pieces_of_target([user], [100_000])[0]).memory.owner is None
+    assert Piece(*pieces_of_target([user], [100_000], {})[0]).memory.owner is None
 
 
 def test_merge_joins_neighbours_on_both_sides() -> None:
     ranges = [(0, 100, 10), (10, 110, 10), (20, 200, 10), (40, 210, 10), (50, 220, 5)]
-    assert merge_ranges(ranges) == [(0, 100, 20), (20, 200, 10), (40, 210, 15)]
+    merged = [(0, 100, 20), (20, 200, 10), (40, 210, 15)]
+    assert merge_ranges([Range(*one) for one in ranges]) == [Range(*one) for one in merged]
     assert merge_ranges([]) == []
 
 
 def test_batches_are_limited_in_size_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "MAX_READ_BYTES", 100)
     monkeypatch.setattr(nixl_agent, "MAX_RANGES", 2)
-    found = list(nixl_agent._batches([(0, 1000, 250), (500, 2000, 10), (600, 3000, 10)]))
+    found = list(nixl_agent._batches([Range(0, 1000, 250), Range(500, 2000, 10), Range(600, 3000, 10)]))
     assert found == [
-        [(0, 1000, 100)],
-        [(100, 1100, 100)],
-        [(200, 1200, 50), (500, 2000, 10)],
-        [(600, 3000, 10)],
+        [Range(0, 1000, 100)],
+        [Range(100, 1100, 100)],
+        [Range(200, 1200, 50), Range(500, 2000, 10)],
+        [Range(600, 3000, 10)],
     ]
 
 

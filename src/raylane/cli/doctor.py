@@ -22,7 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.native import NATIVE, PURE_VARIABLE
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
-from raylane.transport.backends.registry import NOT_YET, backends
+from raylane.transport.backends.registry import backends
 from raylane.transport.endpoint import endpoint
 from raylane.transport.guards import array_layout_known, counter_offsets, torch_layout
 from raylane.transport.reader import collect
@@ -192,7 +192,6 @@ def report(findings: Sequence[Finding]) -> str:
         lines.append(f"  {'':15}What to do: {ADVICE.get(name, DEFAULT_ADVICE)}")
     if not failed:
         lines.append("  nothing: all tests passed")
-    lines += ["", "Not in this version", *(f"  {name:15}{why}" for name, why in NOT_YET.items())]
     return "\n".join([*lines, "", "Result", *_result(findings)])
 
 

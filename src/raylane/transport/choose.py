@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raylane.core.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import Backend
-from raylane.transport.backends.registry import AUTO, AUTO_ORDER
+from raylane.transport.backends.registry import AUTO, AUTO_ORDER, ON_DEVICE
 from raylane.transport.source import Source
 
 
@@ -32,19 +32,22 @@ def choose(
     blocked: Mapping[tuple[str, Place], str],
     *,
     may_call_ray: bool,
+    on_device: bool = False,
 ) -> Choice:
     """Return the transports that can bring a value from `source` to `here`.
 
     `wanted` is `auto` or one name. Within one process nothing has to move, so every wish except `object_store` gives
-    `local`. `blocked` holds the transports that failed between these two processes before, with the reason.
-    TransportUnavailableError, with every reason, if no transport remains.
+    `local`. `on_device` says that the value has CUDA tensors which are wanted on a device. `blocked` holds the
+    transports that failed between these two processes before, with the reason. TransportUnavailableError, with every
+    reason, if no transport remains.
     """
     if source.place.same_process(here) and wanted != "object_store":
         return Choice(("local",), {})
     # Built-in transports from the closest to the most general; those of other packages before the object store,
     # which is the last resort because it copies twice.
     added = [name for name, one in backends.items() if name not in AUTO_ORDER and not one.capability.on_request]
-    candidates = [*AUTO_ORDER[:-1], *added, AUTO_ORDER[-1]] if wanted == AUTO else [wanted]
+    first = [ON_DEVICE] if on_device else []
+    candidates = [*first, *AUTO_ORDER[:-1], *added, AUTO_ORDER[-1]] if wanted == AUTO else [wanted]
     names, refused = [], {}
     for name in candidates:
         backend = backends.get(name)

@@ -77,6 +77,9 @@ class Layout(msgspec.Struct, frozen=True):
     """Addresses in this process, in ascending order."""
     held: list[Any]
     """Objects that own the memory of the blocks; they must be kept for as long as the addresses are used."""
+    devices: dict[int, int] = {}
+    """Blocks in the memory of a CUDA device, with the number of the device in this process; the others are in host
+    memory. Addresses of all devices and of the host are different (unified addressing)."""
 
 
 class _DecodingState(threading.local):
@@ -184,8 +187,11 @@ def decode_value(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> An
         _decoding.leaves, _decoding.own = outer
 
 
-def _transferable(leaf: Any) -> Any:
-    """Return a leaf as raw host memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed."""
+def _transferable(leaf: Any, *, in_place: bool) -> Any:
+    """Return a leaf as raw memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed.
+
+    CUDA tensors are copied to the host unless `in_place`.
+    """
     if isinstance(leaf, torch.Tensor):
         leaf = leaf.detach()  # so that autograd does not record the copies below
         contiguous = leaf.is_contiguous()
@@ -195,7 +201,7 @@ def _transferable(leaf: Any) -> Any:
             leaf = leaf.resolve_conj()
         if leaf.is_neg():
             leaf = leaf.resolve_neg()
-        if not leaf.is_cpu:
+        if not leaf.is_cpu and not in_place:
             return leaf.to("cpu")
         if not contiguous and (leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()):
             return leaf.contiguous()
@@ -271,19 +277,24 @@ def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
     )
 
 
-def plan_layout(leaves: Sequence[Any]) -> Layout:
+def plan_layout(leaves: Sequence[Any], *, in_place: bool = False) -> Layout:
     """Return the bytes to transfer for these leaves, and the layout of each leaf in them.
 
-    Copies only leaves that cannot be read in place: CUDA tensors, lazily conjugated or negated ones, sparse views.
+    Copies only leaves that cannot be read in place: lazily conjugated or negated ones, sparse views, and CUDA tensors.
+    With `in_place`, CUDA tensors are not copied, and their blocks lie on the device.
     """
-    plain = [_transferable(leaf) for leaf in leaves]
+    plain = [_transferable(leaf, in_place=in_place) for leaf in leaves]
     # Overlapping leaves become one block, so that they share memory again after the transfer.
     blocks, home = merge([_aligned(leaf_span(leaf), leaf) for leaf in plain])
     specs = []
     for leaf, original, block in zip(plain, leaves, home, strict=True):
         offset = leaf_address(leaf) - blocks[block].start if block >= 0 else 0
         specs.append(spec_of(leaf, original, block, offset))
-    return Layout(specs=specs, blocks=blocks, held=plain)
+    devices = {}
+    if in_place:
+        on_device = ((leaf, block) for leaf, block in zip(plain, home, strict=True) if isinstance(leaf, torch.Tensor))
+        devices = {block: leaf.get_device() for leaf, block in on_device if block >= 0 and not leaf.is_cpu}
+    return Layout(specs=specs, blocks=blocks, held=plain, devices=devices)
 
 
 @functools.lru_cache(maxsize=256)
@@ -313,10 +324,11 @@ def _parse_array_dtype(text: str) -> np.dtype[Any]:
 
 
 def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
-    """Return the leaves as views of received blocks (ctypes arrays in the order of `Layout.blocks`), without a copy.
+    """Return the leaves as views of received blocks, in the order of `Layout.blocks`, without a copy.
 
-    The leaves own the blocks together. A CUDA leaf is copied to the device with its number if this process has that
-    device, else to the current CUDA device; torch raises RuntimeError if there is none.
+    A block is a ctypes array, or a uint8 tensor if it was received into a device. The leaves own the blocks together.
+    A CUDA leaf whose block is elsewhere is copied to the device with its number if this process has that device, else
+    to the current CUDA device; torch raises RuntimeError if there is none.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     users = collections.Counter(spec.block for spec in specs)
@@ -343,6 +355,8 @@ def _build_alone(spec: LeafSpec, blocks: Sequence[Any]) -> torch.Tensor | None:
         return None
     dtype: torch.dtype = getattr(torch, spec.dtype)
     block, step = blocks[spec.block], dtype.itemsize
+    if isinstance(block, torch.Tensor):
+        return None
     for size, stride in zip(reversed(spec.shape), reversed(spec.strides), strict=True):
         if stride != step:
             return None
@@ -355,30 +369,45 @@ def _build_alone(spec: LeafSpec, blocks: Sequence[Any]) -> torch.Tensor | None:
 
 def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
-    # Every tensor names device="cpu": the user may have set another default device.
+    # Every tensor names its device: the user may have set another default device.
     if spec.block < 0:
         strides = [stride // dtype.itemsize for stride in spec.strides]
         tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="cpu")
     else:
         # One storage for each block: tensors that shared memory in the source share a storage here.
-        storage = storages.get(spec.block)
-        if storage is None:
-            storage = torch.frombuffer(blocks[spec.block], dtype=torch.uint8).untyped_storage()
-            storages[spec.block] = storage
+        storage, start = _storage_of(blocks[spec.block], storages, spec.block)
         size = dtype.itemsize
-        tensor = torch.empty(0, dtype=dtype, device="cpu")
-        if spec.offset % size:
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        offset = start + spec.offset
+        if offset % size:
             # The block begins with an array whose address is not a multiple of this dtype's size. torch has no
             # unaligned tensors, so this tensor gets a copy and no longer shares memory with the array.
             part = torch.frombuffer(bytearray(blocks[spec.block])[spec.offset :], dtype=torch.uint8)
             storage, offset = part.untyped_storage(), 0
-        else:
-            offset = spec.offset // size
-        tensor.set_(storage, offset, spec.shape, [stride // size for stride in spec.strides])
+        tensor.set_(storage, offset // size, spec.shape, [stride // size for stride in spec.strides])
     if spec.device != "cpu":
-        device = torch.device(spec.device)
-        known = (device.index or 0) < torch.cuda.device_count()
-        tensor = tensor.to(device if known else torch.device(device.type))
+        tensor = tensor.to(local_device(spec.device))
     if spec.kind == PARAMETER:
         return Parameter(tensor, requires_grad=spec.requires_grad)
     return tensor.requires_grad_() if spec.requires_grad else tensor
+
+
+def _storage_of(block: Any, storages: dict[int, torch.UntypedStorage], number: int) -> tuple[torch.UntypedStorage, int]:
+    """Return the storage of a received block, always the same one, and the offset of the block in it."""
+    # Several small blocks of a device lie in one storage, at multiples of 64 bytes.
+    if isinstance(block, torch.Tensor):
+        return block.untyped_storage(), int(block.storage_offset())
+    storage = storages.get(number)
+    if storage is None:
+        storage = storages[number] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+    return storage, 0
+
+
+def local_device(name: str) -> torch.device:
+    """Return the device for a leaf that was on this device in its source.
+
+    The device of the same number if this process has it, else the current one of the same type.
+    """
+    device = torch.device(name)
+    known = device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()
+    return device if known else torch.device(device.type)

@@ -118,6 +118,12 @@ class Connection:
             self._set_timeout()
             self.socket.sendall(wire.pack_frame(message))
 
+    def send_bytes(self, data: memoryview) -> None:
+        """Send raw bytes, which the other end takes by `receive_into`; wait at most until the deadline."""
+        with self._translated("send to"):
+            self._set_timeout()
+            self.socket.sendall(data)
+
     def receive(self, limit: int = wire.MAX_FRAME_BYTES) -> wire.Message:
         """Return the next message; wait at most until the deadline. ProtocolError for an invalid or larger frame."""
         try:

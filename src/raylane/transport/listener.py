@@ -477,6 +477,19 @@ class Listener:
         if found is None:
             return
         entry, by_creator = found
+        if entry.on_device is None or entry.on_device.is_staged:
+            self._send_blocks(peer, entry, parts, by_creator)
+            return
+
+        def answer(views: object) -> None:
+            del views  # in host memory now
+            self._send_blocks(peer, entry, parts, by_creator)
+
+        self._work_for(peer, entry.views, answer, "could not copy CUDA tensors to the host")
+
+    def _send_blocks(
+        self, peer: _Peer, entry: Entry, parts: list[tuple[int, int, int]] | None, by_creator: bool
+    ) -> None:
         views = entry.views()
         if parts is not None:
             sizes = [view.nbytes for view, _ in views]
@@ -518,9 +531,9 @@ class Listener:
         self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
 
     def _work_for(
-        self, peer: _Peer, work: Callable[[], _T], answer: Callable[[_T], wire.Message], failure: str
+        self, peer: _Peer, work: Callable[[], _T], answer: Callable[[_T], wire.Message | None], failure: str
     ) -> None:
-        """Do something that may wait on the second thread, and then send its answer to a peer."""
+        """Do something that may wait on the second thread, and then send its answer to a peer, if it returns one."""
         peer.busy = True  # until `finish`, no other request of this peer is served
 
         def run() -> None:
@@ -540,7 +553,8 @@ class Listener:
             if peer.number not in self._peers:  # the peer was dropped meanwhile
                 return
             peer.busy = False
-            self._send(peer, answer(result))
+            if (message := answer(result)) is not None:
+                self._send(peer, message)
             self._advance(peer)
 
         self._second.do(run)

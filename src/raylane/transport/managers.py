@@ -100,6 +100,8 @@ def find(name: str) -> Registered | None:
 class ManagerChannel:
     """One end of a channel, see `torch_channels.Channel`."""
 
+    on_device = False
+
     def __init__(self, registered: Registered, connection: Connection, reader: Any) -> None:
         """Use a connection; `reader` is the handle of the reader's actor, None for other processes."""
         self._manager, self._device, self._name = registered.manager, registered.device, registered.name

@@ -22,14 +22,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport.nixl_memory import Registration, Registrations
+from raylane.transport.pieces import HOST
 
-__all__ = ["INSTALL", "Agent", "NixlError", "Peer", "merge_ranges", "missing"]
+__all__ = ["INSTALL", "Agent", "NixlError", "Peer", "Range", "merge_ranges", "missing"]
 
 log = logging.getLogger("raylane.transport")
 
@@ -49,8 +50,15 @@ LONGEST_PAUSE_S = 1e-3
 QUARANTINE_S = 10.0
 """Seconds for which the memory of an abandoned read is kept: NIXL does not report when it stops writing."""
 
-Range = tuple[int, int, int]
-"""Part of a read: (address in the source, address here, size in bytes)."""
+
+class Range(NamedTuple):
+    """Part of a read: addresses in the source and here, and the devices that have this memory."""
+
+    theirs: int
+    mine: int
+    nbytes: int
+    their_device: int = HOST
+    my_device: int = HOST
 
 
 class NixlError(RuntimeError):
@@ -168,9 +176,13 @@ class Agent:
         self.counts["nixl_metadata"] += len(metadata)
 
     def describe(self, registrations: Sequence[Registration]) -> bytes:
-        """Return the metadata of registrations; without any, those of the connection to this agent."""
+        """Return the metadata of registrations, which are all on one device or all in host memory.
+
+        Without registrations, those of the connection to this agent.
+        """
         spans = [one.span for one in registrations] or [Span(0, 0)]
-        descs = self._nixl.get_reg_descs([(span.start, span.nbytes, 0, "") for span in spans], "DRAM")
+        device = registrations[0].device if registrations else HOST
+        descs = self._nixl.get_reg_descs([(s.start, s.nbytes, max(device, 0), "") for s in spans], _kind(device))
         if not registrations:
             descs.clear()  # an empty list cannot be made directly
         data: bytes = self._nixl.get_partial_agent_metadata(descs, inc_conn_info=not registrations)
@@ -191,8 +203,10 @@ class Agent:
 
     def _read(self, peer: Peer, batch: Sequence[Range], watched: socket.socket, deadline: Deadline) -> None:
         nixl = self._nixl
-        here = nixl.get_xfer_descs([(mine, nbytes, 0) for _, mine, nbytes in batch], mem_type="DRAM")
-        there = nixl.get_xfer_descs([(theirs, nbytes, 0) for theirs, _, nbytes in batch], mem_type="DRAM")
+        mine = [(one.mine, one.nbytes, max(one.my_device, 0)) for one in batch]
+        theirs = [(one.theirs, one.nbytes, max(one.their_device, 0)) for one in batch]
+        here = nixl.get_xfer_descs(mine, mem_type=_kind(batch[0].my_device))
+        there = nixl.get_xfer_descs(theirs, mem_type=_kind(batch[0].their_device))
         handle = None
         try:
             handle = nixl.initialize_xfer("READ", here, there, peer.name)
@@ -259,14 +273,21 @@ class Agent:
             "nixl_peers": len(self._peers),
         }
 
-    def _register(self, span: Span) -> Any:
+    def _register(self, span: Span, device: int) -> Any:
+        memory = [(span.start, span.nbytes, max(device, 0), "")]
         try:
-            return self._nixl.register_memory([(span.start, span.nbytes, 0, "")], mem_type="DRAM")
+            return self._nixl.register_memory(memory, mem_type=_kind(device))
         except Exception as error:
-            raise NixlError(f"NIXL could not register {span.nbytes} bytes of memory: {error!r}") from error
+            where = "host memory" if device == HOST else f"memory of CUDA device {device}"
+            raise NixlError(f"NIXL could not register {span.nbytes} bytes of {where}: {error!r}") from error
 
     def _deregister(self, handle: Any) -> None:
         _quietly(lambda: self._nixl.deregister_memory(handle))
+
+
+def _kind(device: int) -> str:
+    """Return NIXL's name for memory of a device of this number."""
+    return "DRAM" if device == HOST else "VRAM"
 
 
 class _Closed:
@@ -287,25 +308,35 @@ def _quietly(call: Any) -> None:
 def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
     """Return the same read with neighbours joined: ranges that follow each other both in the source and here."""
     merged: list[Range] = []
-    for theirs, mine, nbytes in ranges:
+    for one in ranges:
         if merged:
-            start, target, before = merged[-1]
-            if start + before == theirs and target + before == mine:
-                merged[-1] = start, target, before + nbytes
+            last = merged[-1]
+            follows = last.theirs + last.nbytes == one.theirs and last.mine + last.nbytes == one.mine
+            if follows and last[3:] == one[3:]:
+                merged[-1] = last._replace(nbytes=last.nbytes + one.nbytes)
                 continue
-        merged.append((theirs, mine, nbytes))
+        merged.append(one)
     return merged
 
 
 def _batches(ranges: Sequence[Range]) -> Iterator[list[Range]]:
-    """Yield the ranges in portions of at most MAX_READ_BYTES and MAX_RANGES; cut ranges that are larger."""
+    """Yield the ranges in portions of at most MAX_READ_BYTES and MAX_RANGES; cut ranges that are larger.
+
+    All ranges of a portion lead from one kind of memory (host or devices) to one kind.
+    """
     batch: list[Range] = []
     room = MAX_READ_BYTES
-    for theirs, mine, nbytes in ranges:
+    for one in ranges:
+        if batch and (_kind(one.their_device), _kind(one.my_device)) != (
+            _kind(batch[0].their_device),
+            _kind(batch[0].my_device),
+        ):
+            yield batch
+            batch, room = [], MAX_READ_BYTES
         done = 0
-        while done < nbytes:
-            part = min(nbytes - done, room)  # a large block continues in the next request
-            batch.append((theirs + done, mine + done, part))
+        while done < one.nbytes:
+            part = min(one.nbytes - done, room)  # a large block continues in the next request
+            batch.append(one._replace(theirs=one.theirs + done, mine=one.mine + done, nbytes=part))
             done += part
             room -= part
             if not room or len(batch) == MAX_RANGES:

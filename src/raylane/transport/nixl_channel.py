@@ -22,7 +22,7 @@ from raylane.transport import wire
 from raylane.transport.link import Connection
 from raylane.transport.nixl_agent import Agent, NixlError, Peer, Range, merge_ranges
 from raylane.transport.nixl_memory import Registration
-from raylane.transport.pieces import Piece
+from raylane.transport.pieces import HOST, Piece
 
 __all__ = ["NixlChannel", "open_nixl"]
 
@@ -36,6 +36,8 @@ AGENT = "agent"
 
 class NixlChannel:
     """One end of a channel, see `torch_channels.Channel`."""
+
+    on_device = True
 
     def __init__(self, agent: Agent, connection: Connection, peer: str) -> None:
         """Use a connection to another process; `peer` is the name of its agent if this is the reader's end."""
@@ -54,7 +56,8 @@ class NixlChannel:
             # All registrations before the first Offer, which tells the reader about the new ones.
             for piece in pieces:
                 held.append(agent.offered.hold(piece.memory))
-            for offer in _offers(agent, want, [(p.memory.block.start, p.memory.block.nbytes) for p in pieces]):
+            ranges = [(p.memory.block.start, p.memory.block.nbytes, p.memory.device) for p in pieces]
+            for offer in _offers(agent, want, ranges):
                 connection.send(offer)
             poll = select.poll()
             poll.register(connection.socket, select.POLLIN | select.POLLRDHUP)
@@ -101,7 +104,7 @@ class NixlChannel:
         """Ask for the source's memory; return what to read where. The peer's lock is held."""
         connection = self._connection
         connection.send(wire.Want(peer.epoch, peer.number))
-        theirs: list[tuple[int, int]] = []
+        theirs: list[wire.OfferedRange] = []
         more = True
         while more:
             offer = connection.receive()
@@ -112,15 +115,17 @@ class NixlChannel:
             self._agent.learn(peer, offer.epoch, offer.number, offer.metadata)
             theirs += offer.ranges
             more = offer.more
-        mine = [piece.memory.block for piece in pieces if piece.memory.block.nbytes]
+        mine = [piece.memory for piece in pieces if piece.memory.block.nbytes]
         # Compared before the read: the sizes decide how far NIXL writes.
-        if [nbytes for _, nbytes in theirs] != [block.nbytes for block in mine]:
+        if [nbytes for _, nbytes, _ in theirs] != [memory.block.nbytes for memory in mine]:
             raise ProtocolError(f"{connection.peer} offered ranges of other sizes than the value has")
         pairs = zip(theirs, mine, strict=True)
-        return merge_ranges([(address, block.start, nbytes) for (address, nbytes), block in pairs])
+        return merge_ranges(
+            [Range(address, to.block.start, nbytes, device, to.device) for (address, nbytes, device), to in pairs]
+        )
 
 
-def _offers(agent: Agent, want: wire.Want, ranges: Sequence[tuple[int, int]]) -> Iterator[wire.Offer]:
+def _offers(agent: Agent, want: wire.Want, ranges: Sequence[wire.OfferedRange]) -> Iterator[wire.Offer]:
     """Yield the ranges, and the metadata of everything that the reader does not know, in frames of limited size."""
     epoch, unknown = agent.offered.since(want.epoch, want.number)
     # Without new registrations the reader is as far as before; in a new epoch it knows nothing.
@@ -130,7 +135,9 @@ def _offers(agent: Agent, want: wire.Want, ranges: Sequence[tuple[int, int]]) ->
     count = max(1, -(-max(len(ranges), len(unknown)) // MAX_OFFERED))
     for i in range(count):
         part = slice(i * MAX_OFFERED, (i + 1) * MAX_OFFERED)
-        metadata = first if not unknown[part] else [*first, agent.describe(unknown[part])]
+        # NIXL describes memory of one kind at a time.
+        kinds = [[one for one in unknown[part] if (one.device == HOST) == host] for host in (True, False)]
+        metadata = [*first, *(agent.describe(some) for some in kinds if some)]
         yield wire.Offer(epoch, number, metadata, list(ranges[part]), i + 1 < count)
         first = []
 

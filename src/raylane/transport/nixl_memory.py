@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylane.core.spans import Span
-from raylane.transport.pieces import Memory
+from raylane.transport.pieces import HOST, Memory
 
 __all__ = ["MAX_UNUSED", "Registration", "Registrations"]
 
@@ -51,6 +51,8 @@ class Registration:
     """Descriptor list of NIXL."""
     owner: int | None
     """Key of the owner in the cache; None for a registration that lasts for one transfer."""
+    device: int = HOST
+    """Number of the CUDA device that has the memory."""
     uses: int = 0
     dead: bool = False
     """True after the owner died or moved its memory: not found any more, and dropped after the last use."""
@@ -59,7 +61,7 @@ class Registration:
 class Registrations:
     """Cache of registrations. Thread-safe."""
 
-    def __init__(self, register: Callable[[Span], Any], deregister: Callable[[Any], None]) -> None:
+    def __init__(self, register: Callable[[Span, int], Any], deregister: Callable[[Any], None]) -> None:
         """Use these functions of an agent; `register` returns a handle for `deregister`."""
         self._register, self._deregister = register, deregister
         self._lock = threading.Lock()  # guards everything below
@@ -136,7 +138,8 @@ class Registrations:
         if any(_overlap(old, span) for old in self._stale):
             self._next_epoch()
         key = None if memory.owner is None else id(memory.owner)
-        made = Registration(next(self._numbers), span, whole, self._register(span), key, dead=key is None)
+        made = Registration(next(self._numbers), span, whole, self._register(span, memory.device), key, memory.device)
+        made.dead = key is None
         self.made += 1
         self._live[made.number] = made
         if key is not None:

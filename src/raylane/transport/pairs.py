@@ -24,13 +24,15 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.core.segment import BufferPool
 from raylane.errors import ProtocolError, RaylaneError, TransportUnavailableError
 from raylane.transport import wire
+from raylane.transport.cuda_driver import CudaError
+from raylane.transport.cuda_ipc_channel import open_ipc
 from raylane.transport.link import Connection, Link
 from raylane.transport.managers import ManagerError, open_managed
 from raylane.transport.nixl_agent import Agent, NixlError
@@ -80,9 +82,12 @@ class PairLink(Link):
             self.close()
             raise
 
-    def expect(self, blocks: Sequence[Any], sizes: Sequence[int]) -> Callable[[Deadline], None]:
-        """Prepare ctypes arrays, as `backends.base.allocate` makes them, for a value; as `Channel.expect`."""
-        wait: Callable[[Deadline], None] = self.channel.expect(pieces_of_target(blocks, sizes))
+    def expect(
+        self, blocks: Sequence[Any], sizes: Sequence[int], devices: Mapping[int, int]
+    ) -> Callable[[Deadline], None]:
+        """Prepare memory, as `backends.base.allocate` makes it, for a value; as `Channel.expect`."""
+        there = devices if self.channel.on_device else {}
+        wait: Callable[[Deadline], None] = self.channel.expect(pieces_of_target(blocks, sizes, there))
         return wait
 
     def close(self) -> None:
@@ -158,14 +163,14 @@ class PairServer:
             connection.send(wire.Gone(key, moved=entry is not None))
             return
         by_creator, _ = self._store.mark_read(entry, creator=False)
-        pieces = pieces_of_entry(entry, self._pool)
+        pieces = pieces_of_entry(entry, self._pool, on_device=channel.on_device)
         if pieces is None:
             connection.send(wire.Gone(key, moved=True))
             return
         connection.send(wire.Data(entry.nbytes))
         try:
             channel.send(pieces, connection.deadline)
-        except (ManagerError, NixlError) as error:  # such as a card without memory: the reader needs to know
+        except (ManagerError, NixlError, CudaError) as error:  # such as a card without memory: the reader needs to know
             connection.send(wire.Refusal(str(error)[:500]))
             raise
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))
@@ -174,11 +179,13 @@ class PairServer:
 def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Callable[[], Agent]) -> Any:
     """Open this end (rank 0 or 1) of a channel of this backend."""
     # Both ends check: neither sends in the clear because only the other one allows it.
-    why = cleartext_refusal(backend) if backend in ("gloo", "nixl") else None
+    why = cleartext_refusal(backend) if backend in ("gloo", "nixl", "nccl") else None
     if why is not None:
         raise TransportUnavailableError(why)
     if backend == "nixl":
         return open_nixl(connection, rank, nixl)
+    if backend == "cuda_ipc":
+        return open_ipc(connection)
     # torch is loaded here, not at the top: graphs import the transport and must not load torch.
     from raylane.transport.torch_channels import CHANNELS, open_channel
 

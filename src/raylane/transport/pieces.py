@@ -1,13 +1,16 @@
 """The buffers of one transfer through a channel, in the source and in the reader, with the owners of their memory.
 
 Small blocks of a value lie in one shared buffer on both sides, at the same offsets. So a thousand small tensors are one
-piece, which arrives as one message and needs one registration with a network card.
+piece, which arrives as one message and needs one registration with a network card. Blocks in the memory of devices
+follow those of the host, for channels that take them (`device_memory.groups_of`); for others they are copied to the
+host.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +19,10 @@ from raylane.core.spans import Span
 from raylane.transport.store import Entry
 
 __all__ = ["Memory", "Piece", "pieces_of_entry", "pieces_of_target"]
+
+
+HOST = -1
+"""Number of the host in place of a device's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,53 +34,79 @@ class Memory:
     whole: Span
     """Memory of the owner as it is now."""
     block: Span
+    device: int = HOST
+    """Number of the CUDA device of this process that has the memory."""
 
 
 class Piece(NamedTuple):
     """Bytes that travel together."""
 
     buffer: Any
-    """Writable buffer. The source passes the bytes of a value in the producer's own memory only to system calls."""
+    """Writable buffer, or a tensor of bytes on a device.
+
+    The source passes the bytes of a value in the producer's own memory in the host only to system calls.
+    """
     memory: Memory
 
+    @property
+    def on_device(self) -> bool:
+        """True for a tensor of bytes on a device."""
+        return self.memory.device != HOST
 
-def pieces_of_entry(entry: Entry, pool: BufferPool) -> list[Piece] | None:
+
+def pieces_of_entry(entry: Entry, pool: BufferPool, *, on_device: bool) -> list[Piece] | None:
     """Return the pieces of a published value; None if the owner has freed the memory.
 
-    The small blocks are copied into a buffer of the pool.
+    The small blocks are copied into a buffer of the pool. With `on_device`, blocks in the memory of devices are pieces
+    there. Waits for the producer's kernels, and for copies.
     """
+    devices = entry.on_device if on_device else None
+    host = [i for i in range(len(entry.layout.blocks)) if devices is None or i not in devices.devices]
     # For a value in the producer's own memory, these are addresses that may be unmapped already: not read here.
-    views = entry.views()
+    views = entry.views(host)
     offsets, total = small_blocks([view.nbytes for view, _ in views])
     pieces: list[Piece] = []
     if total:
         shared = pool.take(total)
-        parts = [(ctypes.c_char * views[i][0].nbytes).from_buffer(shared, start) for i, start in offsets.items()]
-        if not entry.copy_to(parts, list(offsets)):
+        parts = [(ctypes.c_char * views[k][0].nbytes).from_buffer(shared, start) for k, start in offsets.items()]
+        if not entry.copy_to(parts, [host[k] for k in offsets]):
             return None
         pieces.append(Piece(shared, _in_pool(shared, Span(address_of(shared), address_of(shared) + total))))
     # A block may hold several leaves; any of them keeps the memory alive, and one is enough.
     leaf_of = {spec.block: leaf for spec, leaf in zip(entry.layout.specs, entry.layout.held, strict=False)}
-    for i, (view, array) in enumerate(views):
-        if i in offsets or not view.nbytes:
+    for k, (view, keeper) in enumerate(views):
+        if k in offsets or not view.nbytes:
             continue
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
         span = Span(start, start + view.nbytes)
-        pieces.append(Piece(view, Memory(array, span, span) if entry.segment >= 0 else _of_leaf(leaf_of[i], span)))
+        # Bytes that the entry itself keeps are those of a leaf; a snapshot and a copy have an owner of their own.
+        memory = _of_leaf(leaf_of[host[k]], span) if keeper is entry else Memory(keeper, span, span)
+        pieces.append(Piece(view, memory))
+    if devices is not None:
+        pieces += [_of_tensor(one) for one in devices.pieces()]
     return pieces
 
 
-def pieces_of_target(blocks: Sequence[Any], sizes: Sequence[int]) -> list[Piece]:
-    """Return the pieces of the memory for a value: ctypes arrays as `backends.base.allocate` makes them."""
-    offsets, total = small_blocks(sizes)
-    large = [(memoryview(block).cast("B"), block) for i, block in enumerate(blocks) if i not in offsets]
+def pieces_of_target(blocks: Sequence[Any], sizes: Sequence[int], devices: Mapping[int, int]) -> list[Piece]:
+    """Return the pieces of the memory for a value, as `backends.base.allocate` makes it.
+
+    `devices` has the blocks that are on a device in the source; empty for a channel that takes none.
+    """
+    host = [i for i in range(len(sizes)) if i not in devices]
+    offsets, total = small_blocks([sizes[i] for i in host])
+    large = [(memoryview(blocks[i]).cast("B"), blocks[i]) for k, i in enumerate(host) if k not in offsets]
     if total:
         # The parts of the shared buffer begin at the first small block (`small_blocks`).
-        first = blocks[min(offsets)]
+        first = blocks[host[min(offsets)]]
         large.insert(0, (bytes_at(address_of(first), total), first))
-    return [
+    pieces = [
         Piece(view, _in_pool(block, Span(address_of(block), address_of(block) + view.nbytes))) for view, block in large
     ]
+    if devices:
+        from raylane.transport.device_memory import groups_of, whole
+
+        pieces += [_of_tensor(whole(blocks[group.numbers[0]])) for group in groups_of(devices, sizes)]
+    return pieces
 
 
 def _in_pool(array: Any, block: Span) -> Memory:
@@ -95,3 +128,9 @@ def _of_leaf(leaf: Any, block: Span) -> Memory:
     while isinstance(leaf.base, type(leaf)):
         leaf = leaf.base
     return Memory(leaf, block, block)
+
+
+def _of_tensor(tensor: Any) -> Piece:
+    """Return the piece of a tensor of bytes: on a device, or in a reader that has none, in the host."""
+    memory = _of_leaf(tensor, Span(tensor.data_ptr(), tensor.data_ptr() + tensor.numel()))
+    return Piece(tensor, dataclasses.replace(memory, device=tensor.get_device()))

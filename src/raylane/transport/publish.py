@@ -17,7 +17,7 @@ import os
 import pickle
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -116,12 +116,13 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     skeleton, leaves = codec.encode_value(value)
     if not leaves:  # no tensors: an ordinary pickle, which needs no raylane to unpickle
         return pickle.loads, (_buffer(skeleton),)
-    with paused(len(leaves)):
-        layout = codec.plan_layout(leaves)
-    size = sum(block.nbytes for block in layout.blocks)
     here = endpoint()
     options = publication.options
-    if size <= INLINE_BYTES and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
+    with paused(len(leaves)):
+        layout = codec.plan_layout(leaves, in_place=not publication.carried and stays_on_device(leaves, options))
+    size = sum(block.nbytes for block in layout.blocks)
+    small = size <= INLINE_BYTES and not layout.devices
+    if small and options.tensor_transport in ("auto", "object_store") and not options.snapshot:
         # A copy, so that later writes of the producer do not reach the ticket before Ray sends it.
         inline = [ctypes.string_at(block.start, block.nbytes) for block in layout.blocks]
         ticket = Ticket(VERSION, options.tensor_transport, options.on_mutation, layout.specs, layout.blocks, inline)
@@ -147,6 +148,17 @@ def _reduce(value: Any, publication: Publication) -> tuple[Any, ...]:
     return materialize, (encode_ticket(ticket), _buffer(skeleton), publication.anchor)
 
 
+def stays_on_device(leaves: Sequence[Any], options: PublishOptions) -> bool:
+    """Return True if the CUDA tensors among these leaves are published where they are, and copied when they are read.
+
+    False if their bytes are needed at publication: for a snapshot, a checksum, or to travel in the ticket.
+    """
+    if options.snapshot or options.on_mutation == "error" or checksums_wanted():
+        return False
+    on_device = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in leaves)
+    return on_device and (options.tensor_transport != "auto" or sum(leaf.nbytes for leaf in leaves) > INLINE_BYTES)
+
+
 def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
     """Put a value into the store and return its ticket; waits for room in the budget of this process."""
     began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
@@ -161,10 +173,19 @@ def store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, public
     """Put a value into the store and return its ticket; does not wait for the budget."""
     options = publication.options
     source = here.source()
+    on_device = None
+    if layout.devices:
+        from raylane.transport.device_memory import OnDevice
+
+        try:
+            on_device = OnDevice(layout)
+        except ValueError:  # memory that torch did not allocate, seen through several storages
+            layout = codec.plan_layout(leaves)
     entry = Entry(
         key=secrets.token_bytes(16),
         leaves=[],
         layout=layout,
+        on_device=on_device,
         for_callers=publication.anchored,
         origin=publication.origin,
         transport=options.tensor_transport,
@@ -208,6 +229,7 @@ def store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, public
         header_address=entry.header_address,
         nonce=entry.nonce,
         segment=entry.segment,
+        devices=layout.devices,
         counters=counters,
         counted=vm.gather(os.getpid(), counters),
         guards=guards,

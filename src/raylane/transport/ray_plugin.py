@@ -23,7 +23,7 @@ from raylane.transport import codec
 from raylane.transport.backends.registry import check_name
 from raylane.transport.endpoint import endpoint
 from raylane.transport.options import PublishOptions
-from raylane.transport.publish import Publication, publish_leaves
+from raylane.transport.publish import Publication, publish_leaves, stays_on_device
 from raylane.transport.receiving import Delivery
 from raylane.transport.redeem import PLAIN, redeem
 from raylane.transport.ticket import decode_ticket, encode_ticket
@@ -80,10 +80,10 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
                 )
         skeleton, leaves = codec.encode_value(list(rdt_object))
         # No anchor: Ray counts the refs of its object, and calls `garbage_collect` after the last one.
-        publication = Publication(
-            PublishOptions(tensor_transport=self.transport), anchored=False, origin="Ray's direct transport"
-        )
-        ticket = publish_leaves(endpoint(), leaves, codec.plan_layout(leaves), publication)
+        options = PublishOptions(tensor_transport=self.transport)
+        publication = Publication(options, anchored=False, origin="Ray's direct transport")
+        layout = codec.plan_layout(leaves, in_place=stays_on_device(leaves, options))
+        ticket = publish_leaves(endpoint(), leaves, layout, publication)
         return RaylaneMetadata(described, device, encode_ticket(ticket), skeleton)
 
     def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 
 from raylane import _ray
 from raylane.core.collector import paused
@@ -25,8 +26,10 @@ from raylane.transport.backends.base import (
     allocate,
     copy_parts,
     freed_error,
+    host_view,
     moved_error,
 )
+from raylane.transport.backends.device import NEEDS_DEVICE, has_cuda
 from raylane.transport.backends.registry import AUTO, adopt, backends
 from raylane.transport.choose import choose
 from raylane.transport.codec import LeafSpec
@@ -147,11 +150,16 @@ def redeem(
 
     ValueError or TypeError if the targets of the wish do not fit the value.
     """
-    found = _find(ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray)
+    found = _find(
+        ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray, on_device=_is_for_device(ticket, skeleton, wish)
+    )
     if isinstance(found, Present):
         return found.deliver(wish)
     specs = ticket.specs
     if wish.into is not None:
+        if ticket.devices and backends()[found.names[0]].capability.on_device:
+            # From the device to the targets, instead of through host memory.
+            return Present(skeleton, _build_leaves(ticket, specs, found.blocks())).deliver(wish)
         targets = match(structure(skeleton, specs), len(specs), wish.into)
         return codec.decode_value(skeleton, receive(specs, targets, found.here.pool, found.parts))
     if wish.device is not None:
@@ -162,6 +170,16 @@ def redeem(
     with paused(len(specs)):  # not during the transfer, which may take long
         leaves = _build_leaves(ticket, specs, blocks)
         return codec.decode_value(skeleton, [convert(leaf, wish) for leaf in leaves])
+
+
+def _is_for_device(ticket: Ticket, skeleton: bytes, wish: Delivery) -> bool:
+    """Return True if the value has CUDA tensors, and its reader wants them on a device."""
+    if not ticket.devices:
+        return False
+    if wish.into is None:
+        return wish.device is None or wish.device.type == "cuda"
+    targets = match(structure(skeleton, ticket.specs), len(ticket.specs), wish.into)
+    return any(isinstance(target, torch.Tensor) and target.is_cuda for target in targets)
 
 
 def redeem_parts(
@@ -184,7 +202,7 @@ def redeem_parts(
 
 def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:
     """Return the leaves of a value of another process, fetched by this transport. Waits and raises as `redeem`."""
-    found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
+    found = _find(ticket, b"", wanted, deadline, may_call_ray=True, on_device=bool(ticket.devices))
     assert isinstance(found, _Fetching), "the value belongs to this process"
     blocks = found.blocks()
     with paused(len(ticket.specs)):
@@ -192,7 +210,13 @@ def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:
 
 
 def _find(
-    ticket: Ticket, skeleton: bytes, wanted: str | None, deadline: Deadline, *, may_call_ray: bool
+    ticket: Ticket,
+    skeleton: bytes,
+    wanted: str | None,
+    deadline: Deadline,
+    *,
+    may_call_ray: bool,
+    on_device: bool = False,
 ) -> Present | _Fetching:
     """Return the value if this process holds it, else the way to fetch it."""
     here = endpoint()
@@ -201,8 +225,12 @@ def _find(
     if wanted is None and ticket.groups and not groups_of_this_process(here).keys() & set(ticket.groups):
         here.counts["outside_group"] += 1
         name = AUTO
+    elif wanted is None and name in NEEDS_DEVICE and not has_cuda():
+        # The producer chose it for readers with a GPU; a driver without one wants the value all the same.
+        here.counts["without_device"] += 1
+        name = AUTO
     adopt(name)
-    choice = choose(source, here.place, name, backends(), here.blocked, may_call_ray=may_call_ray)
+    choice = choose(source, here.place, name, backends(), here.blocked, may_call_ray=may_call_ray, on_device=on_device)
     if choice.names[0] == "local":
         entry = here.store.get(ticket.key)
         if entry is None or entry.nonce != ticket.nonce:
@@ -236,7 +264,7 @@ def _own(here: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Prese
 
 def _check_content(ticket: Ticket, blocks: Sequence[Any]) -> None:
     """Raise TensorMutatedError if the ticket has a checksum and these bytes do not match it."""
-    if ticket.checksum is not None and checksum(blocks) != ticket.checksum:
+    if ticket.checksum is not None and checksum(map(host_view, blocks)) != ticket.checksum:
         raise TensorMutatedError(_mutated_text(ticket), source=ticket.origin().label)
 
 

@@ -11,7 +11,7 @@ from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport import managers
 from raylane.transport.backends.adapter import AdapterBackend
-from raylane.transport.backends.registry import AUTO, NOT_YET, backends
+from raylane.transport.backends.registry import AUTO, backends
 
 __all__ = ["register_transport"]
 
@@ -39,7 +39,7 @@ def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] 
         raise ValueError(f"name must be a string in lower case such as 'hccl', got {name!r}")
     # A name that was registered before is free: the class may have changed in a notebook.
     present = backends().get(name)
-    if name in (AUTO, *NOT_YET) or (present is not None and not isinstance(present, AdapterBackend)):
+    if name == AUTO or (present is not None and not isinstance(present, AdapterBackend)):
         raise ValueError(f"name={name!r} is a transport of raylane or of another package. Use another name")
     # A string is a sequence of letters, and "cpu" is an easy mistake for ["cpu"].
     if isinstance(devices, str) or not devices:

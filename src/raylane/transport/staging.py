@@ -13,21 +13,22 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn import Parameter
 
 from raylane.core import copying
 from raylane.core.deadline import Deadline
 from raylane.core.segment import bytes_at
 from raylane.transport import codec, nixl_agent
 from raylane.transport.backends.base import take_blocks
+from raylane.transport.backends.device import NEEDS_DEVICE, has_cuda
 from raylane.transport.backends.registry import adopt
+from raylane.transport.device_memory import OnDevice
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.options import PublishOptions
-from raylane.transport.publish import INLINE_BYTES, Publication, store_leaves
+from raylane.transport.publish import INLINE_BYTES, Publication, stays_on_device, store_leaves
 from raylane.transport.redeem import redeem_leaves
 from raylane.transport.store import Store
 from raylane.transport.ticket import decode_ticket, encode_ticket
@@ -35,8 +36,6 @@ from raylane.transport.tls import cleartext_refusal
 
 __all__ = ["Stage", "check_available", "fetch", "worth_publishing"]
 
-FOR_GPUS = ("nccl", "cuda_ipc")
-"""Transports that move CUDA tensors only."""
 IN_THE_CLEAR = ("gloo", "nixl", "nccl")
 """Transports that send bytes over connections of their own, which nobody encrypts."""
 
@@ -49,14 +48,14 @@ def check_available(transport: str) -> str | None:
         return why
     if transport == "gloo" and not dist.is_gloo_available():
         return "this torch is built without gloo. Use 'auto'"
-    if transport in FOR_GPUS and not torch.cuda.is_available():
+    if transport in NEEDS_DEVICE and not has_cuda():
         return "this process sees no GPU. Give the actor one (num_gpus=1), or use 'auto'"
     return cleartext_refusal(transport) if transport in IN_THE_CLEAR else None
 
 
 def worth_publishing(leaves: Sequence[Any], transport: str) -> bool:
     """Return True if leaves shall travel by a transport of their own, and not inside the message."""
-    if transport in FOR_GPUS and not any(map(_on_gpu, leaves)):
+    if transport in NEEDS_DEVICE and not any(map(_on_gpu, leaves)):
         return False
     return sum(int(leaf.nbytes) for leaf in leaves) > INLINE_BYTES
 
@@ -76,22 +75,29 @@ def _on_gpu(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
 
 
-class Stage:
-    """Memory of one slot of an edge, and the value that is published from it. Used by one thread at a time."""
+class _Copies(NamedTuple):
+    """Memory of a stage."""
 
-    __slots__ = ("_blocks", "_key", "_layout", "_leaves", "_shape", "_store")
+    shape: Any
+    """Layout of the leaves for which the memory was taken."""
+    blocks: list[Any]
+    leaves: list[Any]
+    """Copies of the leaves, in their order, in these blocks."""
+
+
+class Stage:
+    """Memory of one slot of an edge, and the value that is published from it. Used by one thread at a time.
+
+    `abandon` alone may be called from any thread.
+    """
+
+    __slots__ = ("_copies", "_keys", "_store")
 
     def __init__(self) -> None:
         self._store: Store | None = None
-        self._key: list[bytes] = []
+        self._keys: list[bytes] = []
         """Key of the published value; empty if there is none."""
-        self._shape: Any = None
-        """Layout of the leaves for which the memory was taken."""
-        self._blocks: list[Any] = []
-        """Memory for the leaves of the host."""
-        self._leaves: list[Any] = []
-        """Copies of the leaves, in their order."""
-        self._layout: codec.Layout | None = None
+        self._copies: _Copies | None = None
 
     def publish(self, leaves: Sequence[Any], transport: str, origin: str) -> tuple[bytes, int]:
         """Copy leaves, publish the copies, and return the encoded ticket and the number of bytes.
@@ -101,56 +107,55 @@ class Stage:
         """
         self.free()
         here, began_ns = endpoint(), time.perf_counter_ns()
-        layout = self._copy(here, leaves)
         # "allow": no code but this class writes to the copies, so there is nothing to look for.
         options = PublishOptions(tensor_transport=transport, on_mutation="allow")
+        copies = self._copied(here, leaves)
+        layout = codec.plan_layout(copies.leaves, in_place=stays_on_device(copies.leaves, options))
         publication = Publication(options, anchored=False, origin=origin)
-        ticket = store_leaves(here, self._leaves, layout, publication)
-        self._store, self._key = here.store, publication.keys
+        ticket = store_leaves(here, copies.leaves, layout, publication)
+        self._store, self._keys = here.store, publication.keys
         here.recorder.published(origin, ticket.nbytes, began_ns)
         return encode_ticket(ticket), ticket.nbytes
 
     def free(self) -> None:
         """Free the published value, if there is one; keep the memory for the next."""
-        keys, self._key = self._key, []
+        keys, self._keys = self._keys, []
         if keys and self._store is not None:
             self._store.free(keys)
 
     def abandon(self) -> None:
         """Free the published value and drop the memory; for a finalizer, so it never waits for a lock."""
-        keys, self._key = self._key, []
+        keys, self._keys = self._keys, []
         if keys and self._store is not None:
             self._store.free_soon(keys)
-        self._shape, self._blocks, self._leaves, self._layout = None, [], [], None
+        self._copies = None
 
-    def _copy(self, here: Endpoint, leaves: Sequence[Any]) -> codec.Layout:
+    def _copied(self, here: Endpoint, leaves: Sequence[Any]) -> _Copies:
         """Copy leaves into the memory of this stage; take new memory if the layout differs from the last one."""
-        # CUDA tensors stay on their device, so they are no part of the layout in host memory.
-        on_gpu = [leaf for leaf in leaves if _on_gpu(leaf)]
-        given = codec.plan_layout([leaf for leaf in leaves if not _on_gpu(leaf)])
-        shape = [_on_gpu(leaf) for leaf in leaves], given.specs, [codec.spec_of(leaf, leaf, -1, 0) for leaf in on_gpu]
+        given, on_device = _in_place(leaves)
         sizes = [block.nbytes for block in given.blocks]
-        if self._layout is None or shape != self._shape or sizes != [len(block) for block in self._blocks]:
-            self._shape = self._layout = None
-            self._leaves = []  # before new memory is taken: the old one may serve
-            self._blocks = []
-            self._blocks = take_blocks(sizes, here.pool)
-            host = iter(codec.build_leaves(given.specs, self._blocks))
-            self._leaves = [_empty_like(leaf) if _on_gpu(leaf) else next(host) for leaf in leaves]
-            self._layout = codec.plan_layout(self._leaves)
-            self._shape = shape
-        for target, block in zip(self._blocks, given.blocks, strict=True):
-            copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
-        for mine, leaf in zip(self._leaves, leaves, strict=True):
-            if _on_gpu(leaf):
-                mine.detach().copy_(leaf.detach())
-        # The layout of CUDA tensors may hold a copy of their content, which is new.
-        return codec.plan_layout(self._leaves) if on_gpu else self._layout
+        shape = given.specs, sizes, given.devices
+        copies = self._copies
+        if copies is None or copies.shape != shape:
+            self._copies = copies = None  # before new memory is taken: the old one may serve
+            blocks = take_blocks(sizes, here.pool, given.devices)
+            copies = _Copies(shape, blocks, codec.build_leaves(given.specs, blocks))
+        for number, (target, block) in enumerate(zip(copies.blocks, given.blocks, strict=True)):
+            if number in given.devices:
+                target.copy_(on_device[number])  # on the current stream, after the kernels that wrote the tensor
+            else:
+                copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
+        self._copies = copies
+        return copies
 
 
-def _empty_like(leaf: torch.Tensor) -> torch.Tensor:
-    """Return new memory for a CUDA leaf, with its strides where they leave no gaps."""
-    found = torch.empty_like(leaf.detach())
-    if type(leaf) is Parameter:
-        return Parameter(found, requires_grad=leaf.requires_grad)
-    return found.requires_grad_(leaf.requires_grad)
+def _in_place(leaves: Sequence[Any]) -> tuple[codec.Layout, dict[int, torch.Tensor]]:
+    """Return the layout of leaves in their own memory, and the bytes of the blocks on devices."""
+    given = codec.plan_layout(leaves, in_place=True)
+    if not given.devices:
+        return given, {}
+    try:
+        return given, OnDevice(given).blocks
+    except ValueError:  # memory that torch did not allocate, seen through several storages
+        given = codec.plan_layout([leaf.clone() if _on_gpu(leaf) else leaf for leaf in leaves], in_place=True)
+        return given, OnDevice(given).blocks

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from raylane.transport.codec import Layout
+    from raylane.transport.device_memory import OnDevice
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,8 @@ class Entry:
     """Numbers of the leaves of which a copy was published instead of the producer's memory."""
     segment: int = -1
     """Descriptor of a snapshot's memfd; -1 for a value in the producer's own memory."""
+    on_device: OnDevice | None = None
+    """The blocks in the memory of CUDA devices; None if there are none."""
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Tensors with their write counts at publication."""
     checksum: int | None = None
@@ -99,17 +102,28 @@ class Entry:
         touched = any(ours.start < theirs.stop and theirs.start < ours.stop for ours in self._spans for theirs in spans)
         return touched and self.is_intact()
 
-    def views(self) -> list[tuple[memoryview, Any]]:
-        """Return the bytes of each block, with the object that keeps them alive.
+    def views(self, numbers: Sequence[int] | None = None) -> list[tuple[memoryview, Any]]:
+        """Return the bytes of the blocks with these numbers (None: all), with the object that keeps them alive.
 
         Pass the bytes of a value in the producer's own memory only to system calls: the owner can unmap the memory at
-        any time, and then a system call reports EFAULT where a direct access crashes this process.
+        any time, and then a system call reports EFAULT where a direct access crashes this process. Blocks on devices
+        are copied to the host, which the first call waits for.
         """
-        if self.segment < 0:
-            return [(bytes_at(block.start, block.nbytes), self) for block in self.layout.blocks]
-        if self._mapped is None:
-            self._mapped = map_segment(self.segment, [block.nbytes for block in self.layout.blocks])
-        return [(memoryview(array).cast("B"), array) for array in self._mapped]
+        wanted = range(len(self.layout.blocks)) if numbers is None else numbers
+        if self.segment >= 0:
+            if self._mapped is None:
+                self._mapped = map_segment(self.segment, [block.nbytes for block in self.layout.blocks])
+            return [(memoryview(self._mapped[i]).cast("B"), self._mapped[i]) for i in wanted]
+        staged: dict[int, Any] = {}
+        if self.on_device is not None and not self.on_device.devices.keys().isdisjoint(wanted):
+            staged = self.on_device.staged()
+        blocks = self.layout.blocks
+        return [
+            (memoryview(staged[i]).cast("B"), staged[i])
+            if i in staged
+            else (bytes_at(blocks[i].start, blocks[i].nbytes), self)
+            for i in wanted
+        ]
 
     def spans(self) -> list[Span]:
         """Return the addresses of the blocks as readers may use them: for a snapshot, those of its mapping."""
@@ -130,8 +144,13 @@ class Entry:
             for target, number in zip(buffers, wanted, strict=True):
                 memoryview(target).cast("B")[:] = views[number][0]
             return True
-        blocks = [self.layout.blocks[number] for number in wanted]
-        ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(blocks, buffers, strict=True)]
+        pairs = list(zip(wanted, buffers, strict=True))
+        if self.on_device is not None:
+            devices = self.on_device.devices
+            self.on_device.copy_to({number: mine for number, mine in pairs if number in devices})
+            pairs = [(number, mine) for number, mine in pairs if number not in devices]
+        blocks = self.layout.blocks
+        ranges = [(blocks[number].start, address_of(mine), blocks[number].nbytes) for number, mine in pairs]
         try:
             vm.read(os.getpid(), ranges)  # copied by the kernel: EFAULT for unmapped memory instead of a crash
         except OSError as error:

@@ -18,7 +18,7 @@ from raylane.core.spans import Span
 from raylane.transport.codec import LeafSpec
 from raylane.transport.source import Source
 
-VERSION = 3
+VERSION = 4
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -60,9 +60,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """Digest of the content of the guards at publication."""
     checksum: int | None = None
     """CRC-32 over all blocks at publication under `on_mutation="error"`; None otherwise."""
-
     groups: list[str] = []
     """Collective groups of the source with the wanted transport; readers outside of them use another transport."""
+    devices: dict[int, int] = {}
+    """Blocks in the memory of a CUDA device, with the device's number in the source."""
 
     @property
     def nbytes(self) -> int:

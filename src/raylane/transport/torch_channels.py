@@ -7,6 +7,9 @@ same time over an authenticated connection (`pairs`), on which they exchange wha
 from __future__ import annotations
 
 import functools
+import os
+import select
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from raylane.core.deadline import Deadline
 from raylane.errors import TransportUnavailableError
 from raylane.transport import wire
+from raylane.transport.cuda_ipc_channel import receive_host_pieces, send_host_pieces
 from raylane.transport.link import Connection
 from raylane.transport.pieces import Piece
 
@@ -29,6 +33,9 @@ NO_LIMIT_S = 10 * 365 * 86400.0
 
 class Channel(Protocol):
     """Way for bytes between two processes, one transfer at a time. An error leaves it unusable."""
+
+    on_device: bool
+    """True if it takes pieces in the memory of devices."""
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Send pieces; wait until their memory may change. RuntimeError if the other process or the deadline ends."""
@@ -81,7 +88,10 @@ class _Rendezvous(Store):
 class _GlooChannel:
     """gloo over TCP between the addresses of the two nodes."""
 
-    def __init__(self, store: Store, rank: int, host: str, deadline: Deadline) -> None:
+    on_device = False
+
+    def __init__(self, store: Store, rank: int, host: str, deadline: Deadline, connection: Connection) -> None:
+        del connection  # gloo opens its own
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
@@ -98,6 +108,85 @@ class _GlooChannel:
         return functools.partial(_wait, works)
 
 
+_NCCL_SETTINGS = {
+    # torch ends the process when a peer is lost, or when its watchdog is late. Here an error ends the channel only.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+_settings_lock = threading.Lock()
+_LOOK_MS = 1
+
+
+class _NcclChannel:
+    """NCCL between one device of each process, the current one. Tensors of other devices are copied to it first.
+
+    Tensors in host memory travel over the connection.
+    """
+
+    on_device = True
+
+    def __init__(self, store: Store, rank: int, host: str, deadline: Deadline, connection: Connection) -> None:
+        self._connection = connection
+        self._peer = 1 - rank
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = _limit(Deadline(None))  # the deadlines of transfers are watched here
+        with _settings_lock:  # torch reads these when it creates a group
+            before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+            os.environ.update(_NCCL_SETTINGS)
+            try:
+                self._group: Any = nccl(store, rank, 2, options)
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
+        # NCCL connects at the first transfer, and needs the rendezvous for it.
+        try:
+            self._run([torch.zeros(1, dtype=torch.uint8, device=self._device)], send=rank == 0, deadline=deadline)
+        except RuntimeError as error:
+            raise TransportUnavailableError(
+                f"NCCL cannot connect this process to {connection.peer}: {str(error).splitlines()[0]}. Two processes "
+                "on one GPU need tensor_transport='cuda_ipc'"
+            ) from error
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        send_host_pieces(self._connection, pieces)
+        self._run([piece.buffer.to(self._device) for piece in pieces if piece.on_device], send=True, deadline=deadline)
+
+    def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
+        return functools.partial(self._take, pieces)
+
+    def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        receive_host_pieces(self._connection, pieces)
+        targets = [piece.buffer for piece in pieces if piece.on_device]
+        here = [one if one.device == self._device else torch.empty_like(one, device=self._device) for one in targets]
+        self._run(here, send=False, deadline=deadline)
+        for target, received in zip(targets, here, strict=True):
+            if received is not target:
+                target.copy_(received)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def _run(self, tensors: Sequence[torch.Tensor], *, send: bool, deadline: Deadline) -> None:
+        """Send or receive tensors; RuntimeError if the deadline or the connection ends first."""
+        poll = select.poll()
+        poll.register(self._connection.socket, select.POLLRDHUP | select.POLLHUP)
+        with torch.cuda.device(self._device):
+            call = self._group.send if send else self._group.recv
+            # NCCL works on a stream of its own, after the work on the current one.
+            for work in [call([tensor], self._peer, 0) for tensor in tensors]:
+                work.wait()  # makes the current stream wait, not this thread
+            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            while not done.query():
+                # The other process may have died: NCCL alone would wait for ever.
+                if poll.poll(_LOOK_MS) or deadline.left_s() == 0:
+                    self._group.abort()
+                    raise RuntimeError("the other process left, or the deadline passed")
+
+
 def _tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the pieces, and one byte that marks their end."""
     return [*(torch.frombuffer(one.buffer, dtype=torch.uint8) for one in pieces), torch.zeros(1, dtype=torch.uint8)]
@@ -111,7 +200,10 @@ def _wait(works: Sequence[Any], deadline: Deadline) -> None:
         work.wait(_limit(deadline))
 
 
-CHANNELS: Mapping[str, Callable[[Store, int, str, Deadline], Channel]] = {"gloo": _GlooChannel}
+CHANNELS: Mapping[str, Callable[[Store, int, str, Deadline, Connection], Channel]] = {
+    "gloo": _GlooChannel,
+    "nccl": _NcclChannel,
+}
 """Makers of channels by the name of the transport."""
 
 
@@ -119,8 +211,19 @@ def missing(backend: str) -> str | None:
     """Return why this process cannot open channels of a backend, None if it can."""
     if backend not in CHANNELS:
         return f"this raylane has no channel {backend!r}; it has {', '.join(CHANNELS)}"
+    if backend == "nccl":
+        return missing_nccl()
     if not dist.is_gloo_available():
         return "its torch is built without gloo; use tensor_transport='tcp'"
+    return None
+
+
+def missing_nccl() -> str | None:
+    """Return why this process cannot use NCCL, None if it can."""
+    if not dist.is_nccl_available():
+        return "its torch is built without NCCL; use tensor_transport='gloo'"
+    if not torch.cuda.is_available():
+        return "it has no CUDA device; give the actor a GPU (num_gpus), or use tensor_transport='gloo'"
     return None
 
 
@@ -129,7 +232,7 @@ def open_channel(backend: str, connection: Connection, rank: int, host: str) -> 
     if (reason := missing(backend)) is not None:
         raise TransportUnavailableError(reason)
     store = _Rendezvous(connection)
-    channel = CHANNELS[backend](store, rank, host, connection.deadline)
+    channel = CHANNELS[backend](store, rank, host, connection.deadline, connection)
     store.finish()
     return channel
 

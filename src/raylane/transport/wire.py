@@ -251,19 +251,33 @@ class Want(msgspec.Struct, tag=30, array_like=True, frozen=True):
     number: int
 
 
+OfferedRange: TypeAlias = tuple[int, int, int]
+"""Memory in the source: address, size in bytes, and number of the CUDA device (-1: host)."""
+
+
 class Offer(msgspec.Struct, tag=31, array_like=True, frozen=True):
-    """Part of the ranges of a value, as (address, size in bytes), and of the metadata that the reader lacks."""
+    """Part of the ranges of a value, and of the metadata that the reader lacks."""
 
     epoch: int
     number: int
     metadata: list[bytes]
-    ranges: list[tuple[int, int]]
+    ranges: list[OfferedRange]
     more: bool
     """True if another Offer follows."""
 
 
 class Taken(msgspec.Struct, tag=32, array_like=True, frozen=True):
     """Message that the reader has the bytes of all offered ranges; answered by Trailer."""
+
+
+DevicePlace: TypeAlias = tuple[bytes, int, int, bytes]
+"""Memory of a CUDA device: handle of its allocation, offset and size in bytes, UUID of the device."""
+
+
+class Allocations(msgspec.Struct, tag=33, array_like=True, frozen=True):
+    """Where the pieces of a value lie that are on devices (`cuda_ipc_channel`). Bytes of the other pieces follow."""
+
+    places: list[DevicePlace]
 
 
 class Share(msgspec.Struct, tag=40, array_like=True, frozen=True):
@@ -307,6 +321,7 @@ Message: TypeAlias = (
     | Want
     | Offer
     | Taken
+    | Allocations
     | HoldingsQuery
     | Holdings
 )

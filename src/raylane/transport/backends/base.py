@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ class Capability:
     across_hosts: bool = False
     parts: bool = False
     """True if a read of parts moves only these."""
+    on_device: bool = False
+    """True if CUDA tensors go from device to device; other transports copy them to the host first."""
     calls_ray: bool = False
     """True if a read calls Ray, which is not possible while Ray unpickles the ticket."""
 
@@ -46,7 +48,7 @@ class FetchResult:
     """The blocks that a transport received, and the state of the value in its source."""
 
     blocks: list[Any]
-    """One ctypes array for each block of the ticket, owned by its holders."""
+    """A ctypes array for each block of the ticket, or a tensor of bytes for one on a device; owned by its holders."""
     mutated: bool
     """True if the source found a write since publication; False if there was none or the transport cannot tell."""
     creator_read: bool
@@ -124,31 +126,55 @@ def receive_error(ticket: Ticket, error: OSError) -> TransportError:
     )
 
 
-def allocate(ticket: Ticket, endpoint: Endpoint) -> list[Any]:
+def allocate(ticket: Ticket, endpoint: Endpoint, *, on_device: bool = False) -> list[Any]:
     """Return pooled memory for every block: a buffer of its own for a large block, one shared buffer for small ones.
 
+    With `on_device`, blocks that are on a device in the source get memory of this process's devices.
     TransportError if this process has no more memory.
     """
     try:
-        return take_blocks([block.nbytes for block in ticket.blocks], endpoint.pool)
+        sizes = [block.nbytes for block in ticket.blocks]
+        return take_blocks(sizes, endpoint.pool, ticket.devices if on_device else {})
+    except RuntimeError as error:  # also torch.OutOfMemoryError
+        raise TransportError(
+            f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error}. Free memory of the "
+            "device, or read with raylane.get(ref, device='cpu')",
+            source=ticket.origin().label,
+        ) from error
     except OSError as error:
         raise receive_error(ticket, error) from error
 
 
-def take_blocks(sizes: Sequence[int], pool: BufferPool) -> list[Any]:
-    """Return memory of a pool for blocks of these sizes, as `allocate` does. OSError if there is none."""
-    offsets, total = small_blocks(sizes)
+def take_blocks(sizes: Sequence[int], pool: BufferPool, devices: Mapping[int, int]) -> list[Any]:
+    """Return memory for blocks of these sizes, from a pool, or on the devices of those in `devices`; as `allocate`.
+
+    OSError or RuntimeError if there is none.
+    """
+    found: dict[int, Any] = {}
+    if devices:
+        from raylane.transport.device_memory import groups_of, new_blocks
+
+        found = dict(new_blocks(groups_of(devices, sizes)))
+    host = [i for i in range(len(sizes)) if i not in found]
+    offsets, total = small_blocks([sizes[i] for i in host])
     shared: Any = pool.take(total) if total else None
-    with paused(len(sizes)):
-        return [
-            (ctypes.c_char * nbytes).from_buffer(shared, offsets[i]) if i in offsets else pool.take(nbytes)
-            for i, nbytes in enumerate(sizes)
-        ]
+    with paused(len(host)):
+        for k, i in enumerate(host):
+            if k in offsets:
+                found[i] = (ctypes.c_char * sizes[i]).from_buffer(shared, offsets[k])
+            else:
+                found[i] = pool.take(sizes[i])
+        return [found[i] for i in range(len(sizes))]
+
+
+def host_view(block: Any) -> memoryview:
+    """Return the bytes of a received block; one on a device is copied to the host."""
+    return memoryview(block.cpu().numpy() if hasattr(block, "cpu") else block).cast("B")
 
 
 def copy_parts(parts: Sequence[Part], blocks: Sequence[Any]) -> None:
     """Copy parts of these blocks to their addresses."""
-    views = [memoryview(block).cast("B") for block in blocks]
+    views = [host_view(block) for block in blocks]
     for part in parts:
         bytes_at(part.address, part.nbytes)[:] = views[part.block][part.offset : part.offset + part.nbytes]
 

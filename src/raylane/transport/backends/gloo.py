@@ -63,8 +63,8 @@ def fetch_by_channel(name: str, ticket: Ticket, endpoint: Endpoint, deadline: De
 
 def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:
     """Read a value through a channel. After an error the channel must be closed: it may still expect the value."""
-    blocks = allocate(ticket, endpoint)
-    wait = pair.expect(blocks, [block.nbytes for block in ticket.blocks])
+    blocks = allocate(ticket, endpoint, on_device=pair.channel.on_device)
+    wait = pair.expect(blocks, [block.nbytes for block in ticket.blocks], ticket.devices)
     pair.send(wire.Send(ticket.key))
 
     def receive() -> list[Any]:

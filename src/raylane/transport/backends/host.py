@@ -3,7 +3,7 @@
 A value in ordinary memory is read with process_vm_readv(2) into pooled memory. A snapshot lies in a sealed memfd, which
 is mapped copy-on-write through /proc/<pid>/fd: nothing is copied until somebody writes. The second reader of a large
 value asks its source for a copy in shared memory, which all further readers map (`core.shared_pool`); a source that
-does not answer soon is read as before.
+does not answer soon is read as before. Of CUDA tensors every reader asks for that copy.
 
 Order of the reads, with no lock between the two processes:
 
@@ -86,6 +86,16 @@ class HostBackend(Backend):
         """Read the blocks out of the source's memory, or map its snapshot."""
         if ticket.segment >= 0:
             return _read(ticket, [], deadline, blocks_of_segment=True)
+        if ticket.devices:
+            copied = _ask_for_copy(ticket, endpoint, deadline)
+            found = _read(ticket, [], deadline)
+            if copied is None:
+                raise TransportUnavailableError(
+                    f"{ticket.origin()} could not copy CUDA tensors to shared memory. Free memory of its host, or use "
+                    "tensor_transport='tcp'",
+                    source=ticket.origin().label,
+                )
+            return dataclasses.replace(found, blocks=copied)
         shared, counted = _shared_copy(ticket, endpoint)
         if shared is not None:
             # Checks everything that is checked after a read of the memory itself.
@@ -104,6 +114,8 @@ class HostBackend(Backend):
         A snapshot is read where the source has mapped it: its pages are in place there, and a new mapping here would
         take a page fault for each of them (64 MiB: 7 ms instead of 16).
         """
+        if ticket.devices:
+            return super().fetch_parts(ticket, parts, endpoint, deadline)
         starts = [block.start for block in ticket.blocks]
         return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
 
@@ -178,20 +190,29 @@ def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, 
     except OSError:
         return None, False  # the read of the value itself will find out why
     try:
-        with endpoint.links().borrow(endpoint.address_of(source), source, Deadline(SHARED_WITHIN_S)) as link:
-            link.send(wire.Share(ticket.key))
-            answer = link.receive()
+        return _ask_for_copy(ticket, endpoint, Deadline(SHARED_WITHIN_S)), False
     except TransportError as error:
         # The source may be busy for long, and a one-sided read does not need it.
         endpoint.blocked[SHARED, source.place] = error.message
         return None, False
+
+
+def _ask_for_copy(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> list[Any] | None:
+    """Return the blocks from the copy in shared memory that the source makes or has; None if there is none.
+
+    A TransportError if the source does not answer.
+    """
+    source = ticket.origin()
+    with endpoint.links().borrow(endpoint.address_of(source), source, deadline) as link:
+        link.send(wire.Share(ticket.key))
+        answer = link.receive()
     if not isinstance(answer, wire.Shared):
-        return None, False
+        return None
     with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
         blocks = map_shared(f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks])
         endpoint.counts["shared"] += blocks is not None
-        return blocks, False
-    return None, False
+        return blocks
+    return None
 
 
 def share_from_bytes() -> int | None:

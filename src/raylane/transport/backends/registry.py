@@ -1,4 +1,4 @@
-"""Transports by name: built-in ones, those of other packages, and known ones that this version lacks.
+"""Transports by name: built-in ones and those of other packages.
 
 Other packages register a Backend class as an entry point in the group `raylane.backends`.
 """
@@ -13,6 +13,7 @@ from raylane.errors import TransportUnavailableError
 from raylane.transport import managers
 from raylane.transport.backends.adapter import AdapterBackend
 from raylane.transport.backends.base import Backend
+from raylane.transport.backends.device import CudaIpcBackend, NcclBackend
 from raylane.transport.backends.gloo import GlooBackend
 from raylane.transport.backends.host import HostBackend
 from raylane.transport.backends.local import LocalBackend
@@ -22,20 +23,18 @@ from raylane.transport.backends.tcp import TcpBackend
 
 AUTO = "auto"
 AUTO_ORDER = ("local", "host", "tcp", "object_store")
+ON_DEVICE = "cuda_ipc"
+"""Transport that `auto` tries first for CUDA tensors of the same host."""
 TWO_SIDED = ("gloo", "nccl")
 """Transports in which the source takes part in every transfer; collective groups are made of these."""
-NOT_YET = {
-    "cuda_ipc": "this version of raylane moves CUDA tensors through host memory",
-    "nccl": "this version of raylane has no NCCL transport",
-}
-"""Transports that Ray users know by name and that this version does not have, with the reason."""
 
 
 @functools.lru_cache(maxsize=1)
 def backends() -> dict[str, Backend]:
     """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
-    built_in = (LocalBackend(), HostBackend(), TcpBackend(), GlooBackend(), NixlBackend(), ObjectStoreBackend())
-    found: dict[str, Backend] = {backend.name: backend for backend in built_in}
+    one_sided = (LocalBackend(), HostBackend(), TcpBackend(), ObjectStoreBackend())
+    by_channel = (CudaIpcBackend(), GlooBackend(), NcclBackend(), NixlBackend())
+    found: dict[str, Backend] = {backend.name: backend for backend in (*one_sided, *by_channel)}
     for point in entry_points(group="raylane.backends"):
         # A broken entry point is an error: skipping it would silently change the choice of `auto`.
         try:
@@ -57,21 +56,13 @@ def adopt(name: str) -> bool:
 
 
 def check_name(name: object) -> str:
-    """Return a transport's name in lower case.
-
-    ValueError for an unknown name, TransportUnavailableError for a known transport that this version lacks.
-    """
+    """Return a transport's name in lower case. ValueError for an unknown name."""
     known = [AUTO, *backends()]
     if not isinstance(name, str):
         raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
     if lower in known or adopt(lower):
         return lower
-    # Ray users may know these names, and deserve a better answer than "unknown".
-    if lower in NOT_YET:
-        raise TransportUnavailableError(
-            f"tensor_transport={name!r} is not available: {NOT_YET[lower]}. Use one of {', '.join(known)}"
-        )
-    close = difflib.get_close_matches(lower, [*known, *NOT_YET], n=1)
+    close = difflib.get_close_matches(lower, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ValueError(f"tensor_transport={name!r} is unknown{hint} Known transports: {', '.join(known)}")

@@ -1,0 +1,133 @@
+"""Channel of CUDA IPC: the source tells where its tensors lie, and the reader copies them on the GPU.
+
+    reader                                          source
+                              <-----------------------  Allocations, then the bytes of tensors in host memory
+      (maps, copies, unmaps)                            (keeps the value)
+      Taken                   ----------------------->
+
+The source answers Taken with the state of the memory, as in every channel (`pairs`). If the connection ends instead, it
+releases the value at once; the driver keeps a mapping of the reader's valid until the reader unmaps it or ends.
+
+Written after the documentation of CUDA 12; never run, because no GPU was at hand (`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+from raylane.core import vm
+from raylane.core.deadline import Deadline
+from raylane.core.segment import address_of, bytes_at
+from raylane.errors import ProtocolError, TransportUnavailableError
+from raylane.transport import cuda_driver, wire
+from raylane.transport.link import Connection
+from raylane.transport.pieces import Piece
+
+__all__ = ["IpcChannel", "open_ipc"]
+
+_CHUNK_BYTES = 1 << 20
+
+
+class IpcChannel:
+    """One end of a channel, see `torch_channels.Channel`."""
+
+    on_device = True
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Tell where the pieces lie, and wait until the reader has copied them."""
+        del deadline  # that of the connection, which every message obeys
+        places = []
+        for piece in pieces:
+            if piece.on_device:
+                device, block = piece.memory.device, piece.memory.block
+                handle, offset = cuda_driver.allocation_of(block.start, device)
+                places.append((handle, offset, block.nbytes, cuda_driver.uuid_of(device)))
+        self._connection.send(wire.Allocations(places))
+        send_host_pieces(self._connection, pieces)
+        taken = self._connection.receive()
+        if not isinstance(taken, wire.Taken):
+            raise ProtocolError(f"expected Taken, got {type(taken).__name__}")
+
+    def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
+        """Return a function that copies the pieces; nothing has to be prepared before the source is asked."""
+        return functools.partial(self._take, pieces)
+
+    def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        del deadline
+        connection = self._connection
+        answer = connection.receive()
+        if isinstance(answer, wire.Refusal):
+            raise TransportUnavailableError(f"{connection.peer}: {answer.reason}")
+        if not isinstance(answer, wire.Allocations):
+            raise ProtocolError(f"{connection.peer} answered {type(answer).__name__} instead of Allocations")
+        here = [piece for piece in pieces if piece.on_device]
+        # Compared before the copy: the sizes decide how far it writes.
+        if [place[2] for place in answer.places] != [piece.memory.block.nbytes for piece in here]:
+            raise ProtocolError(f"{connection.peer} offered memory of other sizes than the value has")
+        receive_host_pieces(connection, pieces)
+        try:
+            _copy(here, answer.places)
+        except cuda_driver.CudaError as error:
+            # The memory cannot be reached from here, now and later: another transport may do it.
+            raise TransportUnavailableError(
+                f"cuda_ipc cannot bring tensors of {connection.peer} to this process: {error}. Use "
+                "tensor_transport='nccl', or 'host'"
+            ) from error
+        connection.send(wire.Taken())
+
+
+def _copy(pieces: Sequence[Piece], places: Sequence[wire.DevicePlace]) -> None:
+    """Copy from another process's memory into these pieces; wait for the copies."""
+    import torch
+
+    from raylane.transport.device_memory import on_own_stream
+
+    mine = [cuda_driver.uuid_of(number) for number in range(torch.cuda.device_count())]
+    # One context for each mapping, so pieces are grouped by the devices of both sides.
+    routes = [
+        (cuda_driver.pick_device(p[3], mine, one.memory.device), one) for p, one in zip(places, pieces, strict=True)
+    ]
+    for device in sorted({opened for opened, _ in routes}):
+        some = [(p, one) for p, (opened, one) in zip(places, routes, strict=True) if opened == device]
+        with cuda_driver.mapped([handle for (handle, *_), _ in some], device) as start:
+            for target in {one.buffer.device for _, one in some}:
+                with on_own_stream(target, after_current=True) as stream:
+                    for (handle, offset, nbytes, _), one in some:
+                        if one.buffer.device == target:
+                            source = start[handle] + offset
+                            cuda_driver.copy_async(one.memory.block.start, source, nbytes, stream.cuda_stream)
+
+
+def send_host_pieces(connection: Connection, pieces: Sequence[Piece]) -> None:
+    """Send the bytes of the pieces in host memory over a connection."""
+    buffer = (ctypes.c_char * _CHUNK_BYTES)()
+    for piece in pieces:
+        if piece.on_device:
+            continue
+        block = piece.memory.block
+        for start in range(block.start, block.stop, _CHUNK_BYTES):
+            nbytes = min(_CHUNK_BYTES, block.stop - start)
+            # By the kernel: the owner can unmap the memory at any time.
+            vm.read(os.getpid(), [(start, address_of(buffer), nbytes)])
+            connection.send_bytes(memoryview(buffer).cast("B")[:nbytes])
+
+
+def receive_host_pieces(connection: Connection, pieces: Sequence[Piece]) -> None:
+    """Receive what `send_host_pieces` sends."""
+    blocks = [piece.memory.block for piece in pieces if not piece.on_device]
+    connection.receive_into([bytes_at(block.start, block.nbytes) for block in blocks])
+
+
+def open_ipc(connection: Connection) -> IpcChannel:
+    """Open an end of a channel. TransportUnavailableError if this process has no CUDA."""
+    try:
+        cuda_driver.driver()
+    except cuda_driver.CudaError as error:
+        raise TransportUnavailableError(f"cuda_ipc needs a CUDA device in both processes: {error}") from error
+    return IpcChannel(connection)

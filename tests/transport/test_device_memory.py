@@ -1,0 +1,145 @@
+"""CUDA tensors in values, as far as that can be tested without a GPU: what is decided, and what a reader builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+import torch
+
+import raylane
+from raylane.core.place import Place
+from raylane.core.segment import SMALL_BLOCK_BYTES, BufferPool
+from raylane.core.spans import Span
+from raylane.errors import TransportUnavailableError
+from raylane.transport import cuda_driver
+from raylane.transport.backends import device
+from raylane.transport.backends.registry import backends
+from raylane.transport.choose import choose
+from raylane.transport.codec import TENSOR, LeafSpec, build_leaves, local_device, plan_layout
+from raylane.transport.cuda_ipc_channel import open_ipc
+from raylane.transport.device_memory import Group, groups_of, new_blocks, whole
+from raylane.transport.nixl_agent import Range, _batches, merge_ranges
+from raylane.transport.pieces import pieces_of_target
+from raylane.transport.source import Source
+from raylane.transport.ticket import Ticket, decode_ticket, encode_ticket
+
+BIG = SMALL_BLOCK_BYTES
+HERE = Place("boot", 1, 1, 1000, 10, 5, "here")
+
+
+def test_small_blocks_of_one_device_travel_together() -> None:
+    sizes = [100, 7, BIG, 30, 40, 50]
+    # Block 1 is in host memory; blocks 4 and 5 are on another device.
+    found = groups_of({0: 0, 2: 0, 3: 0, 4: 1, 5: 1}, sizes)
+    assert found == [
+        Group(0, [0, 3], [Span(0, 100), Span(128, 158)], 192),
+        Group(0, [2], [Span(0, BIG)], BIG),
+        Group(1, [4, 5], [Span(0, 40), Span(64, 114)], 128),
+    ]
+    assert groups_of({}, sizes) == []
+
+
+def test_blocks_of_a_group_lie_in_one_memory() -> None:
+    groups = groups_of({0: 0, 2: 0, 3: 0}, [100, 7, BIG, 30])
+    blocks = new_blocks(groups)
+    assert [blocks[number].numel() for number in (0, 2, 3)] == [100, BIG, 30]
+    shared = whole(blocks[3])
+    assert shared.numel() == groups[0].nbytes
+    shared[128:158] = 1
+    assert int(blocks[3].sum()) == 30
+    assert int(blocks[0].sum()) == 0 or blocks[0].data_ptr() == shared.data_ptr()
+
+
+def test_pieces_of_a_target_follow_the_groups() -> None:
+    pool = BufferPool(1 << 30)
+    sizes, devices = [100, 7, BIG, 30], {0: 0, 2: 0, 3: 0}
+    blocks: list[Any] = [None, pool.take(7), None, None]
+    for number, block in new_blocks(groups_of(devices, sizes)).items():
+        blocks[number] = block
+    pieces = pieces_of_target(blocks, sizes, devices)
+    # First the host's small blocks together, which take 64 bytes, then those of the device.
+    assert [piece.memory.block.nbytes for piece in pieces] == [64, 192, BIG]
+    assert pieces[1].memory.block.start == blocks[0].data_ptr()
+    pool.close()
+
+
+def test_leaves_of_one_device_block_share_memory() -> None:
+    def spec(offset: int, count: int) -> LeafSpec:
+        return LeafSpec(TENSOR, "float32", (count,), (4,), 0, offset, False, "cpu")
+
+    # A reader without CUDA gets device blocks in host memory, as slices of their group.
+    memory = torch.arange(100.0).view(torch.uint8)
+    first, second = build_leaves([spec(0, 50), spec(80, 10)], [memory[40:]])
+    assert torch.equal(first, torch.arange(10.0, 60.0))
+    assert torch.equal(second, torch.arange(30.0, 40.0))
+    second.zero_()
+    assert float(first[20]) == 0
+
+
+def test_layout_of_host_tensors_names_no_devices() -> None:
+    assert plan_layout([torch.ones(10)], in_place=True).devices == {}
+    ticket = Ticket(4, "auto", "warn", [], [Span(0, 8)], devices={0: 3})
+    assert decode_ticket(encode_ticket(ticket)).devices == {0: 3}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process has CUDA devices")
+def test_processes_without_cuda() -> None:
+    assert local_device("cuda:3") == torch.device("cuda")
+    with pytest.raises(cuda_driver.CudaError, match=r"libcuda\.so\.1"):
+        cuda_driver.driver()
+    with pytest.raises(TransportUnavailableError, match="needs a CUDA device in both"):
+        open_ipc(None)  # type: ignore[arg-type]
+    for name in device.NEEDS_DEVICE:
+        there = Source(HERE, "Actor(A, 1)", "u", "10.0.0.1", 1)
+        assert backends()[name].refusal(there, HERE) == "this process has no CUDA device"
+
+
+def test_auto_takes_cuda_ipc_for_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    there = Source(msgspec.structs.replace(HERE, pid=11), "Actor(A, 1)", "u", "10.0.0.1", 1)
+
+    def names(*, on_device: bool, source: Source = there) -> tuple[str, ...]:
+        return choose(source, HERE, "auto", backends(), {}, may_call_ray=False, on_device=on_device).names
+
+    assert names(on_device=True) == ("cuda_ipc", "host", "tcp")
+    assert names(on_device=False) == ("host", "tcp")
+    far = msgspec.structs.replace(there, place=msgspec.structs.replace(HERE, boot_id="b2", hostname="far"))
+    assert names(on_device=True, source=far) == ("tcp",)
+
+
+def test_memory_is_opened_where_it_is_if_possible() -> None:
+    a, b, c = b"a" * 16, b"b" * 16, b"c" * 16
+    assert cuda_driver.pick_device(b, [a, b], target=0) == 1
+    assert cuda_driver.pick_device(c, [a, b], target=1) == 1
+
+
+def test_reads_by_nixl_keep_devices_apart() -> None:
+    host, first, second = Range(0, 100, 10), Range(10, 110, 10, 0, 0), Range(20, 120, 10, 0, 0)
+    other = Range(30, 130, 10, 1, 0)
+    merged = merge_ranges([host, first, second, other])
+    assert merged == [host, Range(10, 110, 20, 0, 0), other]
+    # One request has memory of one kind on each side; several devices are of one kind.
+    assert list(_batches(merged)) == [[host], [Range(10, 110, 20, 0, 0), other]]
+
+
+class Maker:
+    @raylane.method(tensor_transport="nccl")
+    def values(self) -> torch.Tensor:
+        return torch.arange(50_000.0)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process has CUDA devices")
+def test_readers_without_a_device_get_the_value_another_way() -> None:
+    maker = ray.remote(Maker).remote()
+    before = raylane.stats().get("without_device", 0)
+    ref = maker.values.remote()
+    assert torch.equal(ray.get(ref), torch.arange(50_000.0))
+    assert raylane.stats()["without_device"] == before + 1
+    with pytest.raises(TransportUnavailableError, match="no CUDA device"):
+        raylane.get(ref, tensor_transport="nccl")
+    ray.kill(maker)
