@@ -86,7 +86,7 @@ def test_leaves_arrive_on_their_devices(pair: tuple[Any, Any], transport: str) -
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_nobody_reads_before_the_kernel_has_finished(pair: tuple[Any, Any], transport: str) -> None:
+def test_reads_wait_for_the_kernel_of_the_producer(pair: tuple[Any, Any], transport: str) -> None:
     maker, reader = pair
     for turn in (1, 2):
         ref = raylane.options(maker.late, tensor_transport=transport).remote()
