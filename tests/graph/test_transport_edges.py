@@ -29,6 +29,7 @@ pytestmark = pytest.mark.ray
 TRANSPORTS = ["gloo", "nixl"]
 LARGE = 200_000
 """Number of floats of a tensor that does not travel inside its message."""
+TEXT = "larger than a slot of a ring " * 10_000
 
 
 class Sender(Worker):
@@ -43,7 +44,7 @@ class Sender(Worker):
 
     def mixed(self, x: float) -> Any:
         weights = torch.full((LARGE,), x)
-        return {"weights": weights, "tied": weights[:10], "array": np.full(LARGE, x), "text": "as it is", "small": x}
+        return {"weights": weights, "tied": weights[:10], "array": np.full(LARGE, x), "text": TEXT, "small": x}
 
     def shared_and_reused(self, x: float) -> Any:
         return np.ones(LARGE), self.reuse(x)
@@ -63,7 +64,7 @@ class Sender(Worker):
 
     def tied(self, x: dict[str, Any]) -> Any:
         x["weights"][0] = 7.0
-        return float(x["tied"][0]), float(x["array"].sum()), x["text"], x["small"], x["array"].flags.writeable
+        return float(x["tied"][0]), float(x["array"].sum()), x["text"] == TEXT, x["small"], x["array"].flags.writeable
 
     def stats(self) -> dict[str, Any]:
         return raylane.stats()
@@ -108,7 +109,7 @@ def test_values_arrive_whole_and_writable(three: list[Any], transport: str) -> N
     with raylane.compile(node) as g:
         before = ray.get(b.stats.remote()).get(transport, 0)
         for i in range(5):
-            assert g.execute(float(i)).get() == (7.0, float(i) * LARGE, "as it is", float(i), True)
+            assert g.execute(float(i)).get() == (7.0, float(i) * LARGE, True, float(i), True)
         assert ray.get(b.stats.remote())[transport] == before + 5
         assert transport in g.show()
 
@@ -141,10 +142,21 @@ def test_driver_and_several_actors_read_one_value(three: list[Any], transport: s
         results = [g.execute(float(i)) for i in range(6)]
         for i, result in enumerate(results):
             one, own, two = result.get()
-            assert one == two == (7.0, i * LARGE, "as it is", float(i), True)
+            assert one == two == (7.0, i * LARGE, True, float(i), True)
             assert torch.equal(own["weights"], torch.full((LARGE,), float(i)))
             assert own["tied"].untyped_storage().data_ptr() == own["weights"].untyped_storage().data_ptr()
             own["array"][:] = 1
+
+
+def test_inputs_of_one_call_come_by_several_transports(three: list[Any]) -> None:
+    a, b, c = three
+    with raylane.InputNode() as x:
+        one = bind(a.reuse, x).with_tensor_transport("gloo")
+        two = bind(b.reuse, x).with_tensor_transport("nixl")
+        node = bind(c.total, bind(c.add, one, two))
+    with raylane.compile(node, max_inflight=4) as g:
+        results = [g.execute(float(i)) for i in range(10)]
+        assert [result.get() for result in results] == [2 * i * LARGE for i in range(10)]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -205,6 +217,14 @@ def test_a_transport_that_fails_fails_the_execution(three: list[Any]) -> None:
             g.execute(1.0).get()
         ray.get(b.__ray_call__.remote(_unblock))
         assert g.execute(2.0).get() == 2 * LARGE
+    with raylane.InputNode() as x:
+        node = bind(a.reuse, x).with_tensor_transport("nixl")
+    with raylane.compile(node) as g:
+        _block(None, "nixl")
+        with pytest.raises(GraphError, match=r"Sender.reuse could not be brought to driver over nixl.*by the test"):
+            g.execute(1.0).get()
+        _unblock(None)
+        assert float(g.execute(2.0).get().sum()) == 2 * LARGE
 
 
 def test_a_process_without_the_transport_is_named(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +328,7 @@ def test_inline_graphs_accept_the_names() -> None:
         assert g.execute(torch.ones(LARGE)).get() == LARGE
 
 
-def _block(instance: Any, transport: str) -> None:
+def _block(_: Any, transport: str) -> None:
     """Make the process believe that a transport reaches no other process."""
     endpoint().blocked = _Everything(transport)  # type: ignore[assignment]
 
@@ -325,7 +345,7 @@ def _spoil(instance: Any) -> None:
     instance.buffer.fill_(-1)
 
 
-def _unblock(instance: Any) -> None:
+def _unblock(_: Any) -> None:
     endpoint().blocked = {}
 
 
@@ -394,6 +414,26 @@ def test_source_dies_during_the_transfer(pair: list[Any], transport: str) -> Non
     assert ray.get(pair[1].add.remote(1, 1), timeout=30) == 2
     with g.recompile() as again:
         assert again.execute(3.0).get() == 3 * LARGE
+
+
+@pytest.mark.processes
+def test_source_dies_while_the_driver_fetches(pair: list[Any]) -> None:
+    a, _ = pair
+    with raylane.InputNode() as x:
+        node = bind(a.reuse, x).with_tensor_transport("gloo")
+    g = raylane.compile(node)
+    assert float(g.execute(1.0).get().sum()) == LARGE
+    result = g.execute(2.0)
+    pid = ray.get(a.pid.remote())
+    eventually(lambda: ray.get(a.__ray_call__.remote(_sent)) == 2)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(GraphTimeoutError, match="did not end"):
+        result.get(timeout=0.5)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(GraphActorDiedError, match="Sender"):
+        result.get(timeout=10)
+    with g.recompile() as again:
+        assert float(again.execute(3.0).get().sum()) == 3 * LARGE
 
 
 @pytest.mark.processes
