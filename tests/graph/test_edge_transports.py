@@ -78,6 +78,10 @@ def test_routes_of_transports() -> None:
     assert not routing.routes(_plan(alone), ["here"] * 3).links
     with pytest.raises(GraphPlanError, match=r"echo has the transport 'shm', but Worker#1 and Worker#2 are on diff"):
         routing.routes(_plan(alone), ["here", "here", "there"])
+    with raylane.InputNode() as x:
+        near = bind(workers[1].echo, bind(workers[0].echo, x).with_tensor_transport("host"))
+    with pytest.raises(GraphPlanError, match="echo has the transport 'host', but Worker#1 and Worker#2 are on diff"):
+        routing.routes(_plan(near), ["here", "here", "there"])
 
 
 @pytest.fixture

@@ -49,6 +49,12 @@ class Sender(Worker):
     def shared_and_reused(self, x: float) -> Any:
         return np.ones(LARGE), self.reuse(x)
 
+    def freed_if_negative(self, x: Any) -> Any:
+        if x[0] < 0:
+            x = x.clone()
+            x.untyped_storage().resize_(10)
+        return x
+
     def registrations(self) -> int:
         return endpoint().nixl().offered.made
 
@@ -225,6 +231,21 @@ def test_a_transport_that_fails_fails_the_execution(three: list[Any]) -> None:
             g.execute(1.0).get()
         _unblock(None)
         assert float(g.execute(2.0).get().sum()) == 2 * LARGE
+
+
+def test_value_that_cannot_be_published_fails_the_execution(three: list[Any]) -> None:
+    a, b, _ = three
+    with raylane.InputNode() as x:
+        x.with_tensor_transport("gloo")
+        node = bind(b.total, bind(a.freed_if_negative, x).with_tensor_transport("gloo"))
+    with raylane.compile(node) as g:
+        for sign, text in ((-1, "Sender#1.freed_if_negative"), (0, "input")):
+            sent = torch.full((LARGE,), float(sign))
+            if sign == 0:
+                sent.untyped_storage().resize_(10)
+            with pytest.raises(GraphError, match=f"edge {text} could not be published.*TensorFreedError"):
+                g.execute(sent).get()
+            assert g.execute(torch.ones(LARGE)).get() == LARGE
 
 
 def test_a_process_without_the_transport_is_named(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

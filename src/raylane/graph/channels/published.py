@@ -115,7 +115,8 @@ class PublishingWriter:
     def published(self, sequence: int, message: Message) -> Message:
         """Return a message as it travels, in memory of its own; publish its leaves, if it has any.
 
-        Frees what the slot of this message has published before. Errors of publication are TransportErrors.
+        Frees what the slot of this message has published before. GraphError if there is no memory for the copies, or
+        the tensors have none any more.
         """
         slot = sequence % len(self._stages)
         stage = self._stages[slot]
@@ -126,7 +127,10 @@ class PublishingWriter:
         if message.held is None:  # it is published
             return message
         self._sequences[slot] = sequence
-        payload, nbytes = stage.publish(message.held, self._transport, self._label)
+        try:
+            payload, nbytes = stage.publish(message.held, self._transport, self._label)
+        except (RaylaneError, RuntimeError, OSError, MemoryError) as error:  # torch raises RuntimeError without memory
+            raise GraphError(f"{self._label} could not be published: {messages.error_text(error)}") from error
         self._published_bytes += nbytes
         if self._closed:  # by another thread meanwhile
             stage.abandon()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from raylane.core.deadline import Deadline
-from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError, RaylaneError
+from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.published import PublishingWriter
@@ -177,7 +177,7 @@ class Submitter:
             for writer, message, value in inputs:
                 try:
                     writer.write(number, message, flags)
-                except (RaylaneError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
+                except (GraphError, OSError, MemoryError) as error:  # too large, or no memory: this execution fails
                     # The readers of this edge wait for message `number`, so they get the error in its place.
                     failure = error_message(error, "execute")
                     writer.write(number, failure, flags)
