@@ -91,7 +91,7 @@ def test_processes_without_cuda() -> None:
     with pytest.raises(cuda_driver.CudaError, match=r"libcuda\.so\.1"):
         cuda_driver.driver()
     with pytest.raises(TransportUnavailableError, match="needs a CUDA device in both"):
-        open_ipc(None)  # type: ignore[arg-type]
+        open_ipc(None, 0)  # type: ignore[arg-type]
     for name in device.NEEDS_DEVICE:
         there = Source(HERE, "Actor(A, 1)", "u", "10.0.0.1", 1)
         assert backends()[name].refusal(there, HERE) == "this process has no CUDA device"

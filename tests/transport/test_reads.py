@@ -231,6 +231,14 @@ def test_read_moves_only_what_is_asked_for(trainer: Any, transport: str) -> None
     assert torch.equal(opened.read(slices=slice(10, 20)), expected[10:20])
 
 
+def test_slices_of_gloo_values_take_the_way_that_moves_less(trainer: Any) -> None:
+    opened = raylane.open(raylane.options(trainer.plain, tensor_transport="gloo").remote())
+    before = moved()
+    row = opened.read("a", slices=3)
+    assert row.shape == (4000,)
+    assert moved() - before == 4000 * 4
+
+
 @pytest.mark.parametrize("transport", ["gloo", "object_store"])
 def test_other_transports_read_slices_too(trainer: Any, transport: str) -> None:
     opened = raylane.open(trainer.weights.remote())

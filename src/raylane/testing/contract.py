@@ -40,9 +40,9 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
 class Publisher:
     """Actor that publishes values."""
 
-    def publish(self, sizes: list[int], transport: str) -> list[Any]:
+    def publish(self, sizes: list[int], transport: str, device: str) -> list[Any]:
         """Publish one tensor per size, and return the ref in a list, so that Ray does not redeem it."""
-        value = [pattern(nbytes, seed) for seed, nbytes in enumerate(sizes)]
+        value = [pattern(nbytes, seed).to(device) for seed, nbytes in enumerate(sizes)]
         return [put(value, tensor_transport=transport)]
 
     def pid(self) -> int:
@@ -59,6 +59,10 @@ class BackendContract:
     within_process: ClassVar[bool] = False
     published_as: ClassVar[str] = ""
     """Transport for which values are published, if it differs from `name`."""
+    device: ClassVar[str] = "cpu"
+    """Device of the published tensors, such as "cuda"."""
+    actor_options: ClassVar[dict[str, Any]] = {"num_cpus": 0}
+    """Options of Ray for source actors; for a device, `num_gpus` must be among them."""
 
     source: ClassVar[Any] = None
 
@@ -71,10 +75,10 @@ class BackendContract:
         yield
         cls.source = None
 
-    @staticmethod
-    def start_source() -> Any:
+    @classmethod
+    def start_source(cls) -> Any:
         """Start a source actor and wait until it is ready."""
-        source: Any = ray.remote(num_cpus=0)(Publisher).remote()
+        source: Any = ray.remote(**cls.actor_options)(Publisher).remote()
         ray.get(source.__ray_ready__.remote())
         return source
 
@@ -82,8 +86,8 @@ class BackendContract:
         """Return a ref to a list of patterns of these sizes."""
         transport = self.published_as or self.name
         if self.within_process:
-            return Publisher().publish(sizes, transport)[0]
-        return ray.get((source or self.source).publish.remote(sizes, transport))[0]
+            return Publisher().publish(sizes, transport, self.device)[0]
+        return ray.get((source or self.source).publish.remote(sizes, transport, self.device))[0]
 
     def pending(self, ref: Any) -> Pending:
         """Return the unredeemed ticket of a ref."""
@@ -92,8 +96,9 @@ class BackendContract:
         return found
 
     def redeem(self, pending: Pending, timeout_s: float = 60) -> Any:
-        """Fetch a value over the tested transport."""
-        return redeem(pending.ticket, pending.skeleton, self.name, Deadline(timeout_s), may_call_ray=True)
+        """Fetch a value over the tested transport; return it in host memory."""
+        value = redeem(pending.ticket, pending.skeleton, self.name, Deadline(timeout_s), may_call_ray=True)
+        return value if self.device == "cpu" else [tensor.cpu() for tensor in value]
 
     def test_registry_has_the_backend_with_a_summary(self) -> None:
         backend = backends()[self.name]

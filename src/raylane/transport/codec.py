@@ -193,10 +193,13 @@ def _transferable(leaf: Any, *, in_place: bool) -> Any:
     CUDA tensors are copied to the host unless `in_place`.
     """
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()  # so that autograd does not record the copies below
         contiguous = leaf.is_contiguous()
         _require_memory(leaf, contiguous=contiguous)
         # torch evaluates these two lazily: the memory holds the values before conjugation or negation.
+        lazy = leaf.is_conj() or leaf.is_neg()
+        if contiguous and not lazy and (in_place or leaf.is_cpu):
+            return leaf
+        leaf = leaf.detach()  # so that autograd does not record the copies below
         if leaf.is_conj():
             leaf = leaf.resolve_conj()
         if leaf.is_neg():

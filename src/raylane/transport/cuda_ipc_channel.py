@@ -124,10 +124,16 @@ def receive_host_pieces(connection: Connection, pieces: Sequence[Piece]) -> None
     connection.receive_into([bytes_at(block.start, block.nbytes) for block in blocks])
 
 
-def open_ipc(connection: Connection) -> IpcChannel:
-    """Open an end of a channel. TransportUnavailableError if this process has no CUDA."""
+def open_ipc(connection: Connection, rank: int) -> IpcChannel:
+    """Open an end of a channel: the source has rank 0. TransportUnavailableError if a process has no CUDA."""
     try:
         cuda_driver.driver()
     except cuda_driver.CudaError as error:
         raise TransportUnavailableError(f"cuda_ipc needs a CUDA device in both processes: {error}") from error
+    if rank == 0:
+        connection.send(wire.Met())
+    elif isinstance(answer := connection.receive(), wire.Refusal):
+        raise TransportUnavailableError(f"{connection.peer} cannot open the channel: {answer.reason}")
+    elif not isinstance(answer, wire.Met):
+        raise ProtocolError(f"{connection.peer} sent {type(answer).__name__} instead of Met")
     return IpcChannel(connection)

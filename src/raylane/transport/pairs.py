@@ -185,7 +185,7 @@ def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Call
     if backend == "nixl":
         return open_nixl(connection, rank, nixl)
     if backend == "cuda_ipc":
-        return open_ipc(connection)
+        return open_ipc(connection, rank)
     # torch is loaded here, not at the top: graphs import the transport and must not load torch.
     from raylane.transport.torch_channels import CHANNELS, open_channel
 

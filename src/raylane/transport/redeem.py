@@ -35,7 +35,7 @@ from raylane.transport.choose import choose
 from raylane.transport.codec import LeafSpec
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.groups import groups_of_this_process
-from raylane.transport.parts import Part
+from raylane.transport.parts import Part, size_of
 from raylane.transport.receiving import Delivery, check_target, convert, copy_into, receive
 from raylane.transport.store import Entry
 from raylane.transport.targets import match, structure
@@ -194,6 +194,11 @@ def redeem_parts(
 
     `own` makes the same of the producer's own leaves, if this process is the producer. Waits and raises as `redeem`.
     """
+    nbytes = sum(size_of(view, codec.itemsize_of(view)) for view in views)
+    chosen = ticket.wanted
+    if wanted is None and nbytes < ticket.nbytes and chosen not in (AUTO, "local") and adopt(chosen):
+        # The producer chose a transport for the value. If that can only move all of it, another one moves the part.
+        wanted = None if backends()[chosen].capability.parts else AUTO
     found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
     if isinstance(found, Present):
         return own(found.leaves)

@@ -129,6 +129,7 @@ class _NcclChannel:
         self._connection = connection
         self._peer = 1 - rank
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _limit(Deadline(None))  # the deadlines of transfers are watched here
@@ -145,7 +146,7 @@ class _NcclChannel:
                         os.environ[name] = value
         # NCCL connects at the first transfer, and needs the rendezvous for it.
         try:
-            self._run([torch.zeros(1, dtype=torch.uint8, device=self._device)], send=rank == 0, deadline=deadline)
+            self._run([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline, send=rank == 0)
         except RuntimeError as error:
             raise TransportUnavailableError(
                 f"NCCL cannot connect this process to {connection.peer}: {str(error).splitlines()[0]}. Two processes "
@@ -154,32 +155,32 @@ class _NcclChannel:
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         send_host_pieces(self._connection, pieces)
-        self._run([piece.buffer.to(self._device) for piece in pieces if piece.on_device], send=True, deadline=deadline)
+        self._run([piece.buffer for piece in pieces if piece.on_device], deadline, send=True)
 
     def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
         return functools.partial(self._take, pieces)
 
     def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         receive_host_pieces(self._connection, pieces)
-        targets = [piece.buffer for piece in pieces if piece.on_device]
-        here = [one if one.device == self._device else torch.empty_like(one, device=self._device) for one in targets]
-        self._run(here, send=False, deadline=deadline)
-        for target, received in zip(targets, here, strict=True):
-            if received is not target:
-                target.copy_(received)
-        torch.cuda.current_stream(self._device).synchronize()
+        self._run([piece.buffer for piece in pieces if piece.on_device], deadline, send=False)
 
-    def _run(self, tensors: Sequence[torch.Tensor], *, send: bool, deadline: Deadline) -> None:
+    def _run(self, tensors: Sequence[torch.Tensor], deadline: Deadline, *, send: bool) -> None:
         """Send or receive tensors; RuntimeError if the deadline or the connection ends first."""
         poll = select.poll()
         poll.register(self._connection.socket, select.POLLRDHUP | select.POLLHUP)
         with torch.cuda.device(self._device):
-            call = self._group.send if send else self._group.recv
-            # NCCL works on a stream of its own, after the work on the current one.
-            for work in [call([tensor], self._peer, 0) for tensor in tensors]:
-                work.wait()  # makes the current stream wait, not this thread
-            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+            # Kernels before may still use memory that the allocator gave to the tensors.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                here = [one if one.device == self._device else one.to(self._device) for one in tensors]
+                call = self._group.send if send else self._group.recv
+                for work in [call([tensor], self._peer, 0) for tensor in here]:
+                    work.wait()  # makes the stream wait, not this thread
+                for tensor, received in zip(tensors, here, strict=True):
+                    if not send and received is not tensor:
+                        tensor.copy_(received)
+                done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record()
             while not done.query():
                 # The other process may have died: NCCL alone would wait for ever.
                 if poll.poll(_LOOK_MS) or deadline.left_s() == 0:
