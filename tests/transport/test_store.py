@@ -33,6 +33,18 @@ def test_publish_get_free() -> None:
     store.free([b"1"])
 
 
+def test_free_in_a_finalizer_never_waits_for_the_lock() -> None:
+    store = Store()
+    store.publish(entry(b"1", torch.ones(10)))
+    store.publish(entry(b"2", torch.ones(10)))
+    store.free_soon([b"1"])
+    assert len(store) == 1
+    with store.freed:  # as if the finalizer ran in a thread that uses the store
+        store.free_soon([b"2"])
+    store.free([])
+    assert len(store) == 0
+
+
 def test_marks_tell_who_read_before() -> None:
     store = Store()
     one = entry(b"1", torch.ones(10))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from raylane import _ray
+from raylane.errors import GraphPlanError
 from raylane.graph import nodes
 
 OPERATIONS = ("sum", "prod", "min", "max", "avg")
@@ -128,6 +129,11 @@ def bind_collective(
     size, name = len(actors), "auto" if transport is None else str(transport).lower()
     in_group = name in GROUPS
     name = name if in_group else nodes.edge_transport(name)
+    if not in_group and name not in nodes.EDGE_TRANSPORTS:
+        raise GraphPlanError(
+            f"{kind}: transport {name!r} is for values of calls; collectives take {', '.join(nodes.EDGE_TRANSPORTS)}, "
+            f"{', '.join(GROUPS)}"
+        )
     shares = [
         CollectiveNode(actor, Collective(kind, op, "share", rank, size, name), given, calls)
         for rank, (actor, given) in enumerate(zip(actors, per_actor, strict=True))

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from raylane import _ray
-from raylane.errors import GraphPlanError
+from raylane.errors import GraphPlanError, TransportUnavailableError
 
 EDGE_TRANSPORTS = ("auto", "shm", "tcp")
 """Ways of a value to its readers: shared memory within a host and links between hosts; or one of the two alone."""
-_SAME_AS_AUTO = ("accelerator",)
-_NOT_ON_EDGES = {
-    "gloo": "raylane has no gloo edges; links between hosts use tcp",
-    "nccl": "CUDA tensors on an edge go through host memory",
-    "cuda_ipc": "CUDA tensors on an edge go through host memory",
-    "nixl": "CUDA tensors on an edge go through host memory, and links between hosts use tcp",
-}
+_NOT_ON_EDGES = ("local", "object_store")
+"""Transports of direct transport that make no sense here: the readers are other processes, and Ray carries nothing."""
 _numbers = itertools.count()
 _open_input: contextvars.ContextVar[InputNode | None] = contextvars.ContextVar("raylane_input", default=None)
 
@@ -41,8 +37,12 @@ class Node:
 
         "auto": shared memory to processes of the same host, and a link to each other host. "shm": shared memory;
         `compile` raises an error if a reader is on another host. "tcp": a link to each reader, even on the same host.
+        "gloo", "nixl" and the other names of direct transport: every reader fetches large tensors and arrays by this
+        transport from the process that computes the value; the rest travels as with "auto". "accelerator", Ray's name:
+        "nccl" if this process sees a GPU, else "auto".
 
-        ValueError for an unknown transport, GraphPlanError for one that edges of a graph cannot use.
+        ValueError for an unknown transport, GraphPlanError for one that edges of a graph cannot use; `compile` raises
+        it if a process lacks the transport.
         """
         self._transport = edge_transport(transport)
         return self
@@ -224,13 +224,30 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
 def edge_transport(name: Any) -> str:
     """Return the name of a transport of edges. Errors as of `Node.with_tensor_transport`."""
     lower = str(name).lower()
+    if lower == "accelerator" and not _sees_gpu():
+        return "auto"
+    if lower in EDGE_TRANSPORTS:
+        return lower
+    # Loads torch, which graphs without such a transport do not need.
+    from raylane.transport.backends.registry import backends, check_name
+
+    if lower == "accelerator":  # Ray's name for NCCL on the GPUs that torch knows
+        return "nccl" if "nccl" in backends() else "auto"
+    try:
+        lower = check_name(lower)
+    except TransportUnavailableError as error:
+        raise GraphPlanError(f"transport {name!r} is not available for values of a graph: {error}") from error
+    except ValueError:
+        known = [*EDGE_TRANSPORTS, *(one for one in backends() if one not in (*EDGE_TRANSPORTS, *_NOT_ON_EDGES))]
+        raise ValueError(f"unknown transport {name!r} of a value; the transports are {', '.join(known)}") from None
     if lower in _NOT_ON_EDGES:
-        raise GraphPlanError(
-            f"transport {name!r} is not available for values of a graph: {_NOT_ON_EDGES[lower]}. Use 'auto'"
-        )
-    if lower not in (*EDGE_TRANSPORTS, *_SAME_AS_AUTO):
-        raise ValueError(f"unknown transport {name!r} of a value; the transports are {', '.join(EDGE_TRANSPORTS)}")
-    return "auto" if lower in _SAME_AS_AUTO else lower
+        raise GraphPlanError(f"transport {name!r} is not available for values of a graph. Use 'auto'")
+    return lower
+
+
+def _sees_gpu() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_available()
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:

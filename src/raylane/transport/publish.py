@@ -164,12 +164,13 @@ def publish_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publ
     began_ns, nbytes = time.perf_counter_ns(), sum(block.nbytes for block in layout.blocks)
     # Paused when there is room, not while waiting for it.
     with here.budget.room(nbytes, publication.origin), paused(len(leaves)):
-        ticket = _store_leaves(here, leaves, layout, publication)
+        ticket = store_leaves(here, leaves, layout, publication)
     here.recorder.published(publication.origin, nbytes, began_ns)
     return ticket
 
 
-def _store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
+def store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, publication: Publication) -> Ticket:
+    """Put a value into the store and return its ticket; does not wait for the budget."""
     options = publication.options
     source = here.source()
     on_device = None

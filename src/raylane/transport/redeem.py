@@ -205,6 +205,15 @@ def redeem_parts(
     return receive(views, targets, found.here.pool, found.parts)
 
 
+def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:
+    """Return the leaves of a value of another process, fetched by this transport. Waits and raises as `redeem`."""
+    found = _find(ticket, b"", wanted, deadline, may_call_ray=True, on_device=bool(ticket.devices))
+    assert isinstance(found, _Fetching), "the value belongs to this process"
+    blocks = found.blocks()
+    with paused(len(ticket.specs)):
+        return _build_leaves(ticket, ticket.specs, blocks)
+
+
 def _find(
     ticket: Ticket,
     skeleton: bytes,

@@ -7,6 +7,7 @@ decisions; memory is released and descriptors are closed after the lock is relea
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import errno
 import os
@@ -175,6 +176,8 @@ class Store:
         self.freed = threading.Condition(self._lock)
         """Notified after every removal of entries; its lock is the store's."""
         self._entries: dict[bytes, Entry] = {}
+        self._dropped: collections.deque[bytes] = collections.deque()
+        """Keys that finalizers have freed and `free` has not removed yet. Needs no lock: deques are atomic."""
         self._headers = HeaderSlots()
         self.published = 0
         self.nbytes = 0
@@ -196,6 +199,8 @@ class Store:
         """Remove these entries and release their memory; unknown keys are ignored."""
         removed = []
         with self.freed:
+            while self._dropped:
+                keys = [*keys, self._dropped.popleft()]
             for key in keys:
                 entry = self._entries.pop(key, None)
                 if entry is not None:
@@ -213,6 +218,14 @@ class Store:
         for entry in removed:
             if entry.segment >= 0:
                 os.close(entry.segment)
+
+    def free_soon(self, keys: Iterable[bytes]) -> None:
+        """Free entries, for finalizers: at once, or with the next call of `free` if this thread uses the store."""
+        self._dropped.extend(keys)
+        # A finalizer may run in a thread that holds the lock: waiting would deadlock.
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            self.free(())
 
     def share(self, entry: Entry) -> SharedSegment | None:
         """Return the copy of a value for the readers of this host; make it if there is none. Called by one thread.

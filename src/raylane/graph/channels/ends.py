@@ -12,8 +12,9 @@ from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
+from raylane.graph.channels.published import PLAIN, PublishingWriter
 from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
-from raylane.graph.plan.ir import DRIVER
+from raylane.graph.plan.ir import DRIVER, Edge
 
 
 class ChannelEnds:
@@ -49,6 +50,13 @@ class ChannelEnds:
         readers = self._layout.readers_here(channel)
         doorbells = [self._open(self._layout.doorbells[reader], reader) for reader in readers]
         return RingWriter(self._open_ring(spec), spec, doorbells, pool)
+
+    def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> Writer | PublishingWriter:
+        """Open the writing end of an edge; `label` names its value."""
+        found = self.writer(edge.index, pool)
+        if edge.transport in PLAIN:
+            return found
+        return PublishingWriter(found, edge.transport, self._layout.slots(edge.index), label)
 
     def writer(self, channel: int, pool: LeasePool) -> Writer:
         """Open the writing end of a channel: the ring's own writer where no message leaves this host."""

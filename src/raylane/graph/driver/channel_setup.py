@@ -21,6 +21,7 @@ from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.published import check_available
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan import routing
@@ -154,7 +155,10 @@ class ChannelSetup:
         )
         for edge in plan.edges_to(DRIVER):
             connections.readers[edge.index] = ends.reader(edge.index, connections.leases, connections.doorbell)
-        connections.inputs = [(ends.writer(edge.index, pool), edge.value) for edge in inputs]
+        check_available(plan, DRIVER)
+        connections.inputs = [
+            (ends.edge_writer(edge, plan.source_label(edge.value), pool), edge.value) for edge in inputs
+        ]
         for orders, reports in zip(connections.routes.orders, connections.routes.reports, strict=True):
             reader = ends.reader(reports.channel, connections.leases, connections.doorbell)
             connections.control.add(ends.writer(orders.channel, pool), reader)

@@ -25,6 +25,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.semaphore import post
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphValueError
 from raylane.graph.channels.lease import SegmentGone
+from raylane.graph.channels.published import Fetch, Fetched, fetched_edge
 from raylane.graph.channels.ring import RingReader
 from raylane.graph.driver import forks
 from raylane.graph.driver.asyncio_bridge import AsyncioBridge
@@ -34,10 +35,10 @@ from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.locks import RecoverableLock
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.lifecycle import Event
-from raylane.graph.plan.ir import Plan, Ref
+from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
 from raylane.graph.values import message as messages
 from raylane.graph.values.failures import Failure
-from raylane.graph.values.message import ERROR, NOTHING, VALUE
+from raylane.graph.values.message import ERROR, NOTHING, TICKET, VALUE
 
 CHECK_S = 1.0
 """Seconds between two checks of a sleeping thread for the end of the graph and for orphaned locks."""
@@ -46,12 +47,18 @@ CHECK_S = 1.0
 class CollectedEdge:
     """One edge into the driver."""
 
-    __slots__ = ("bytes", "poll", "reader", "value")
+    __slots__ = ("bytes", "fetched", "fetching", "poll", "reader", "value", "writer")
 
-    def __init__(self, reader: RingReader, value: int) -> None:
+    def __init__(self, reader: RingReader, edge: Edge, fetched: Fetched | None) -> None:
         self.reader = reader
+        self.writer = edge.writer
+        """Member that computes the value; a relay may pass it on."""
+        self.fetched = fetched
+        """Set if tensors are fetched by a transport of the edge's own."""
+        self.fetching: tuple[GraphResult, Fetch] | None = None
+        """Message whose tensors are on their way; later messages of the edge wait behind it."""
         self.poll = reader.poll
-        self.value = value
+        self.value = edge.value
         self.bytes = 0
 
 
@@ -68,7 +75,12 @@ class Collector:
         self.executions = executions
         self.lock = RecoverableLock()
         """Held by the leader. Guards the edges."""
-        self.edges = [CollectedEdge(reader, plan.edges[edge].value) for edge, reader in connections.readers.items()]
+        self.edges = [
+            CollectedEdge(reader, plan.edges[edge], fetched_edge(plan, plan.edges[edge], DRIVER, timeout_s))
+            for edge, reader in connections.readers.items()
+        ]
+        self._fetching: list[CollectedEdge] = []
+        """Edges with a message whose tensors are on their way."""
         self.edge_count = len(self.edges)
         """Number of messages that complete one execution."""
         # Looked up once: the plan computes such sets on first use, and every message needs them.
@@ -208,9 +220,11 @@ class Collector:
             return False
         completed = False
         try:
-            for edge in self._flagged():
+            for edge in self._flagged() if not self._fetching else self._with_fetched():
+                if edge.fetching is not None:
+                    completed |= self._take_fetched(edge)
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
-                while executions.pending and (found := edge.poll()) is not None:
+                while executions.pending and edge.fetching is None and (found := edge.poll()) is not None:
                     completed |= self.read(edge, *found)
             if executions.early_failures:
                 completed |= self._fail_early()
@@ -218,6 +232,9 @@ class Collector:
             self.interrupted(error)
             raise
         if self._lifecycle.error is not None and executions.pending:
+            for edge in self._fetching:  # their threads end by themselves
+                edge.fetching = None
+            self._fetching.clear()
             while executions.pending:
                 result = executions.pending.popleft()
                 executions.completed += 1
@@ -226,6 +243,32 @@ class Collector:
                 result.end()
             completed = True
         return completed
+
+    def _with_fetched(self) -> list[CollectedEdge]:
+        """Return the edges that may have messages, and those that wait for tensors, each once."""
+        # Their flag may be taken already: messages that came behind the tensors are read after them.
+        return list(dict.fromkeys([*self._fetching, *self._flagged()]))
+
+    def _take_fetched(self, edge: CollectedEdge) -> bool:
+        """Take over the tensors of a message if they have arrived. Return True if that completed a result."""
+        assert edge.fetching is not None
+        result, fetch = edge.fetching
+        if not fetch.done():
+            return False
+        edge.fetching = None
+        self._fetching.remove(edge)
+        values: Any = result._values
+        failure: BaseException | None = None
+        try:
+            if not result._done:
+                values[edge.value] = fetch.value()
+        except SegmentGone:
+            failure = self._lost(edge.writer)
+        except GraphError as error:  # of the transport
+            failure = error
+        except Exception as error:
+            failure = self.unreadable(edge, error)
+        return self.arrived(edge, result, values, failure)
 
     def _flagged(self) -> list[CollectedEdge]:
         """Return the edges that may have messages: those whose flag is set, or all if there is none."""
@@ -258,7 +301,14 @@ class Collector:
             elif kind != NOTHING:
                 received = reader.received(kind, flags, body)
                 edge.bytes += received.nbytes
-                if kind == ERROR:
+                if kind == TICKET:
+                    if edge.fetched is not None and not result._done:
+                        fetch = Fetch(edge.fetched, received.body, self.notify)
+                        edge.bytes += fetch.nbytes
+                        edge.fetching = result, fetch
+                        self._fetching.append(edge)
+                        return False
+                elif kind == ERROR:
                     failure = self._decode_error(received.body)
                 elif not result._done:
                     values[edge.value] = messages.decode(kind, received.body, received.buffers, shared=received.shared)

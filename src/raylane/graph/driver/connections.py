@@ -17,6 +17,7 @@ from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
+from raylane.graph.channels.published import PLAIN, PublishingWriter
 from raylane.graph.channels.receiver import JOIN_S
 from raylane.graph.channels.ring import Doorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
@@ -46,7 +47,7 @@ class Connections:
         self.routes = Routes(())
         self.network: PeerNetwork | None = None
         """Connections to other hosts, if the graph spans hosts."""
-        self.inputs: list[tuple[Writer, int]] = []
+        self.inputs: list[tuple[Writer | PublishingWriter, int]] = []
         """(writer, value) of each edge that carries an input."""
         self.readers: dict[int, RingReader] = {}
         """Reading end of each edge that leads to the driver."""
@@ -77,9 +78,12 @@ class Connections:
         found = {}
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
-            with_gpus = self.with_gpus.intersection((edge.writer, *edge.readers))
-            notes = [routing.note(route, self.plan.members), CUDA_NOTE if with_gpus else ""]
-            kind = "tcp" if edge.transport == "tcp" else routing.kind(route)
+            kind, notes = routing.kind(route), [routing.note(route, self.plan.members)]
+            if edge.transport not in PLAIN:
+                kind, notes = edge.transport, [f"tickets: {kind}", *notes]
+            elif self.with_gpus.intersection((edge.writer, *edge.readers)):
+                notes.append(CUDA_NOTE)
+            kind = "tcp" if edge.transport == "tcp" else kind
             found[edge.index] = [(kind, "; ".join(filter(None, notes)))]
         return found
 
@@ -157,6 +161,9 @@ class Connections:
         # From here on no pool waits for memory and no link reconnects, so the orders below do not wait for either.
         if not self.lifecycle.advance(Event.CLOSE):
             return
+        for writer, _ in self.inputs:
+            if isinstance(writer, PublishingWriter):
+                writer.close()
         self.control.close(timeout_s)
         for watch in self._watches:
             watch.forget()

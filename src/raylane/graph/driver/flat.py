@@ -88,8 +88,8 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
     if collector.edge_count != 1 or collector.output_value is None:
         return None
     executions, lock, doorbell, (edge,) = collector.executions, collector.lock, collector.doorbell, collector.edges
-    # The driver may also read values that only mark the end of a call.
-    if edge.value != collector.output_value:
+    # The driver may also read values that only mark the end of a call, and values of which it has to fetch a part.
+    if edge.value != collector.output_value or edge.fetched is not None:
         return None
     empty = [None] * len(collector.plan.values)
     pending, early_failures, records = executions.pending, executions.early_failures, executions.records

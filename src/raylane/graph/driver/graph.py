@@ -184,10 +184,10 @@ class CompiledGraph:
         """Return the counters since the graph was compiled. Counting is always on.
 
         `executions`: submitted, completed. `calls`, by name: count and seconds spent waiting (from the end of the
-        previous call until all inputs have arrived), computing and sending. `edges`, by name: messages and bytes.
-        `lent_bytes`: memory that readers of a member's arrays keep. `time`, by actor: in words the shares of waiting
-        (and for whom, in the last 1,000 executions), computing and sending. Asks every actor and waits up to 5 s for
-        one that is busy in a method; `unanswered` names those that did not answer.
+        previous call until all inputs have arrived), computing and sending. `edges`, by name: messages, bytes and the
+        transport that was asked for. `lent_bytes`: memory that readers of a member's arrays keep. `time`, by actor: in
+        words the shares of waiting (and for whom, in the last 1,000 executions), computing and sending. Asks every
+        actor and waits up to 5 s for one that is busy in a method; `unanswered` names those that did not answer.
 
         The words cost each actor up to 8 ms, in which its graph waits: for frequent samples use `publish_metrics`.
         """

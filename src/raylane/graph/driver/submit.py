@@ -16,6 +16,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import Writer
+from raylane.graph.channels.published import PublishingWriter
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
 from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
@@ -29,7 +30,7 @@ from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import error_message
 from raylane.graph.values.message import Encoder, Message
 
-InputMessage: TypeAlias = tuple[Writer, Message, int]
+InputMessage: TypeAlias = tuple[Writer | PublishingWriter, Message, int]
 """(writer, message, index of the value)."""
 
 
@@ -118,7 +119,11 @@ class Submitter:
         for value in self._collected_inputs:
             # A copy, as if the input had travelled: the caller may change its object before it gets the result.
             values[value] = messages.duplicate(encode(inputs[value]))
-        return [(writer, encode(inputs[value]), value) for writer, value in self._connections.inputs], values
+        found: list[InputMessage] = [
+            (writer, (writer.encode if isinstance(writer, PublishingWriter) else encode)(inputs[value]), value)
+            for writer, value in self._connections.inputs
+        ]
+        return found, values
 
     def _wait_for_lock(self, timeout_s: float | None) -> None:
         """Wait for the submit lock and take it."""

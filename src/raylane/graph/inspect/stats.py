@@ -24,6 +24,7 @@ def graph_stats(plan: Plan, answers: dict[int, Any], collected: dict[int, tuple[
         edges[edge_label(plan, edge.index)] = {
             "count": max(_received(edge.index, "count", answers, collected), default=0),
             "bytes": max(_received(edge.index, "bytes", answers, collected), default=0),
+            "transport": edge.transport,
         }
     for member, answer in answers.items():
         for task, numbers in answer["tasks"].items():

@@ -140,7 +140,7 @@ class _Trace:
             return
         self.arrow_count += 1
         common = {"name": self.plan.source_label(edge.value), "cat": "edge", "id": self.arrow_count}
-        args = {"edge": edge.index, "execution": number}
+        args = {"edge": edge.index, "execution": number, "transport": edge.transport}
         for phase, member, time in (("s", edge.writer, begin), ("f", reader, at)):
             event = {**common, "ph": phase, "ts": _us(time), **self._thread(member, number), "args": args}
             self.events.append(event if phase == "s" else {**event, "bp": "e"})

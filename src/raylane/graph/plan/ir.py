@@ -117,7 +117,7 @@ class Edge:
     writer: int
     readers: tuple[int, ...]
     transport: str = "auto"
-    """"auto", "shm" or "tcp": see `nodes.Node.with_tensor_transport`."""
+    """"auto", "shm", "tcp" or a name of direct transport: see `nodes.Node.with_tensor_transport`."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from raylane.errors import GraphPlanError
 from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 ARITY = 4
+ONE_HOST = ("shm", "host", "cuda_ipc")
+"""Transports between processes of one host only."""
 CONTROL_LEVEL = 0
 """Level of the links that carry control channels and alarms."""
 
@@ -137,11 +139,11 @@ def _edge_route(edge: Edge, plan: Plan, hosts: Sequence[Hashable]) -> Route:
     # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
     apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
     found = route(edge.index, edge.writer, edge.readers, apart)
-    if edge.transport == "shm" and found.relays:
+    if edge.transport in ONE_HOST and found.relays:
         writer, reader = plan.members[edge.writer], plan.members[found.relays[0].member]
         raise GraphPlanError(
-            f"{plan.source_label(edge.value)} has the transport 'shm', but {writer} and {reader} are on different "
-            "hosts, which share no memory. Use 'auto' or 'tcp'"
+            f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, but {writer} and {reader} are on "
+            "different hosts, which share no memory. Use 'auto' or 'tcp'"
         )
     return found
 

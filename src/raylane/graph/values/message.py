@@ -29,9 +29,10 @@ from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
 
-VALUE, TENSORS, ERROR, NOTHING = 0, 1, 2, 3
-KINDS = (VALUE, TENSORS, ERROR, NOTHING)
-"""Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal."""
+VALUE, TENSORS, ERROR, NOTHING, TICKET = 0, 1, 2, 3, 4
+KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET)
+"""Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal; the ticket of
+published tensors (`channels.published`)."""
 
 
 class Message(NamedTuple):
@@ -64,12 +65,12 @@ _KEPT_BYTES = 1 << 20
 """Size of a pickle from which the encoder does not keep it as working memory."""
 
 
-class _TensorInside(Exception):
+class TensorInside(Exception):
     """A tensor was found during pickling."""
 
 
 def _stop(_: Any) -> NoReturn:
-    raise _TensorInside
+    raise TensorInside
 
 
 def _refuse(_: Any) -> NoReturn:
@@ -112,13 +113,11 @@ class Encoder:
         """
         if value is None:
             return SIGNAL
-        # torch may be imported after the encoder was created, and then the pickler must recognise tensors.
-        if not self.knows_torch and "torch" in _modules:
-            self.renew()
+        self.renew_for_torch()
         try:
             body = self.small(value)
             return _message(Message, (VALUE, body, (), None)) if body is not None else self.rest(value)
-        except _TensorInside:
+        except TensorInside:
             self.renew()  # the pickler stopped half way: its state is undefined
             return _with_tensors(value)
         except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
@@ -129,6 +128,11 @@ class Encoder:
             self.renew()
             raise
         return _by_cloudpickle(value)
+
+    def renew_for_torch(self) -> None:
+        """Start with a new pickler if torch was imported after this one was made: it must recognise tensors."""
+        if not self.knows_torch and "torch" in _modules:
+            self.renew()
 
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
@@ -191,18 +195,36 @@ def _by_cloudpickle(value: Any) -> Message:
     return Message(VALUE, file.getvalue(), raw, value)
 
 
-def _with_tensors(value: Any) -> Message:
+def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tuple[bytes, Any]:
+    """Return the skeleton of a value and its leaves, or what `layout_of` makes of them. Errors as of `Encoder.encode`.
+
+    Imports torch.
+    """
     from raylane.transport import codec
 
     try:
         skeleton, leaves = codec.encode_value(value)
-        layout = codec.plan_layout(leaves)
+        found = leaves if layout_of is None else layout_of(leaves)
     except ray.exceptions.RayError:
         raise
     except Exception as error:
         raise _unpicklable(value, error) from error
     # The dispatch table of the fast pickler refuses refs; cloudpickle has a reducer of its own for them.
     _check_for_refs(skeleton)
+    return skeleton, found
+
+
+def join(skeleton: bytes, leaves: list[Any]) -> Any:
+    """Return the value of a skeleton and its leaves. Raises the errors of unpickling."""
+    from raylane.transport import codec
+
+    return codec.decode_value(skeleton, leaves)
+
+
+def _with_tensors(value: Any) -> Message:
+    from raylane.transport import codec
+
+    skeleton, layout = split(value, codec.plan_layout)
     # The layout keeps the tensors alive until the message was written.
     specs, held = layout.specs, layout
     buffers: list[Any] = [bytes_at(block.start, block.nbytes) for block in layout.blocks]

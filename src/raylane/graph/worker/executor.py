@@ -24,13 +24,15 @@ from raylane.core import native
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
-from raylane.graph.channels.ring import WAKE, Received
-from raylane.graph.plan.ir import DRIVER, Plan, Ref, Step, Task
+from raylane.graph.channels.published import PublishingWriter, fetched_edge
+from raylane.graph.channels.ring import WAKE, Doorbell, Received
+from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
 from raylane.graph.values import operations
 from raylane.graph.values.failures import Failure, error_message, raised_message
-from raylane.graph.values.message import ERROR, NOTHING, VALUE, Encoder, Message
+from raylane.graph.values.message import ERROR, NOTHING, TICKET, VALUE, Encoder, Message
 from raylane.graph.worker.collectives import Collectives
+from raylane.graph.worker.fetches import Fetches
 
 log = logging.getLogger("raylane.graph")
 
@@ -68,12 +70,15 @@ class Writer(Protocol):
 class InboundEdge:
     """One edge into this actor."""
 
-    __slots__ = ("bytes", "fatal", "label", "poll", "reader", "value")
+    __slots__ = ("bytes", "edge", "fatal", "label", "poll", "reader", "value", "writer")
 
-    def __init__(self, reader: Reader, value: int, label: str, fatal: bool) -> None:
+    def __init__(self, edge: Edge, reader: Reader, label: str, fatal: bool) -> None:
+        self.edge = edge.index
+        self.writer = edge.writer
+        """Member that computes the value; a relay may pass it on."""
         self.reader = reader
         self.poll = reader.poll
-        self.value = value
+        self.value = edge.value
         """Index of the value that the edge carries."""
         self.label = label
         self.fatal = fatal
@@ -84,7 +89,7 @@ class InboundEdge:
 class OutboundEdge:
     """One edge out of a task: the steps that select its value from the task's result, and its writer."""
 
-    __slots__ = ("fatal", "reports", "steps", "write", "writer")
+    __slots__ = ("encode", "fatal", "kept", "reports", "steps", "write", "writer")
 
     def __init__(self, steps: tuple[Step, ...], writer: Writer, fatal: bool, to_driver: bool) -> None:
         self.steps = steps
@@ -94,6 +99,12 @@ class OutboundEdge:
         """True if such a failure must be reported to the driver, because the edge does not lead there."""
         self.writer = writer
         self.write = writer.write
+        self.encode: Callable[[Any], Message] | None = None
+        """Encoder of the edge's own; None for that of the executor."""
+        self.kept: Callable[[int, Message], Message] = _copied
+        """Function (sequence, message) that returns a message in memory of its own."""
+        if isinstance(writer, PublishingWriter):
+            self.encode, self.kept = writer.encode, writer.published
 
 
 class _BlockedSend:
@@ -167,11 +178,13 @@ class Executor:
         on_exit: Callable[[], None],
         on_failure: Callable[[int, Message, int], None],
         timeout_s: float | None,
+        doorbell: Doorbell | None = None,
     ) -> None:
         """Prepare all tasks of `member`. `readers` and `writers` are those of its edges.
 
         `loop` runs coroutine methods; `lock` is held around methods of an exclusive graph; `on_exit` is called when a
-        method has asked the actor to end, `on_failure` (execution, error, flags) when an execution is known to fail.
+        method has asked the actor to end, `on_failure` (execution, error, flags) when an execution is known to fail;
+        transfers of tensors post `doorbell` at their end.
         """
         fatal_here = plan.fatal_inputs(member)
         self.plan = plan
@@ -180,10 +193,13 @@ class Executor:
         """Number of the execution that the next task belongs to."""
         self.recorder = native.Recorder(len(plan.tasks), KEPT_RECORDS)
         self.inbound = {
-            edge: InboundEdge(reader, value, plan.source_label(value), value in fatal_here)
+            edge: InboundEdge(plan.edges[edge], reader, plan.source_label(value), value in fatal_here)
             for edge, reader in readers.items()
             for value in [plan.edges[edge].value]
         }
+        fetched = {edge.index: fetched_edge(plan, edge, member, timeout_s) for edge in plan.edges_to(member)}
+        self.fetches = Fetches({edge: found for edge, found in fetched.items() if found is not None}, doorbell)
+        """Tensors that are on their way."""
         self._asyncio_loop = loop
         self.lock = lock
         self._callbacks = on_exit, on_failure
@@ -256,14 +272,19 @@ class Executor:
                 return False
             missing.pop()
             self.read(inbound, *found)
+        if self.fetches.pending and not self._take_fetched():
+            return False
         self.run(self.tasks[self._next])
         self.end_task()
         return True
 
     @property
     def needs_polling(self) -> bool:
-        """True while a message waits for memory: readers post no doorbell when they return memory."""
-        return self._blocked is not None
+        """True while a message waits for memory: readers post no doorbell when they return memory.
+
+        Also while tensors are on their way: their doorbell has no flag.
+        """
+        return self._blocked is not None or bool(self.fetches.pending)
 
     def end_task(self) -> None:
         """Go to the next task, unless messages of this one wait for memory."""
@@ -294,6 +315,9 @@ class Executor:
             elif kind != NOTHING:
                 received = inbound.reader.received(kind, flags, body)
                 inbound.bytes += received.nbytes
+                if kind == TICKET:
+                    inbound.bytes += self.fetches.start(inbound.edge, inbound, received.body)
+                    return
                 # An error is not decoded here but passed on as it is: this actor may lack the error's class.
                 self.values[inbound.value] = (
                     Failure(Message(ERROR, bytes(received.body)))
@@ -301,13 +325,32 @@ class Executor:
                     else messages.decode(kind, received.body, received.buffers, shared=received.shared)
                 )
         except SegmentGone:
-            self.values[inbound.value] = self._lost(inbound)
+            self.values[inbound.value] = self._lost(inbound, inbound.reader.writer)
         except BaseException as error:  # out of descriptors or memory, or an error of unpickling
             self.values[inbound.value] = self.unreadable(error, inbound)
 
-    def _lost(self, inbound: InboundEdge) -> Failure[Message]:
+    def _take_fetched(self) -> bool:
+        """Take over the tensors that have arrived. Return False if some are still on their way."""
+        found = self.fetches.take()
+        if found is None:
+            return False
+        if self.before_user_code is not None:
+            self.before_user_code()
+        for inbound, fetch in found:
+            try:
+                value = fetch.value()
+            except SegmentGone:
+                value = self._lost(inbound, inbound.writer)
+            except GraphError as error:  # of the transport
+                value = Failure(self._failed(error_message(error, self.plan.members[self.member]), inbound.fatal))
+            except BaseException as error:
+                value = self.unreadable(error, inbound)
+            self.values[inbound.value] = value
+        return True
+
+    def _lost(self, inbound: InboundEdge, writer: int) -> Failure[Message]:
         """Return the failure for a message whose sender has ended. The driver finds the actor by the field `member`."""
-        me, writer = self.plan.members[self.member], inbound.reader.writer
+        me = self.plan.members[self.member]
         error = GraphActorDiedError(
             f"{self.plan.members[writer]} ended before {me} had read {inbound.label}", member=writer
         )
@@ -427,7 +470,7 @@ class Executor:
         if edge.steps:
             result = self._selected(result, edge.steps, task, edge.reports)
         try:
-            message = result.error if type(result) is Failure else encode(result)
+            message = result.error if type(result) is Failure else (edge.encode or encode)(result)
             edge.write(self.execution, message, self.flags)
         except PoolFull:
             raise
@@ -444,8 +487,10 @@ class Executor:
         """Return the message that `_send` would send, in memory of its own."""
         result = self._selected(result, edge.steps, task, edge.fatal)
         try:
-            message: Message = result.error if type(result) is Failure else self.encoder.encode(result).copied()
-            return message
+            if type(result) is Failure:
+                error: Message = result.error
+                return error
+            return edge.kept(self.execution, (edge.encode or self.encoder.encode)(result))
         except BaseException as error:
             return self._failed(error_message(error, task.label), edge.fatal)
 
@@ -455,6 +500,7 @@ class Executor:
         self._blocked = None
         self._unblocked = _do_nothing
         self.collectives.close()
+        self.fetches.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.
         self._callbacks = (lambda: None), (lambda execution, error, flags: None)
 
@@ -469,6 +515,10 @@ class Executor:
             edge: {"count": inbound.reader.sequence, "bytes": inbound.bytes} for edge, inbound in self.inbound.items()
         }
         return {"tasks": tasks, "received": edges}
+
+
+def _copied(sequence: int, message: Message) -> Message:
+    return message.copied()
 
 
 def _do_nothing() -> bool:

@@ -46,7 +46,7 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
     if len(task.inputs) != 1 or len(task.outputs) != 1 or task.local or task.single_argument != task.inputs[0].value:
         return None
     (inbound,), (edge,) = task.inputs, task.outputs
-    if edge.steps or not isinstance(edge.writer, RingWriter):
+    if inbound.edge in executor.fetches.edges or edge.steps or not isinstance(edge.writer, RingWriter):
         return None
     # Looked up once: locals of the closure are found without a dictionary.
     poll, call, loads, write = inbound.poll, task.call, pickle.loads, edge.writer.write_small

@@ -22,6 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.place import Place, alive
 from raylane.core.semaphore import try_wait
 from raylane.errors import GraphError
+from raylane.graph.channels import published
 from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
@@ -81,7 +82,11 @@ class Session:
         # Answers are no part of an execution, and a trace may be larger than what an edge may lend.
         answers = LeasePool(max(layout.max_lent_bytes, MAX_ANSWER_BYTES), layout.timeout_s, lifecycle=self.lifecycle)
         self._reports = ends.writer(layout.reports, answers)
-        self._writers = {edge: ends.writer(edge, self._pool) for edge in edges}
+        published.check_available(plan, layout.member)
+        self._writers = {
+            edge: ends.edge_writer(plan.edges[edge], plan.source_label(plan.edges[edge].value), self._pool)
+            for edge in edges
+        }
         self.executor = Executor(
             plan,
             layout.member,
@@ -93,6 +98,7 @@ class Session:
             on_exit=self._exit_actor,
             on_failure=self._report_failure,
             timeout_s=layout.timeout_s,
+            doorbell=doorbell,
         )
         self.executor.collectives.ended = self._ended
         shorten(self.executor)
@@ -110,6 +116,8 @@ class Session:
         self._borrowed_wake = program.owner, program.wake_fd
         to_driver = [w for edge, w in self._writers.items() if DRIVER in program.plan.edges[edge].readers]
         for writer in (*to_driver, self._reports):
+            if isinstance(writer, published.PublishingWriter):
+                writer = writer.under
             if isinstance(writer, RingWriter):  # messages over a link: the driver's receiver writes the eventfd
                 writer.wake_with(fd)
         return None
@@ -185,6 +193,9 @@ class Session:
         """Release everything. Leased memory stays valid for the readers that keep it."""
         self.lifecycle.advance(Event.CLOSE)  # first: no thread of the network waits or reconnects from now on
         self.executor.close()
+        for writer in self._writers.values():
+            if isinstance(writer, published.PublishingWriter):
+                writer.close()
         if self._network is not None:
             self._network.close()
         borrowed, self._borrowed_wake = self._borrowed_wake, None

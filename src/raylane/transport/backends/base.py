@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import abc
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import bytes_at, small_blocks
+from raylane.core.segment import BufferPool, bytes_at, small_blocks
 from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
@@ -132,32 +132,39 @@ def allocate(ticket: Ticket, endpoint: Endpoint, *, on_device: bool = False) -> 
     With `on_device`, blocks that are on a device in the source get memory of this process's devices.
     TransportError if this process has no more memory.
     """
-    sizes = [block.nbytes for block in ticket.blocks]
-    found: dict[int, Any] = {}
-    if on_device and ticket.devices:
-        from raylane.transport.device_memory import groups_of, new_blocks
-
-        try:
-            found = new_blocks(groups_of(ticket.devices, sizes))
-        except RuntimeError as error:  # also torch.OutOfMemoryError
-            raise TransportError(
-                f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error}. Free memory of "
-                "the device, or read with raylane.get(ref, device='cpu')",
-                source=ticket.origin().label,
-            ) from error
-    host = [i for i in range(len(sizes)) if i not in found]
-    offsets, total = small_blocks([sizes[i] for i in host])
     try:
-        shared: Any = endpoint.pool.take(total) if total else None
-        with paused(len(host)):
-            for k, i in enumerate(host):
-                if k in offsets:
-                    found[i] = (ctypes.c_char * sizes[i]).from_buffer(shared, offsets[k])
-                else:
-                    found[i] = endpoint.pool.take(sizes[i])
-            return [found[i] for i in range(len(sizes))]
+        sizes = [block.nbytes for block in ticket.blocks]
+        return take_blocks(sizes, endpoint.pool, ticket.devices if on_device else {})
+    except RuntimeError as error:  # also torch.OutOfMemoryError
+        raise TransportError(
+            f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error}. Free memory of the "
+            "device, or read with raylane.get(ref, device='cpu')",
+            source=ticket.origin().label,
+        ) from error
     except OSError as error:
         raise receive_error(ticket, error) from error
+
+
+def take_blocks(sizes: Sequence[int], pool: BufferPool, devices: Mapping[int, int]) -> list[Any]:
+    """Return memory for blocks of these sizes, from a pool, or on the devices of those in `devices`; as `allocate`.
+
+    OSError or RuntimeError if there is none.
+    """
+    found: dict[int, Any] = {}
+    if devices:
+        from raylane.transport.device_memory import groups_of, new_blocks
+
+        found = dict(new_blocks(groups_of(devices, sizes)))
+    host = [i for i in range(len(sizes)) if i not in found]
+    offsets, total = small_blocks([sizes[i] for i in host])
+    shared: Any = pool.take(total) if total else None
+    with paused(len(host)):
+        for k, i in enumerate(host):
+            if k in offsets:
+                found[i] = (ctypes.c_char * sizes[i]).from_buffer(shared, offsets[k])
+            else:
+                found[i] = pool.take(sizes[i])
+        return [found[i] for i in range(len(sizes))]
 
 
 def host_view(block: Any) -> memoryview:

@@ -1,0 +1,161 @@
+"""Publication of values for the edges of compiled graphs: private copies in memory that is used again and again.
+
+    leaves of a message ── copied ──> stage of the message's slot ── published ──> ticket
+
+The sender of a message may change its tensors as soon as it has sent them, so an edge copies them. A stage keeps the
+memory of the copy for the next message of the same slot: page faults cost more than copying, and a registration with a
+network card (NIXL) lasts as long as its memory. Called by `graph.channels.published`, which knows when a slot is free.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from raylane.core import copying
+from raylane.core.deadline import Deadline
+from raylane.core.segment import bytes_at
+from raylane.transport import codec, nixl_agent
+from raylane.transport.backends.base import take_blocks
+from raylane.transport.backends.device import NEEDS_DEVICE, has_cuda
+from raylane.transport.backends.registry import adopt
+from raylane.transport.device_memory import OnDevice
+from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.options import PublishOptions
+from raylane.transport.publish import INLINE_BYTES, Publication, stays_on_device, store_leaves
+from raylane.transport.redeem import redeem_leaves
+from raylane.transport.store import Store
+from raylane.transport.ticket import decode_ticket, encode_ticket
+from raylane.transport.tls import cleartext_refusal
+
+__all__ = ["Stage", "check_available", "fetch", "worth_publishing"]
+
+IN_THE_CLEAR = ("gloo", "nixl", "nccl")
+"""Transports that send bytes over connections of their own, which nobody encrypts."""
+
+
+def check_available(transport: str) -> str | None:
+    """Return why this process cannot take part in transfers by a transport, or None if it can; waits for nothing."""
+    if not adopt(transport):
+        return "it is not installed in this process"
+    if transport == "nixl" and (why := nixl_agent.missing()) is not None:
+        return why
+    if transport == "gloo" and not dist.is_gloo_available():
+        return "this torch is built without gloo. Use 'auto'"
+    if transport in NEEDS_DEVICE and not has_cuda():
+        return "this process sees no GPU. Give the actor one (num_gpus=1), or use 'auto'"
+    return cleartext_refusal(transport) if transport in IN_THE_CLEAR else None
+
+
+def worth_publishing(leaves: Sequence[Any], transport: str) -> bool:
+    """Return True if leaves shall travel by a transport of their own, and not inside the message."""
+    if transport in NEEDS_DEVICE and not any(map(_on_gpu, leaves)):
+        return False
+    return sum(int(leaf.nbytes) for leaf in leaves) > INLINE_BYTES
+
+
+def fetch(payload: bytes, transport: str, deadline: Deadline, notify: Callable[[], None]) -> Future[list[Any]]:
+    """Fetch the leaves of a ticket on a thread of the endpoint, and call `notify` at the end. Does not wait.
+
+    ValueError if the payload is no ticket of this version.
+    """
+    ticket = decode_ticket(payload)
+    future = endpoint().fetchers.submit(functools.partial(redeem_leaves, ticket, transport, deadline))
+    future.add_done_callback(lambda _: notify())
+    return future
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
+
+
+class _Copies(NamedTuple):
+    """Memory of a stage."""
+
+    shape: Any
+    """Layout of the leaves for which the memory was taken."""
+    blocks: list[Any]
+    leaves: list[Any]
+    """Copies of the leaves, in their order, in these blocks."""
+
+
+class Stage:
+    """Memory of one slot of an edge, and the value that is published from it. Used by one thread at a time.
+
+    `abandon` alone may be called from any thread.
+    """
+
+    __slots__ = ("_copies", "_keys", "_store")
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+        self._keys: list[bytes] = []
+        """Key of the published value; empty if there is none."""
+        self._copies: _Copies | None = None
+
+    def publish(self, leaves: Sequence[Any], transport: str, origin: str) -> tuple[bytes, int]:
+        """Copy leaves, publish the copies, and return the encoded ticket and the number of bytes.
+
+        Frees the value that was published before: all its readers must be done. Does not wait for the budget of
+        this process, because nothing else would free the slots.
+        """
+        self.free()
+        here, began_ns = endpoint(), time.perf_counter_ns()
+        # "allow": no code but this class writes to the copies, so there is nothing to look for.
+        options = PublishOptions(tensor_transport=transport, on_mutation="allow")
+        copies = self._copied(here, leaves)
+        layout = codec.plan_layout(copies.leaves, in_place=stays_on_device(copies.leaves, options))
+        publication = Publication(options, anchored=False, origin=origin)
+        ticket = store_leaves(here, copies.leaves, layout, publication)
+        self._store, self._keys = here.store, publication.keys
+        here.recorder.published(origin, ticket.nbytes, began_ns)
+        return encode_ticket(ticket), ticket.nbytes
+
+    def free(self) -> None:
+        """Free the published value, if there is one; keep the memory for the next."""
+        keys, self._keys = self._keys, []
+        if keys and self._store is not None:
+            self._store.free(keys)
+
+    def abandon(self) -> None:
+        """Free the published value and drop the memory; for a finalizer, so it never waits for a lock."""
+        keys, self._keys = self._keys, []
+        if keys and self._store is not None:
+            self._store.free_soon(keys)
+        self._copies = None
+
+    def _copied(self, here: Endpoint, leaves: Sequence[Any]) -> _Copies:
+        """Copy leaves into the memory of this stage; take new memory if the layout differs from the last one."""
+        given, on_device = _in_place(leaves)
+        sizes = [block.nbytes for block in given.blocks]
+        shape = given.specs, sizes, given.devices
+        copies = self._copies
+        if copies is None or copies.shape != shape:
+            self._copies = copies = None  # before new memory is taken: the old one may serve
+            blocks = take_blocks(sizes, here.pool, given.devices)
+            copies = _Copies(shape, blocks, codec.build_leaves(given.specs, blocks))
+        for number, (target, block) in enumerate(zip(copies.blocks, given.blocks, strict=True)):
+            if number in given.devices:
+                target.copy_(on_device[number])  # on the current stream, after the kernels that wrote the tensor
+            else:
+                copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
+        self._copies = copies
+        return copies
+
+
+def _in_place(leaves: Sequence[Any]) -> tuple[codec.Layout, dict[int, torch.Tensor]]:
+    """Return the layout of leaves in their own memory, and the bytes of the blocks on devices."""
+    given = codec.plan_layout(leaves, in_place=True)
+    if not given.devices:
+        return given, {}
+    try:
+        return given, OnDevice(given).blocks
+    except ValueError:  # memory that torch did not allocate, seen through several storages
+        given = codec.plan_layout([leaf.clone() if _on_gpu(leaf) else leaf for leaf in leaves], in_place=True)
+        return given, OnDevice(given).blocks
