@@ -56,7 +56,7 @@ class Sender(Worker):
         return x
 
     def registrations(self) -> int:
-        return endpoint().nixl().offered.made
+        return endpoint().nixl.offering().offered.made
 
     def hold(self, x: Any) -> Any:
         """Wait until `release`; `holding` tells that the call has begun."""

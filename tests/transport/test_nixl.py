@@ -18,6 +18,7 @@ import torch
 
 import raylane
 from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
+from raylane.transport import nixl_agents
 from raylane.transport.endpoint import endpoint
 from raylane.transport.nixl_agent import NixlError
 
@@ -67,7 +68,7 @@ class Source:
         def refuse(*_: Any) -> None:
             raise NixlError("the card has no memory left")
 
-        endpoint().nixl().offered._register = refuse  # type: ignore[method-assign]
+        endpoint().nixl.offering().offered._register = refuse  # type: ignore[method-assign]
 
     def meet(self, reader: Any) -> None:
         self.reader = reader
@@ -77,6 +78,13 @@ class Source:
 
     def stats(self) -> dict[str, Any]:
         return raylane.stats()
+
+    def replace_agents_early(self) -> None:
+        nixl_agents.MOST_FORGOTTEN = 4
+
+    def descriptors(self) -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
 
     def pid(self) -> int:
         return os.getpid()
@@ -119,6 +127,21 @@ def test_recycled_memory_is_registered_again() -> None:
         assert found["nixl_registered"] <= 1
         # The reader forgets what it knows about the memory every time: where the agent is, and the registration.
         assert stats(reader)["nixl_metadata"] == 24
+
+
+def test_dropped_connections_leave_few_sockets() -> None:
+    # Over TCP, as between hosts, UCX keeps two sockets for each until the reading agent is replaced.
+    over_tcp = {"env_vars": {"UCX_TLS": "tcp"}}
+    source, reader = (ray.remote(num_cpus=0)(Source).options(runtime_env=over_tcp).remote() for _ in range(2))
+    ray.get([source.meet.remote(reader), reader.replace_agents_early.remote()])
+    ray.get(source.recycle.remote(6))
+    before = ray.get([one.descriptors.remote() for one in (source, reader)])
+    ray.get(source.recycle.remote(30))
+    after = ray.get([one.descriptors.remote() for one in (source, reader)])
+    assert stats(reader)["nixl_metadata"] > 36  # it has forgotten the source nearly every time
+    assert all(now <= then + 10 for then, now in zip(before, after, strict=True)), (before, after)
+    for actor in (source, reader):
+        ray.kill(actor)
 
 
 def test_small_tensors_are_one_request() -> None:
@@ -238,7 +261,7 @@ def test_close_ends_threads_and_descriptors() -> None:
         counts = []
         for _ in range(3):
             assert float(ray.get(source.make.remote())[0]) == 1
-            assert endpoint().nixl.made is not None
+            assert raylane.stats()["nixl_peers"] == 1
             raylane.transport.endpoint.close()
             gc.collect()
             counts.append(resources())

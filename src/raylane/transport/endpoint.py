@@ -29,7 +29,7 @@ from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import Address, Link, LinkPool, is_gone
 from raylane.transport.listener import Listener, TakeStream
-from raylane.transport.nixl_agent import Agent
+from raylane.transport.nixl_agents import Agents
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
 from raylane.transport.recording import Recorder
 from raylane.transport.source import Source
@@ -116,8 +116,8 @@ class Endpoint:
         """Spare anchors for tickets."""
         self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place, Link))
         """Idle connections to other processes."""
-        self.nixl = _OnFirstUse(threading.RLock(), Agent)
-        """Agent of NIXL. With a lock of its own, because the creation takes half a second."""
+        self.nixl = Agents()
+        """Agents of NIXL, each created on first use."""
         self.pair_server: PairServer | None = None
         """This process's ends of channels to its readers; None before the listener."""
         self._pairs: dict[str, LinkPool[PairLink]] = {}
@@ -245,8 +245,7 @@ class Endpoint:
         found["idle_links"] = 0 if links is None else len(links)
         found["idle_channels"] = sum(map(len, self._pairs.values()))
         found["served_channels"] = 0 if self.pair_server is None else len(self.pair_server)
-        if self.nixl.made is not None:
-            found.update(self.nixl.made.stats())
+        found.update(self.nixl.stats())
         found["budget_waits"], found["budget_wait_s"] = self.budget.waits, self.budget.wait_s
         found["pool_idle_bytes"] = self.pool.idle_bytes
         found["pool_used_bytes"] = self.pool.used_bytes
@@ -265,8 +264,7 @@ class Endpoint:
             pool.close()
         if self.pair_server is not None:
             self.pair_server.close()
-        if self.nixl.made is not None:
-            self.nixl.made.close()
+        self.nixl.close()
         self.pool.close()
         self.recorder.close()
         self.fetchers.close()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
+from raylane.core.variables import variables
 from raylane.errors import TransportUnavailableError
 from raylane.transport.nixl_memory import Registration, Registrations
 from raylane.transport.pieces import HOST
@@ -38,6 +39,11 @@ INSTALL = "pip install --no-deps nixl nixl-cu12"
 """Command that installs NIXL for the CPU and for CUDA 12.
 
 `pip install nixl` also downloads the build for CUDA 13 (nixl 1.5.1 requires both). Neither needs a GPU.
+"""
+_UCX_SETTINGS = {"UCX_KEEPALIVE_INTERVAL": "inf"}
+"""Without this, UCX keeps a TCP socket of every connection that was dropped, also where it moves data otherwise.
+
+A dead peer is noticed by the connection that controls the channel.
 """
 MAX_PEERS = 64
 """Number of sources whose metadata are kept; those used longest ago are dropped first."""
@@ -112,12 +118,15 @@ class Agent:
             enable_prog_thread=False, backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
         try:
-            self._nixl: Any = api.nixl_agent(self.name, config)
+            with variables(_UCX_SETTINGS, keep=True):
+                self._nixl: Any = api.nixl_agent(self.name, config)
         except Exception as error:  # classes of the extension module, without a common base
             raise TransportUnavailableError(
                 f"NIXL cannot start in this process: {error}. Use tensor_transport='tcp'"
             ) from error
         self.counts: collections.Counter[str] = collections.Counter()
+        self.forgotten = 0
+        """Number of connections that were dropped; UCX may still have their sockets (`nixl_agents`)."""
         self.offered = Registrations(self._register, self._deregister)
         """Memory of published values."""
         self.receiving = Registrations(self._register, self._deregister)
@@ -144,6 +153,7 @@ class Agent:
         """Drop the metadata of a peer, which ends the connection to it."""
         # Epoch 0: NIXL was never told of this peer, and would print an error.
         if peer.epoch:
+            self.forgotten += 1
             try:
                 self._nixl.remove_remote_agent(peer.name)
             except Exception as error:

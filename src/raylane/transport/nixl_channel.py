@@ -21,6 +21,7 @@ from raylane.errors import ProtocolError, TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.link import Connection
 from raylane.transport.nixl_agent import Agent, NixlError, Peer, Range, merge_ranges
+from raylane.transport.nixl_agents import Agents
 from raylane.transport.nixl_memory import Registration
 from raylane.transport.pieces import HOST, Piece
 
@@ -39,14 +40,14 @@ class NixlChannel:
 
     on_device = True
 
-    def __init__(self, agent: Agent, connection: Connection, peer: str) -> None:
+    def __init__(self, agents: Agents, connection: Connection, peer: str) -> None:
         """Use a connection to another process; `peer` is the name of its agent if this is the reader's end."""
-        self._agent, self._connection, self._peer = agent, connection, peer
+        self._agents, self._connection, self._peer = agents, connection, peer
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Offer the pieces, and wait until the reader has taken them."""
         del deadline  # that of the connection, which every message obeys
-        agent, connection = self._agent, self._connection
+        agent, connection = self._agents.offering(), self._connection
         # Asked here and not with the request for the value: the reader holds its lock on this agent from now on.
         want = connection.receive()
         if not isinstance(want, wire.Want):
@@ -76,7 +77,12 @@ class NixlChannel:
         return functools.partial(self._take, pieces)
 
     def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
-        agent, connection = self._agent, self._connection
+        with self._agents.reading() as agent:
+            self._read(agent, pieces, deadline)
+        # After the agent and its lock: the next reader of this process need not wait for the source's answer.
+        self._connection.send(wire.Taken())
+
+    def _read(self, agent: Agent, pieces: Sequence[Piece], deadline: Deadline) -> None:
         agent.sweep()  # there is no thread that would do it
         peer = agent.peer(self._peer)
         left = deadline.left_s()
@@ -85,11 +91,11 @@ class NixlChannel:
         held: list[Registration] = []
         begun = False  # True while NIXL may write to the pieces
         try:
-            ranges = self._ranges(peer, pieces)
+            ranges = self._ranges(agent, peer, pieces)
             for piece in pieces:
                 held.append(agent.receiving.hold(piece.memory))
             begun = True
-            agent.read(peer, ranges, connection.socket, deadline)
+            agent.read(peer, ranges, self._connection.socket, deadline)
             begun = False
         finally:
             if begun:
@@ -97,10 +103,8 @@ class NixlChannel:
                 agent.abandon(peer, list(pieces))
             agent.receiving.release(held)
             peer.lock.release()
-        # After the lock: the next reader of this process need not wait for the source's answer.
-        connection.send(wire.Taken())
 
-    def _ranges(self, peer: Peer, pieces: Sequence[Piece]) -> list[Range]:
+    def _ranges(self, agent: Agent, peer: Peer, pieces: Sequence[Piece]) -> list[Range]:
         """Ask for the source's memory; return what to read where. The peer's lock is held."""
         connection = self._connection
         connection.send(wire.Want(peer.epoch, peer.number))
@@ -112,7 +116,7 @@ class NixlChannel:
                 raise NixlError(offer.reason)
             if not isinstance(offer, wire.Offer):
                 raise ProtocolError(f"{connection.peer} answered {type(offer).__name__} instead of Offer")
-            self._agent.learn(peer, offer.epoch, offer.number, offer.metadata)
+            agent.learn(peer, offer.epoch, offer.number, offer.metadata)
             theirs += offer.ranges
             more = offer.more
         mine = [piece.memory for piece in pieces if piece.memory.block.nbytes]
@@ -142,20 +146,20 @@ def _offers(agent: Agent, want: wire.Want, ranges: Sequence[wire.OfferedRange]) 
         first = []
 
 
-def open_nixl(connection: Connection, rank: int, agent: Callable[[], Agent]) -> NixlChannel:
+def open_nixl(connection: Connection, rank: int, agents: Agents) -> NixlChannel:
     """Open this end of a channel: the source has rank 0, the reader rank 1. Waits until the connection's deadline.
 
     TransportUnavailableError if one of the two processes has no NIXL.
     """
     # Both ends create their agents at the same time: that takes half a second.
-    found = agent()
-    # The reader sends nothing here: its agent starts no connection before its first read.
     if rank == 0:
-        connection.send(wire.Word(AGENT, found.name.encode()))
-        return NixlChannel(found, connection, "")
+        connection.send(wire.Word(AGENT, agents.offering().name.encode()))
+        return NixlChannel(agents, connection, "")
+    # The reader sends nothing here: its agent starts no connection before its first read.
+    agents.prepare_reading()
     message = connection.receive()
     if isinstance(message, wire.Refusal):
         raise TransportUnavailableError(f"{connection.peer} cannot open the channel: {message.reason}")
     if not isinstance(message, wire.Word) or message.key != AGENT:
         raise ProtocolError(f"{connection.peer} sent {type(message).__name__} instead of the name of its agent")
-    return NixlChannel(found, connection, message.value.decode())
+    return NixlChannel(agents, connection, message.value.decode())

@@ -35,7 +35,8 @@ from raylane.transport.cuda_driver import CudaError
 from raylane.transport.cuda_ipc_channel import open_ipc
 from raylane.transport.link import Connection, Link
 from raylane.transport.managers import ManagerError, open_managed
-from raylane.transport.nixl_agent import Agent, NixlError
+from raylane.transport.nixl_agent import NixlError
+from raylane.transport.nixl_agents import Agents
 from raylane.transport.nixl_channel import open_nixl
 from raylane.transport.pieces import pieces_of_entry, pieces_of_target
 from raylane.transport.store import Store
@@ -62,11 +63,11 @@ class PairLink(Link):
         peer: str,
         backend: str,
         host: str,
-        nixl: Callable[[], Agent],
+        nixl: Agents,
     ) -> None:
         """Connect to a listener and open a channel; waits until the deadline.
 
-        `host` is the address of this node, and `nixl` returns the agent of this process.
+        `host` is the address of this node, and `nixl` has the agents of this process.
         """
         super().__init__(address, secret, deadline, client=client, peer=peer)
         try:
@@ -99,7 +100,7 @@ class PairLink(Link):
 class PairServer:
     """The source's end of all channels of this process."""
 
-    def __init__(self, store: Store, pool: BufferPool, host: str, nixl: Callable[[], Agent]) -> None:
+    def __init__(self, store: Store, pool: BufferPool, host: str, nixl: Agents) -> None:
         """Serve values of `store`; `pool` gives memory for small blocks. The other arguments are as in PairLink."""
         self._store, self._pool, self._host, self._nixl = store, pool, host, nixl
         self._lock = threading.Lock()  # guards the two below
@@ -176,7 +177,7 @@ class PairServer:
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))
 
 
-def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Callable[[], Agent]) -> Any:
+def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Agents) -> Any:
     """Open this end (rank 0 or 1) of a channel of this backend."""
     # Both ends check: neither sends in the clear because only the other one allows it.
     why = cleartext_refusal(backend) if backend in ("gloo", "nixl", "nccl") else None

@@ -7,9 +7,7 @@ same time over an authenticated connection (`pairs`), on which they exchange wha
 from __future__ import annotations
 
 import functools
-import os
 import select
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from raylane.core.deadline import Deadline
+from raylane.core.variables import variables
 from raylane.errors import TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.cuda_ipc_channel import receive_host_pieces, send_host_pieces
@@ -113,7 +112,6 @@ _NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-_settings_lock = threading.Lock()
 _LOOK_MS = 1
 
 
@@ -133,17 +131,8 @@ class _NcclChannel:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _limit(Deadline(None))  # the deadlines of transfers are watched here
-        with _settings_lock:  # torch reads these when it creates a group
-            before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
-            os.environ.update(_NCCL_SETTINGS)
-            try:
-                self._group: Any = nccl(store, rank, 2, options)
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+        with variables(_NCCL_SETTINGS):  # torch reads these when it creates a group
+            self._group: Any = nccl(store, rank, 2, options)
         # NCCL connects at the first transfer, and needs the rendezvous for it.
         try:
             self._run([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline, send=rank == 0)
