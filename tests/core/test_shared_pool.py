@@ -129,3 +129,14 @@ def test_descriptor_of_another_segment_is_not_mapped() -> None:
     assert other.fd == dropped.fd
     assert map_shared(path(other), dropped.inode, [SIZE]) is None
     pool.drop(other)
+
+
+def test_finalizer_may_give_back_while_its_thread_uses_the_pool() -> None:
+    pool = SharedPool(1 << 30)
+    segment = filled(pool, b"abc")
+    with pool._lock:
+        pool.give_back(segment)  # would wait for ever
+    assert pool.idle_bytes == segment.capacity
+    assert pool.take(SIZE) is segment
+    pool.drop(segment)
+    pool.close()

@@ -21,9 +21,11 @@ from tests.transport.managers import FileManager
 
 import raylane
 from raylane import MultiOutputNode, bind
+from raylane.core.segment import BufferPool
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.worker.loop import graph_loop
 from raylane.transport.endpoint import endpoint
+from raylane.transport.staging import Stage
 
 pytestmark = pytest.mark.ray
 TRANSPORTS = ["gloo", "nixl"]
@@ -504,3 +506,21 @@ def test_transfer_ends_with_the_time_limit(pair: list[Any]) -> None:
 
 def _sessions(instance: Any) -> int:
     return len(graph_loop().sessions)
+
+
+def test_stage_copies_tensors_that_cannot_lie_in_their_blocks() -> None:
+    # An array at an odd address and a tensor that overlaps it: one block, which begins with the array.
+    memory = np.zeros(1 << 20, np.uint8)
+    base = memory[(16 - memory.ctypes.data % 16) % 16 :]
+    array, tensor = base[1:500_001], torch.from_numpy(base[8:400_008].view(np.float32))
+
+    class Here:
+        pool = BufferPool(1 << 30)
+
+    stage = Stage()
+    for value in (1.0, 2.0):
+        tensor.fill_(value)
+        copies = stage._copied(Here, [array, tensor])  # type: ignore[arg-type]
+        assert torch.equal(copies[1], tensor)
+        assert np.array_equal(copies[0], array)
+    Here.pool.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -10,19 +12,21 @@ import ray
 import torch
 
 import raylane
+from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import SMALL_BLOCK_BYTES, BufferPool
 from raylane.core.spans import Span
-from raylane.errors import TransportUnavailableError
-from raylane.transport import cuda_driver
+from raylane.errors import ProtocolError, TransportUnavailableError
+from raylane.transport import cuda_driver, wire
 from raylane.transport.backends import device
 from raylane.transport.backends.registry import backends
 from raylane.transport.choose import choose
 from raylane.transport.codec import TENSOR, LeafSpec, build_leaves, local_device, plan_layout
-from raylane.transport.cuda_ipc_channel import open_ipc
-from raylane.transport.device_memory import Group, groups_of, new_blocks, whole
+from raylane.transport.cuda_ipc_channel import NEVER, IpcChannel, open_ipc
+from raylane.transport.device_memory import Group, groups_of, new_blocks, separated, whole
+from raylane.transport.link import Connection
 from raylane.transport.nixl_agent import Range, _batches, merge_ranges
-from raylane.transport.pieces import pieces_of_target
+from raylane.transport.pieces import Memory, Piece, pieces_of_target
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket, decode_ticket, encode_ticket
 
@@ -143,3 +147,54 @@ def test_readers_without_a_device_get_the_value_another_way() -> None:
     with pytest.raises(TransportUnavailableError, match="no CUDA device"):
         raylane.get(ref, tensor_transport="nccl")
     ray.kill(maker)
+
+
+def test_one_small_block_travels_as_it_is() -> None:
+    # The source sends its 100 bytes, so the reader must not expect more.
+    found = groups_of({0: 0, 1: 0}, [100, BIG])
+    assert found == [Group(0, [0], [Span(0, 100)], 100), Group(0, [1], [Span(0, BIG)], BIG)]
+
+
+def test_received_blocks_have_storages_of_their_own() -> None:
+    blocks: list[Any] = [*new_blocks(groups_of({0: 0, 1: 0}, [100, 50])).values(), bytearray(4)]
+    blocks[0].fill_(1)
+    blocks[1].fill_(2)
+    first, second, host = separated(blocks)
+    first.untyped_storage().resize_(0)
+    assert second.tolist() == [2] * 50
+    assert second.untyped_storage().nbytes() == 50
+    assert host is blocks[2]
+
+
+def test_cuda_ipc_sends_host_memory_over_its_connection() -> None:
+    ends = [Connection(sock, Deadline(10), peer="the other end") for sock in socket.socketpair()]
+    given = torch.arange(1 << 20, dtype=torch.int32)
+    target = torch.zeros_like(given)
+    there, here = [
+        [Piece(None, Memory(None, span, span))]
+        for span in (Span(one.data_ptr(), one.data_ptr() + one.nbytes) for one in (given, target))
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(IpcChannel(ends[0]).send, there, Deadline(10))
+        IpcChannel(ends[1]).expect(here)(Deadline(10))
+        sent.result(10)
+    assert torch.equal(given, target)
+    for end in ends:
+        end.close()
+
+
+def test_sizes_are_compared_before_memory_of_devices_is_copied() -> None:
+    ends = [Connection(sock, Deadline(10), peer="the other end") for sock in socket.socketpair()]
+    ends[0].send(wire.Allocations([(b"h" * 64, 0, 8, b"u" * 16)], True))
+    ends[0].send(wire.Allocations([], False))
+    with pytest.raises(ProtocolError, match="other sizes"):
+        IpcChannel(ends[1]).expect([])(Deadline(10))
+    ends[0].send(wire.Word(NEVER, b"no such memory"))
+    with pytest.raises(TransportUnavailableError, match="no such memory"):
+        IpcChannel(ends[1]).expect([])(Deadline(10))
+    ends[0].send(wire.Refusal("out of memory"))
+    with pytest.raises(cuda_driver.CudaError, match="out of memory") as caught:
+        IpcChannel(ends[1]).expect([])(Deadline(10))
+    assert not caught.value.permanent
+    for end in ends:
+        end.close()

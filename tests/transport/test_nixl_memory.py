@@ -12,7 +12,7 @@ import torch
 from raylane.core.segment import BufferPool, mapping_of
 from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
-from raylane.transport import nixl_agent, nixl_memory
+from raylane.transport import nixl_agent, nixl_agents, nixl_memory
 from raylane.transport.nixl_agent import Agent, Range, merge_ranges
 from raylane.transport.nixl_memory import Registrations
 from raylane.transport.pieces import Memory, Piece, pieces_of_target
@@ -164,3 +164,36 @@ def test_process_without_nixl_names_the_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TransportUnavailableError, match="pip install --no-deps nixl nixl-cu12"):
         Agent()
+
+
+class Counting:
+    """Stands for an agent, which takes half a second to create."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+        self.counts: dict[str, int] = {"nixl_requests": 1}
+        self.quarantine: list[object] = []
+        self.closed = False
+
+    def stats(self) -> dict[str, int]:
+        return self.counts
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_worn_agent_is_replaced_and_ends_with_its_last_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agents, "Agent", Counting)
+    agents: Any = nixl_agents.Agents()
+    with agents.reading() as first:
+        first.forgotten = nixl_agents.MOST_FORGOTTEN
+        first.quarantine.append("memory that NIXL may still write to")
+        with agents.reading() as second:
+            assert second is not first
+            assert second.quarantine == first.quarantine
+            assert not first.closed
+    assert first.closed
+    assert not second.closed
+    assert agents.stats() == {"nixl_requests": 2}
+    agents.close()
+    assert second.closed

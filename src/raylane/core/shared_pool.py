@@ -12,6 +12,7 @@ Filling a new segment of 64 MiB takes 36 ms, filling one again 7 ms: page faults
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import errno
@@ -105,12 +106,15 @@ class SharedPool:
         self._lock = threading.Lock()  # guards _idle, _nbytes and _trimmer
         self._idle: list[SharedSegment] = []
         """Segments without a value, in the order of their return."""
+        self._returned: collections.deque[SharedSegment] = collections.deque()
+        """Segments on their way into `_idle`. Deques are atomic."""
         self._nbytes = 0
         self._trimmer = Trimmer(self, idle_s, "raylane-shared")
 
     def take(self, nbytes: int) -> SharedSegment:
         """Return a locked segment of at least `nbytes`. OSError if there is no memory or descriptor for one."""
         with self._lock:
+            self._take_back()
             for segment in self._idle:
                 if nbytes <= segment.capacity <= _WASTE * size_class(nbytes) and segment.lock_again():
                     self._idle.remove(segment)
@@ -121,10 +125,20 @@ class SharedPool:
             return segment
 
     def give_back(self, segment: SharedSegment) -> None:
-        """Take back a segment whose value was freed; there may still be readers."""
-        with self._lock:
-            segment.idle_since = time.monotonic()
-            self._idle.append(segment)
+        """Take back a segment whose value was freed; there may still be readers. For finalizers too: never waits."""
+        segment.idle_since = time.monotonic()
+        self._returned.append(segment)
+        # A finalizer may run in a thread that holds the lock.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        """Add the returned segments to the idle ones. Call with the lock held."""
+        while self._returned:
+            self._idle.append(self._returned.popleft())
             while sum(one.capacity for one in self._idle) > self._max_idle_bytes:
                 self._close(self._idle.pop(0))  # the one that was given back first
 
@@ -136,6 +150,7 @@ class SharedPool:
     def drop_idle(self, nbytes: int) -> None:
         """Close idle segments, the oldest first, until this many bytes are free or none is left."""
         with self._lock:
+            self._take_back()
             while nbytes > 0 and self._idle:
                 nbytes -= self._idle[0].capacity
                 self._close(self._idle.pop(0))
@@ -152,6 +167,7 @@ class SharedPool:
         """
         now, idle_s = time.monotonic(), self._trimmer.idle_s
         with self._lock:
+            self._take_back()
             while self._idle and self._idle[0].idle_since + idle_s <= now:
                 self._close(self._idle.pop(0))
             if not self._nbytes:
@@ -169,6 +185,7 @@ class SharedPool:
     def idle_bytes(self) -> int:
         """Size of the segments without a value."""
         with self._lock:
+            self._take_back()
             return sum(one.capacity for one in self._idle)
 
     def close(self) -> None:

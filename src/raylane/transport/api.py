@@ -17,6 +17,7 @@ from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import TransferTimeoutError
 from raylane.transport import calls, codec
 from raylane.transport.backends.registry import check_name
+from raylane.transport.device_memory import as_here
 from raylane.transport.endpoint import endpoint, existing
 from raylane.transport.options import publish_options
 from raylane.transport.publish import Publication, PublishOnPickle
@@ -286,7 +287,7 @@ async def get_async(
                     raise
 
     # Not the event loop's own executor: its few threads would be taken by waiting calls.
-    future = endpoint().getters.submit(lambda: _get(refs, wanted, deadline, collect_unless_abandoned, wishes))
+    future = endpoint().getters.submit(as_here(lambda: _get(refs, wanted, deadline, collect_unless_abandoned, wishes)))
     try:
         return await asyncio.wrap_future(future)
     finally:

@@ -18,6 +18,10 @@ __all__ = ["Allocation", "CudaError", "allocation_of", "copy_async", "driver", "
 
 HANDLE_BYTES = 64
 _INVALID_VALUE = 1
+_PERMANENT = (_INVALID_VALUE, 46, 101, 217, 800, 801)
+"""Codes that later calls get as well: invalid value, device unavailable, invalid device, no peer access, not permitted,
+not supported. Source: CUresult in cuda.h of CUDA 12.
+"""
 _LAZY_PEER_ACCESS = 1
 
 
@@ -27,6 +31,8 @@ class CudaError(RuntimeError):
     def __init__(self, call: str, code: int, text: str) -> None:
         super().__init__(f"{call}: {text} ({code})")
         self.code = code
+        self.permanent = code in _PERMANENT
+        """True if another transport has to be used between the two processes."""
 
 
 class _Handle(ctypes.Structure):

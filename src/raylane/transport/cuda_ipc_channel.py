@@ -5,8 +5,9 @@
       (maps, copies, unmaps)                            (keeps the value)
       Taken                   ----------------------->
 
-The source answers Taken with the state of the memory, as in every channel (`pairs`). If the connection ends instead, it
-releases the value at once; the driver keeps a mapping of the reader's valid until the reader unmaps it or ends.
+The source answers Taken with the state of the memory, as in every channel (`pairs`). It keeps the value without a limit
+in time until then, or until the connection ends, which the end of the reader does: CUDA does not define what a mapping
+shows after its owner has given the memory back to the driver.
 
 Written after the documentation of CUDA 12; never run, because no GPU was at hand (`tests/gpu`).
 """
@@ -28,6 +29,10 @@ from raylane.transport.pieces import Piece
 
 __all__ = ["IpcChannel", "open_ipc"]
 
+MAX_PLACES = 4096
+"""Number of pieces in one frame: frames are limited (`wire.MAX_FRAME_BYTES`)."""
+NEVER = "never"
+"""Key of the Word in which the source says why its memory can never be shared."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -43,13 +48,21 @@ class IpcChannel:
         """Tell where the pieces lie, and wait until the reader has copied them."""
         del deadline  # that of the connection, which every message obeys
         places = []
-        for piece in pieces:
-            if piece.on_device:
-                device, block = piece.memory.device, piece.memory.block
-                handle, offset = cuda_driver.allocation_of(block.start, device)
-                places.append((handle, offset, block.nbytes, cuda_driver.uuid_of(device)))
-        self._connection.send(wire.Allocations(places))
+        try:
+            for piece in pieces:
+                if piece.on_device:
+                    device, block = piece.memory.device, piece.memory.block
+                    handle, offset = cuda_driver.allocation_of(block.start, device)
+                    places.append((handle, offset, block.nbytes, cuda_driver.uuid_of(device)))
+        except cuda_driver.CudaError as error:
+            if error.permanent:
+                self._connection.send(wire.Word(NEVER, str(error).encode()))
+            raise
+        for first in range(0, max(1, len(places)), MAX_PLACES):
+            some = places[first : first + MAX_PLACES]
+            self._connection.send(wire.Allocations(some, first + MAX_PLACES < len(places)))
         send_host_pieces(self._connection, pieces)
+        self._connection.deadline = Deadline(None)
         taken = self._connection.receive()
         if not isinstance(taken, wire.Taken):
             raise ProtocolError(f"expected Taken, got {type(taken).__name__}")
@@ -61,19 +74,28 @@ class IpcChannel:
     def _take(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         del deadline
         connection = self._connection
-        answer = connection.receive()
-        if isinstance(answer, wire.Refusal):
-            raise TransportUnavailableError(f"{connection.peer}: {answer.reason}")
-        if not isinstance(answer, wire.Allocations):
-            raise ProtocolError(f"{connection.peer} answered {type(answer).__name__} instead of Allocations")
+        places: list[wire.DevicePlace] = []
+        more = True
+        while more:
+            answer = connection.receive()
+            if isinstance(answer, wire.Word) and answer.key == NEVER:
+                raise TransportUnavailableError(f"{connection.peer}: {answer.value.decode()}")
+            if isinstance(answer, wire.Refusal):  # such as a device without memory
+                raise cuda_driver.CudaError(str(connection.peer), 0, answer.reason)
+            if not isinstance(answer, wire.Allocations):
+                raise ProtocolError(f"{connection.peer} answered {type(answer).__name__} instead of Allocations")
+            places += answer.places
+            more = answer.more
         here = [piece for piece in pieces if piece.on_device]
         # Compared before the copy: the sizes decide how far it writes.
-        if [place[2] for place in answer.places] != [piece.memory.block.nbytes for piece in here]:
+        if [place[2] for place in places] != [piece.memory.block.nbytes for piece in here]:
             raise ProtocolError(f"{connection.peer} offered memory of other sizes than the value has")
         receive_host_pieces(connection, pieces)
         try:
-            _copy(here, answer.places)
+            _copy(here, places)
         except cuda_driver.CudaError as error:
+            if not error.permanent:
+                raise
             # The memory cannot be reached from here, now and later: another transport may do it.
             raise TransportUnavailableError(
                 f"cuda_ipc cannot bring tensors of {connection.peer} to this process: {error}. Use "

@@ -15,11 +15,12 @@ Written after the documentation of torch 2.13 and CUDA 12. No GPU was at hand, s
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,7 +28,20 @@ from raylane.core.segment import SMALL_BLOCK_BYTES, segment_offsets
 from raylane.core.spans import Span
 from raylane.transport.codec import Layout, local_device
 
-__all__ = ["Group", "OnDevice", "groups_of", "new_blocks", "on_own_stream", "whole"]
+__all__ = [
+    "Group",
+    "OnDevice",
+    "as_here",
+    "current_streams",
+    "groups_of",
+    "new_blocks",
+    "on_own_stream",
+    "publishing_device",
+    "separated",
+    "whole",
+]
+
+_T = TypeVar("_T")
 
 
 class Group(NamedTuple):
@@ -55,6 +69,8 @@ def groups_of(devices: Mapping[int, int], sizes: Sequence[int]) -> list[Group]:
     for device, numbers in small.items():
         # Aligned to 64 bytes, as every dtype needs.
         offsets, total = segment_offsets([sizes[number] for number in numbers])
+        if len(numbers) == 1:  # it travels as it is
+            total = sizes[numbers[0]]
         spans = [Span(start, start + sizes[number]) for start, number in zip(offsets, numbers, strict=True)]
         found.append(Group(device, numbers, spans, total))
     return sorted(found, key=lambda group: group.numbers[0])
@@ -74,6 +90,18 @@ def new_blocks(groups: Iterable[Group]) -> dict[int, torch.Tensor]:
     return blocks
 
 
+def separated(blocks: Sequence[Any]) -> list[Any]:
+    """Return received blocks, each with a storage of its own.
+
+    torch takes tensors of one storage for views of each other: `torch.save` refuses two dtypes in it, and resizing the
+    storage of one would free the others.
+    """
+    return [
+        one.clone() if isinstance(one, torch.Tensor) and one.untyped_storage().nbytes() > one.numel() else one
+        for one in blocks
+    ]
+
+
 def whole(block: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the group to which a block of `new_blocks` belongs."""
     storage = block.untyped_storage()
@@ -83,8 +111,8 @@ def whole(block: torch.Tensor) -> torch.Tensor:
 class OnDevice:
     """The blocks of a published value that lie on devices. Thread-safe."""
 
-    def __init__(self, layout: Layout) -> None:
-        """Remember what the current streams have to finish before the blocks may be read.
+    def __init__(self, layout: Layout, streams: Mapping[int, Any] | None = None) -> None:
+        """Remember what these streams (by device; else the current ones) have to finish before the blocks may be read.
 
         ValueError if a block belongs to several storages; such a value has to be copied to the host.
         """
@@ -99,7 +127,8 @@ class OnDevice:
                     raise ValueError(f"block {spec.block} does not lie in one storage")
                 whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
                 self.blocks[spec.block] = whole.set_(storage, start, (block.nbytes,), (1,))
-        self._events = [_event(device) for device in sorted(set(self.devices.values()))]
+        self._events = [_event(device, (streams or {}).get(device)) for device in sorted(set(self.devices.values()))]
+        _published.append(min(self.devices.values()))
         self._lock = threading.Lock()  # guards the copy
         self._staged: dict[int, Any] | None = None
 
@@ -132,9 +161,9 @@ class OnDevice:
     def pieces(self) -> list[torch.Tensor]:
         """Return the bytes of each group of blocks (`groups_of`) on its device, written and ready to be read.
 
-        Small blocks are copied together. Keep this object until the bytes have been read.
+        Small blocks are copied together. Keep this object until the bytes have been read. Call `wait` before, and check
+        then that the owner still has the memory.
         """
-        self.wait()
         sizes = [0] * (max(self.blocks) + 1)
         for number, block in self.blocks.items():
             sizes[number] = block.numel()
@@ -146,7 +175,10 @@ class OnDevice:
                 continue
             with on_own_stream(blocks[0].device):
                 memory = torch.empty(group.nbytes, dtype=torch.uint8, device=blocks[0].device)
-                torch._foreach_copy_([memory[slice(*span)] for span in group.spans], blocks)
+                for span, block in zip(group.spans, blocks, strict=True):
+                    # One by one: if the owner frees the memory now, CUDA refuses such a copy. A kernel for all blocks
+                    # would read from a wrong address, and end the process's use of the device.
+                    memory[slice(*span)].copy_(block)
             found.append(memory)
         return found
 
@@ -161,12 +193,44 @@ class OnDevice:
                         target.copy_(block, non_blocking=True)
 
 
-def _event(device: int) -> Any:
-    """Return an event that happens when the work on the device's current stream so far is done."""
+_published: collections.deque[int] = collections.deque([0], maxlen=1)
+
+
+def publishing_device() -> int:
+    """Return the device of the value that this process has published last; 0 before the first."""
+    return _published[0]
+
+
+def _event(device: int, stream: Any) -> Any:
+    """Return an event that happens when the work on a stream (None: the device's current one) so far is done."""
     with torch.cuda.device(device):
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(stream)
         return event
+
+
+def current_streams() -> dict[int, Any]:
+    """Return the current stream of each device, as this thread sees it; empty if this process does not use CUDA yet."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {number: torch.cuda.current_stream(number) for number in range(torch.cuda.device_count())}
+
+
+def as_here(call: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a function that calls `call` with the current device and streams of this thread, on another one."""
+    streams = current_streams()
+    if not streams:
+        return call
+    device = torch.cuda.current_device()
+
+    def called() -> _T:
+        with contextlib.ExitStack() as entered:
+            for stream in streams.values():
+                entered.enter_context(torch.cuda.stream(stream))
+            entered.enter_context(torch.cuda.device(device))
+            return call()
+
+    return called
 
 
 _own = threading.local()

@@ -112,6 +112,8 @@ class Listener:
         self._secret = secret
         self._put_entry = put_entry
         self._second = SecondThread("raylane-put")
+        self._device_thread = SecondThread("raylane-device")
+        """Copies CUDA tensors to the host. It waits for kernels of the program, perhaps for long."""
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
@@ -156,6 +158,7 @@ class Listener:
         self._thread.join(timeout=5)
         # After the join above: no new work can come any more.
         self._second.close(5)
+        self._device_thread.close(5)
 
     def wake(self) -> None:
         """Wake the listener's thread; may be called from any thread."""
@@ -485,7 +488,7 @@ class Listener:
             del views  # in host memory now
             self._send_blocks(peer, entry, parts, by_creator)
 
-        self._work_for(peer, entry.views, answer, "could not copy CUDA tensors to the host")
+        self._work_for(peer, entry, entry.views, answer, "could not copy CUDA tensors to the host")
 
     def _send_blocks(
         self, peer: _Peer, entry: Entry, parts: list[tuple[int, int, int]] | None, by_creator: bool
@@ -518,7 +521,7 @@ class Listener:
             object_id, owner, peer.held[key] = put
             return wire.PutReply(object_id, owner, entry.is_mutated(), by_creator)
 
-        self._work_for(peer, lambda: self._put_entry(entry), answer, "object store put failed")
+        self._work_for(peer, entry, lambda: self._put_entry(entry), answer, "object store put failed")
 
     def _share(self, peer: _Peer, key: bytes) -> None:
         entry = self._intact(peer, key)  # not `_find`: the reader counts its read by itself
@@ -530,16 +533,24 @@ class Listener:
                 return wire.Gone(key, moved=True)
             return wire.Shared(segment.fd, segment.inode)
 
-        self._work_for(peer, lambda: self._store.share(entry), answer, "could not make a shared copy")
+        self._work_for(peer, entry, lambda: self._store.share(entry), answer, "could not make a shared copy")
 
     def _work_for(
-        self, peer: _Peer, work: Callable[[], _T], answer: Callable[[_T], wire.Message | None], failure: str
+        self,
+        peer: _Peer,
+        entry: Entry,
+        work: Callable[[], _T],
+        answer: Callable[[_T], wire.Message | None],
+        failure: str,
     ) -> None:
-        """Do something that may wait on the second thread, and then send its answer to a peer, if it returns one."""
+        """Do something with an entry that may wait on another thread; then send its answer to a peer, if there is one.
+
+        All work for one entry is done on the same thread.
+        """
         peer.busy = True  # until `finish`, no other request of this peer is served
 
         def run() -> None:
-            """Work on the second thread; the result goes back to the listener's thread as a callback."""
+            """Work on the other thread; the result goes back to the listener's thread as a callback."""
             try:
                 result = work()
             except Exception as error:
@@ -559,7 +570,7 @@ class Listener:
                 self._send(peer, message)
             self._advance(peer)
 
-        self._second.do(run)
+        (self._second if entry.on_device is None else self._device_thread).do(run)
 
 
 _listening: weakref.WeakSet[Listener] = weakref.WeakSet()

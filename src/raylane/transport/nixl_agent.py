@@ -133,7 +133,8 @@ class Agent:
         """Memory into which this process reads."""
         self._lock = threading.Lock()  # guards the peers and the quarantine
         self._peers: collections.OrderedDict[str, Peer] = collections.OrderedDict()
-        self._quarantine: collections.deque[tuple[float, object]] = collections.deque()
+        self.quarantine: collections.deque[tuple[float, object]] = collections.deque()
+        """Memory of reads that were given up, with the time at which it may go."""
         _agents.add(self)
 
     def peer(self, name: str) -> Peer:
@@ -251,13 +252,13 @@ class Agent:
         """Give up a read that may still be in progress: end the connection, and keep its target for a while."""
         self.drop(peer)
         with self._lock:
-            self._quarantine.append((time.monotonic() + QUARANTINE_S, memory))
+            self.quarantine.append((time.monotonic() + QUARANTINE_S, memory))
 
     def sweep(self) -> None:
         """Release the memory of reads that were abandoned long ago."""
         with self._lock:
-            while self._quarantine and self._quarantine[0][0] <= time.monotonic():
-                self._quarantine.popleft()
+            while self.quarantine and self.quarantine[0][0] <= time.monotonic():
+                self.quarantine.popleft()
 
     def close(self) -> None:
         """Drop all registrations and peers, and end the agent with the last transfer that still runs."""
@@ -265,7 +266,7 @@ class Agent:
         with self._lock:
             peers = list(self._peers.values())
             self._peers.clear()
-            self._quarantine.clear()
+            self.quarantine.clear()
         for peer in peers:
             self.forget(peer)
         self.offered.clear()

@@ -27,8 +27,8 @@ class Agents:
         self._lock = threading.Lock()  # guards everything below; held while an agent is created
         self._offering: Agent | None = None
         self._reading: Agent | None = None
-        self._readers = 0
-        """Number of transfers that use the reading agent."""
+        self._readers: collections.Counter[Agent] = collections.Counter()
+        """Number of transfers that use each reading agent: the present one, and those that were replaced."""
         self._past: collections.Counter[str] = collections.Counter()
         """Counters of the agents that were replaced."""
 
@@ -46,20 +46,26 @@ class Agents:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Agent]:
-        """Use the agent that reads; it is not replaced meanwhile."""
+        """Use the agent that reads; it does not end meanwhile, even if it is replaced."""
         with self._lock:
-            worn = self._reading is not None and self._reading.forgotten >= MOST_FORGOTTEN
-            if self._reading is not None and worn and not self._readers:
-                self._past.update(self._reading.counts)
-                self._reading.close()
-                self._reading = None
+            if self._reading is not None and self._reading.forgotten >= MOST_FORGOTTEN:
+                old, self._reading = self._reading, Agent()
+                self._past.update(old.counts)
+                # NIXL may still write to the memory of reads that were given up.
+                self._reading.quarantine.extend(old.quarantine)
+                if not self._readers[old]:
+                    old.close()
             agent = self._current()
-            self._readers += 1
+            self._readers[agent] += 1
         try:
             yield agent
         finally:
             with self._lock:
-                self._readers -= 1
+                self._readers[agent] -= 1
+                if not self._readers[agent]:
+                    del self._readers[agent]
+                    if agent is not self._reading:  # replaced, or closed by `close` before
+                        agent.close()
 
     def _current(self) -> Agent:
         if self._reading is None:

@@ -94,7 +94,7 @@ class PairLink(Link):
     def close(self) -> None:
         """Close the connection and the channel; the source then closes its ends."""
         super().close()
-        self.__dict__.pop("channel", None)
+        _end(self.__dict__.pop("channel", None))
 
 
 class PairServer:
@@ -132,6 +132,7 @@ class PairServer:
             return len(self._open)
 
     def _serve(self, connection: Connection) -> None:
+        channel = None
         try:
             connection.send(wire.Streaming([], time.perf_counter()))
             meet = connection.receive()
@@ -157,6 +158,7 @@ class PairServer:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
+            _end(channel)
 
     def _send(self, connection: Connection, channel: Any, key: bytes) -> None:
         entry = self._store.get(key)
@@ -175,6 +177,12 @@ class PairServer:
             connection.send(wire.Refusal(str(error)[:500]))
             raise
         connection.send(wire.Trailer(entry.is_intact(), entry.is_mutated(), by_creator))
+
+
+def _end(channel: Any) -> None:
+    """End a channel that does not end with its last reference."""
+    if hasattr(channel, "close"):
+        channel.close()
 
 
 def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Agents) -> Any:

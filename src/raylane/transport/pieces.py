@@ -83,6 +83,9 @@ def pieces_of_entry(entry: Entry, pool: BufferPool, *, on_device: bool) -> list[
         memory = _of_leaf(leaf_of[host[k]], span) if keeper is entry else Memory(keeper, span, span)
         pieces.append(Piece(view, memory))
     if devices is not None:
+        devices.wait()
+        if not entry.is_intact():
+            return None
         pieces += [_of_tensor(one) for one in devices.pieces()]
     return pieces
 

@@ -30,6 +30,7 @@ from raylane.core.segment import bytes_at, write_segment
 from raylane.errors import TransportError
 from raylane.transport import codec
 from raylane.transport.backends.registry import TWO_SIDED
+from raylane.transport.device_memory import OnDevice, current_streams
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.groups import groups_of_this_process
 from raylane.transport.guards import digest, footprint, guard_ranges, write_counters
@@ -53,7 +54,7 @@ OUT_OF_BAND_BYTES = 1 << 16
 class Publication:
     """The results of one call, or the value of one put: their keys in the store, and the event that frees them."""
 
-    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options", "origin")
+    __slots__ = ("anchor", "anchored", "carried", "held", "keys", "options", "origin", "streams")
 
     def __init__(self, options: PublishOptions, *, anchored: bool, origin: str = "", streams: bool = False) -> None:
         self.options = options
@@ -67,6 +68,8 @@ class Publication:
         Ray must carry the items of a generator: in about one of a hundred streamed items Ray 2.60 loses count of the
         nested refs, so this process would free values that are still referenced.
         """
+        self.streams = current_streams()
+        """Streams of the producer. Ray may pickle the value on another thread, which has streams of its own."""
         self.held: list[codec.Layout] = []
         """Memory that Ray is about to copy."""
         self.anchor: Any = None
@@ -175,10 +178,8 @@ def store_leaves(here: Endpoint, leaves: list[Any], layout: codec.Layout, public
     source = here.source()
     on_device = None
     if layout.devices:
-        from raylane.transport.device_memory import OnDevice
-
         try:
-            on_device = OnDevice(layout)
+            on_device = OnDevice(layout, publication.streams)
         except ValueError:  # memory that torch did not allocate, seen through several storages
             layout = codec.plan_layout(leaves)
     entry = Entry(

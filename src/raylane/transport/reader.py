@@ -20,6 +20,7 @@ from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import ProtocolError, TransferTimeoutError, TransportError
 from raylane.transport import codec
 from raylane.transport.backends.base import copy_to_pool
+from raylane.transport.device_memory import as_here
 from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import unpickles_for_wrapper
 from raylane.transport.receiving import Delivery
@@ -67,9 +68,8 @@ class Pending:
     def start(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool, wish: Delivery = PLAIN) -> None:
         """Begin the fetch on a thread of the endpoint. Does not wait."""
         self.deadline = deadline
-        self.future = endpoint().fetchers.submit(
-            functools.partial(self.redeem, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
-        )
+        call = functools.partial(self.redeem, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
+        self.future = endpoint().fetchers.submit(as_here(call))
 
     def result(self) -> Any:
         """Wait for the value, at most until the deadline of `start`. Raises the fetch's error or a timeout error."""

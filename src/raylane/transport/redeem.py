@@ -23,6 +23,7 @@ from raylane.transport import codec
 from raylane.transport.backends.base import (
     Backend,
     FetchResult,
+    UnavailableNowError,
     allocate,
     copy_parts,
     freed_error,
@@ -119,7 +120,8 @@ class _Fetching:
                 if not isinstance(error, TransportUnavailableError):
                     raise
                 # Such a failure is permanent (kernel settings, object layout), so later reads skip the attempt.
-                self.here.blocked[name, self.ticket.origin().place] = error.message
+                if not isinstance(error, UnavailableNowError):
+                    self.here.blocked[name, self.ticket.origin().place] = error.message
                 if self.last_resort or name == self.names[-1]:
                     raise
                 continue
@@ -289,6 +291,10 @@ def _check_own_content(ticket: Ticket, entry: Entry) -> None:
 
 
 def _build_leaves(ticket: Ticket, specs: Sequence[LeafSpec], blocks: list[Any]) -> list[Any]:
+    if ticket.devices:
+        from raylane.transport.device_memory import separated
+
+        blocks = separated(blocks)
     try:
         return codec.build_leaves(specs, blocks)
     except (RuntimeError, AssertionError) as error:  # torch raises either class in a process without CUDA

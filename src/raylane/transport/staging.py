@@ -25,7 +25,7 @@ from raylane.transport import codec, nixl_agent
 from raylane.transport.backends.base import take_blocks
 from raylane.transport.backends.device import NEEDS_DEVICE, has_cuda
 from raylane.transport.backends.registry import adopt
-from raylane.transport.device_memory import OnDevice
+from raylane.transport.device_memory import OnDevice, as_here
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.options import PublishOptions
 from raylane.transport.publish import INLINE_BYTES, Publication, stays_on_device, store_leaves
@@ -66,7 +66,7 @@ def fetch(payload: bytes, transport: str, deadline: Deadline, notify: Callable[[
     ValueError if the payload is no ticket of this version.
     """
     ticket = decode_ticket(payload)
-    future = endpoint().fetchers.submit(functools.partial(redeem_leaves, ticket, transport, deadline))
+    future = endpoint().fetchers.submit(as_here(functools.partial(redeem_leaves, ticket, transport, deadline)))
     future.add_done_callback(lambda _: notify())
     return future
 
@@ -81,8 +81,8 @@ class _Copies(NamedTuple):
     shape: Any
     """Layout of the leaves for which the memory was taken."""
     blocks: list[Any]
-    leaves: list[Any]
-    """Copies of the leaves, in their order, in these blocks."""
+    leaves: list[Any] | None
+    """Copies of the leaves, in their order, in these blocks; None if some leaves cannot lie in their blocks."""
 
 
 class Stage:
@@ -109,10 +109,10 @@ class Stage:
         here, began_ns = endpoint(), time.perf_counter_ns()
         # "allow": no code but this class writes to the copies, so there is nothing to look for.
         options = PublishOptions(tensor_transport=transport, on_mutation="allow")
-        copies = self._copied(here, leaves)
-        layout = codec.plan_layout(copies.leaves, in_place=stays_on_device(copies.leaves, options))
+        copied = self._copied(here, leaves)
+        layout = codec.plan_layout(copied, in_place=stays_on_device(copied, options))
         publication = Publication(options, anchored=False, origin=origin)
-        ticket = store_leaves(here, copies.leaves, layout, publication)
+        ticket = store_leaves(here, copied, layout, publication)
         self._store, self._keys = here.store, publication.keys
         here.recorder.published(origin, ticket.nbytes, began_ns)
         return encode_ticket(ticket), ticket.nbytes
@@ -130,8 +130,8 @@ class Stage:
             self._store.free_soon(keys)
         self._copies = None
 
-    def _copied(self, here: Endpoint, leaves: Sequence[Any]) -> _Copies:
-        """Copy leaves into the memory of this stage; take new memory if the layout differs from the last one."""
+    def _copied(self, here: Endpoint, leaves: Sequence[Any]) -> list[Any]:
+        """Return copies of leaves in the memory of this stage, which is taken anew if the layout is another one."""
         given, on_device = _in_place(leaves)
         sizes = [block.nbytes for block in given.blocks]
         shape = given.specs, sizes, given.devices
@@ -139,14 +139,21 @@ class Stage:
         if copies is None or copies.shape != shape:
             self._copies = copies = None  # before new memory is taken: the old one may serve
             blocks = take_blocks(sizes, here.pool, given.devices)
-            copies = _Copies(shape, blocks, codec.build_leaves(given.specs, blocks))
+            copies = _Copies(shape, blocks, codec.build_leaves(given.specs, blocks) if _lie_in_place(given) else None)
         for number, (target, block) in enumerate(zip(copies.blocks, given.blocks, strict=True)):
             if number in given.devices:
                 target.copy_(on_device[number])  # on the current stream, after the kernels that wrote the tensor
             else:
                 copying.copy(memoryview(target).cast("B"), bytes_at(block.start, block.nbytes))
         self._copies = copies
-        return copies
+        # A leaf that cannot lie in its block is a copy of what is in the block now.
+        return codec.build_leaves(given.specs, copies.blocks) if copies.leaves is None else copies.leaves
+
+
+def _lie_in_place(layout: codec.Layout) -> bool:
+    """Return True if all leaves are views of their blocks; torch has no tensors at odd addresses."""
+    tensors = [spec for spec in layout.specs if spec.kind != codec.ARRAY and spec.block >= 0]
+    return all(spec.offset % codec.itemsize_of(spec) == 0 for spec in tensors)
 
 
 def _in_place(leaves: Sequence[Any]) -> tuple[codec.Layout, dict[int, torch.Tensor]]:

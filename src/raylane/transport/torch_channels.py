@@ -7,6 +7,7 @@ same time over an authenticated connection (`pairs`), on which they exchange wha
 from __future__ import annotations
 
 import functools
+import math
 import select
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ from raylane.core.variables import variables
 from raylane.errors import TransportUnavailableError
 from raylane.transport import wire
 from raylane.transport.cuda_ipc_channel import receive_host_pieces, send_host_pieces
+from raylane.transport.device_memory import publishing_device
 from raylane.transport.link import Connection
 from raylane.transport.pieces import Piece
 
@@ -68,6 +70,9 @@ class _Rendezvous(Store):
         for key in keys:
             self.get(key)
 
+    def check(self, keys: Sequence[str]) -> bool:  # NCCL's monitor asks every second
+        return all(key in self._values for key in keys)
+
     def finish(self) -> None:
         """Tell the other end that this one is open, and wait for the same; words that nobody needs are dropped."""
         self._connection.send(wire.Met())
@@ -111,14 +116,19 @@ _NCCL_SETTINGS = {
     # torch ends the process when a peer is lost, or when its watchdog is late. Here an error ends the channel only.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Waiting would not end with the deadline: `_run` asks instead.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
 }
 _LOOK_MS = 1
 
 
 class _NcclChannel:
-    """NCCL between one device of each process, the current one. Tensors of other devices are copied to it first.
+    """NCCL between one device of each process: that of the published value, and the current one of the reader.
 
-    Tensors in host memory travel over the connection.
+    Tensors of other devices are copied there first. Tensors in host memory travel over the connection.
     """
 
     on_device = True
@@ -126,21 +136,30 @@ class _NcclChannel:
     def __init__(self, store: Store, rank: int, host: str, deadline: Deadline, connection: Connection) -> None:
         self._connection = connection
         self._peer = 1 - rank
-        self._device = torch.device("cuda", torch.cuda.current_device())
+        # Channels are served on threads of raylane, whose current device is always 0.
+        self._device = torch.device("cuda", torch.cuda.current_device() if rank else publishing_device())
         self._stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _limit(Deadline(None))  # the deadlines of transfers are watched here
-        with variables(_NCCL_SETTINGS):  # torch reads these when it creates a group
+        left = deadline.left_s()
+        limit = {} if left is None else {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(math.ceil(left))}
+        with variables(_NCCL_SETTINGS | limit):  # torch reads these when it creates a group
             self._group: Any = nccl(store, rank, 2, options)
         # NCCL connects at the first transfer, and needs the rendezvous for it.
         try:
             self._run([torch.zeros(1, dtype=torch.uint8, device=self._device)], deadline, send=rank == 0)
         except RuntimeError as error:
+            if deadline.left_s() == 0 or _has_ended(connection):
+                raise  # says nothing about NCCL here
             raise TransportUnavailableError(
                 f"NCCL cannot connect this process to {connection.peer}: {str(error).splitlines()[0]}. Two processes "
                 "on one GPU need tensor_transport='cuda_ipc'"
             ) from error
+
+    def close(self) -> None:
+        """End the group with whatever it does; torch would wait for it, and warn."""
+        self._group.abort()
 
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         send_host_pieces(self._connection, pieces)
@@ -155,8 +174,6 @@ class _NcclChannel:
 
     def _run(self, tensors: Sequence[torch.Tensor], deadline: Deadline, *, send: bool) -> None:
         """Send or receive tensors; RuntimeError if the deadline or the connection ends first."""
-        poll = select.poll()
-        poll.register(self._connection.socket, select.POLLRDHUP | select.POLLHUP)
         with torch.cuda.device(self._device):
             # Kernels before may still use memory that the allocator gave to the tensors.
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -172,9 +189,16 @@ class _NcclChannel:
                 done.record()
             while not done.query():
                 # The other process may have died: NCCL alone would wait for ever.
-                if poll.poll(_LOOK_MS) or deadline.left_s() == 0:
+                if _has_ended(self._connection, _LOOK_MS) or deadline.left_s() == 0:
                     self._group.abort()
                     raise RuntimeError("the other process left, or the deadline passed")
+
+
+def _has_ended(connection: Connection, wait_ms: int = 0) -> bool:
+    """Return True if the other end has closed a connection; wait for it at most so long."""
+    poll = select.poll()
+    poll.register(connection.socket, select.POLLRDHUP)
+    return bool(poll.poll(wait_ms))
 
 
 def _tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:

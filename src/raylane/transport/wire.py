@@ -278,9 +278,14 @@ DevicePlace: TypeAlias = tuple[bytes, int, int, bytes]
 
 
 class Allocations(msgspec.Struct, tag=33, array_like=True, frozen=True):
-    """Where the pieces of a value lie that are on devices (`cuda_ipc_channel`). Bytes of the other pieces follow."""
+    """Where some pieces of a value lie that are on devices (`cuda_ipc_channel`).
+
+    The bytes of the pieces in host memory follow the last of these.
+    """
 
     places: list[DevicePlace]
+    more: bool
+    """True if another one follows."""
 
 
 class Share(msgspec.Struct, tag=40, array_like=True, frozen=True):

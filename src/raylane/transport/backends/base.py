@@ -16,7 +16,7 @@ from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
 from raylane.core.segment import BufferPool, bytes_at, small_blocks
-from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError
+from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError, TransportUnavailableError
 from raylane.transport.source import Source
 from raylane.transport.ticket import Ticket
 
@@ -82,6 +82,10 @@ class Backend(abc.ABC):
         found = self.fetch(ticket, endpoint, deadline)
         copy_parts(parts, found.blocks)
         return FetchResult(blocks=[], mutated=found.mutated, creator_read=found.creator_read)
+
+
+class UnavailableNowError(TransportUnavailableError):
+    """A transport cannot bring this value now; unlike its base, it says nothing about later values."""
 
 
 def freed_error(ticket: Ticket) -> TensorFreedError:

@@ -36,6 +36,7 @@ from raylane.transport.backends.base import (
     Backend,
     Capability,
     FetchResult,
+    UnavailableNowError,
     allocate,
     freed_error,
     moved_error,
@@ -91,7 +92,7 @@ class HostBackend(Backend):
             copied = _ask_for_copy(ticket, endpoint, deadline) or _ask_for_copy(ticket, endpoint, deadline)
             found = _read(ticket, [], deadline)
             if copied is None:
-                raise TransportUnavailableError(
+                raise UnavailableNowError(
                     f"{ticket.origin()} could not copy CUDA tensors to shared memory. Free memory of its host, or use "
                     "tensor_transport='tcp'",
                     source=ticket.origin().label,
