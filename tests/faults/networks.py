@@ -10,6 +10,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,24 @@ class Weather:
                 done = subprocess.run(words, check=False, capture_output=True, text=True)
                 if done.returncode:
                     self.skipped[wanted] = done.stderr.strip()
+
+    def until_done(self, driver: subprocess.Popen[str], limit_s: float) -> str:
+        """Do what a driver asks for until it is done, has ended, or is killed after the limit; return what it said."""
+        heard: list[str] = []
+        timer = threading.Timer(limit_s, driver.kill)
+        timer.start()
+        assert driver.stdout is not None
+        assert driver.stdin is not None
+        for line in driver.stdout:
+            heard.append(line.rstrip())
+            if line.startswith("ask: "):
+                self.do(line.removeprefix("ask: ").strip())
+                driver.stdin.write("done\n")
+                driver.stdin.flush()
+            if "said: done" in line:
+                break
+        timer.cancel()
+        return "\n".join(heard)
 
 
 def ray_node(address: str, head: str | None, resource: str) -> str:

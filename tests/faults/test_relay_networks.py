@@ -6,7 +6,6 @@ The hosts are Ray nodes with networks, processes and shared memory of their own,
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -36,21 +35,7 @@ def test_readers_on_another_host_share_one_transfer() -> None:
             1,
             f"{OWN_SHM}cd {root}; export PYTHONPATH={paths}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat",
         )
-        heard: list[str] = []
-        timer = threading.Timer(LIMIT_S, driver.kill)
-        timer.start()
-        assert driver.stdout is not None
-        assert driver.stdin is not None
-        for line in driver.stdout:
-            heard.append(line.rstrip())
-            if line.startswith("ask: "):
-                weather.do(line.removeprefix("ask: ").strip())
-                driver.stdin.write("done\n")
-                driver.stdin.flush()
-            if "said: done" in line:
-                break
-        timer.cancel()
-    text = "\n".join(heard)
+        text = weather.until_done(driver, LIMIT_S)
     print(text, weather.skipped)  # figures, shown with -s
     if "throttle" in weather.skipped:
         pytest.skip(f"links cannot be made slow here: {weather.skipped}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -45,21 +44,7 @@ def test_transports_between_three_nodes(secured: bool, tmp_path: Path) -> None:
                 f"{OWN_SHM}cd {root}; export PYTHONPATH={paths}; "
                 f"until {start} >/dev/null 2>&1; do sleep 0.2; done; cat",
             )
-        heard: list[str] = []
-        timer = threading.Timer(LIMIT_S, driver.kill)
-        timer.start()
-        assert driver.stdout is not None
-        assert driver.stdin is not None
-        for line in driver.stdout:
-            heard.append(line.rstrip())
-            if line.startswith("ask: "):
-                weather.do(line.removeprefix("ask: ").strip())
-                driver.stdin.write("done\n")
-                driver.stdin.flush()
-            if "said: done" in line:
-                break
-        timer.cancel()
-    text = "\n".join(heard)
+        text = weather.until_done(driver, LIMIT_S)
     assert "said: done" in text, text
     for transport in ("gloo", *(["nixl"] if importlib.util.find_spec("nixl") else [])):
         wanted = f"refused {transport}: .*cannot encrypt" if secured else f"retried {transport}"

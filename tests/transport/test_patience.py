@@ -1,4 +1,4 @@
-"""How long a reader waits for the reader that fetches a value for its host. Pure."""
+"""Decisions of a reader that waits for the reader which fetches a value for its host. Pure."""
 
 from __future__ import annotations
 

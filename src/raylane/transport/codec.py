@@ -200,10 +200,8 @@ def _transferable(leaf: Any, *, in_place: bool) -> Any:
         if contiguous and not lazy and (in_place or leaf.is_cpu):
             return leaf
         leaf = leaf.detach()  # so that autograd does not record the copies below
-        if leaf.is_conj():
-            leaf = leaf.resolve_conj()
-        if leaf.is_neg():
-            leaf = leaf.resolve_neg()
+        if lazy:
+            leaf = leaf.resolve_conj().resolve_neg()
         if not leaf.is_cpu and not in_place:
             return leaf.to("cpu")
         if not contiguous and (leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()):

@@ -43,7 +43,7 @@ class Allocation(NamedTuple):
     """Memory of a device as another process can open it."""
 
     handle: bytes
-    """What the driver calls a handle: it names the allocation in which the memory lies."""
+    """Name of the allocation in which the memory lies (CUipcMemHandle)."""
     offset: int
     """Place of the memory in the allocation, in bytes."""
 
@@ -95,6 +95,7 @@ def _context(device: int) -> Iterator[Any]:
         library.cuDevicePrimaryCtxRelease_v2(device)
 
 
+@functools.cache
 def uuid_of(device: int) -> bytes:
     """Return the 16 bytes by which all processes know a device."""
     found = ctypes.create_string_buffer(16)

@@ -105,7 +105,12 @@ def separated(blocks: Sequence[Any]) -> list[Any]:
 def whole(block: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the group to which a block of `new_blocks` belongs."""
     storage = block.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=block.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return _bytes_in(storage, 0, storage.nbytes())
+
+
+def _bytes_in(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
+    """Return a tensor of bytes over a part of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (nbytes,), (1,))
 
 
 class OnDevice:
@@ -125,8 +130,7 @@ class OnDevice:
                 start = block.start - storage.data_ptr()
                 if start < 0 or start + block.nbytes > storage.nbytes():
                     raise ValueError(f"block {spec.block} does not lie in one storage")
-                whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
-                self.blocks[spec.block] = whole.set_(storage, start, (block.nbytes,), (1,))
+                self.blocks[spec.block] = _bytes_in(storage, start, block.nbytes)
         self._events = [_event(device, (streams or {}).get(device)) for device in sorted(set(self.devices.values()))]
         _published.append(min(self.devices.values()))
         self._lock = threading.Lock()  # guards the copy

@@ -138,8 +138,8 @@ class Registrations:
         if any(_overlap(old, span) for old in self._stale):
             self._next_epoch()
         key = None if memory.owner is None else id(memory.owner)
-        made = Registration(next(self._numbers), span, whole, self._register(span, memory.device), key, memory.device)
-        made.dead = key is None
+        handle, dead = self._register(span, memory.device), key is None
+        made = Registration(next(self._numbers), span, whole, handle, key, memory.device, dead=dead)
         self.made += 1
         self._live[made.number] = made
         if key is not None:

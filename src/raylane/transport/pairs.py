@@ -40,7 +40,7 @@ from raylane.transport.nixl_agents import Agents
 from raylane.transport.nixl_channel import open_nixl
 from raylane.transport.pieces import pieces_of_entry, pieces_of_target
 from raylane.transport.store import Store
-from raylane.transport.tls import cleartext_refusal
+from raylane.transport.tls import IN_THE_CLEAR, cleartext_refusal
 
 __all__ = ["PAIRS", "PairLink", "PairServer"]
 
@@ -188,7 +188,7 @@ def _end(channel: Any) -> None:
 def _open(backend: str, connection: Connection, rank: int, host: str, nixl: Agents) -> Any:
     """Open this end (rank 0 or 1) of a channel of this backend."""
     # Both ends check: neither sends in the clear because only the other one allows it.
-    why = cleartext_refusal(backend) if backend in ("gloo", "nixl", "nccl") else None
+    why = cleartext_refusal(backend) if backend in IN_THE_CLEAR else None
     if why is not None:
         raise TransportUnavailableError(why)
     if backend == "nixl":

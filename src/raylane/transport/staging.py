@@ -32,12 +32,9 @@ from raylane.transport.publish import INLINE_BYTES, Publication, stays_on_device
 from raylane.transport.redeem import redeem_leaves
 from raylane.transport.store import Store
 from raylane.transport.ticket import decode_ticket, encode_ticket
-from raylane.transport.tls import cleartext_refusal
+from raylane.transport.tls import IN_THE_CLEAR, cleartext_refusal
 
 __all__ = ["Stage", "check_available", "fetch", "worth_publishing"]
-
-IN_THE_CLEAR = ("gloo", "nixl", "nccl")
-"""Transports that send bytes over connections of their own, which nobody encrypts."""
 
 
 def check_available(transport: str) -> str | None:

@@ -44,6 +44,10 @@ def enabled() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
+IN_THE_CLEAR = ("gloo", "nixl", "nccl")
+"""Transports that send bytes over connections of their own, which nobody encrypts."""
+
+
 def cleartext_refusal(transport: str) -> str | None:
     """Return why a transport that nobody encrypts is not used, or None if it may be."""
     if not enabled() or os.environ.get(ALLOW_CLEARTEXT, "0").lower() in ("1", "true"):

@@ -278,7 +278,7 @@ DevicePlace: TypeAlias = tuple[bytes, int, int, bytes]
 
 
 class Allocations(msgspec.Struct, tag=33, array_like=True, frozen=True):
-    """Where some pieces of a value lie that are on devices (`cuda_ipc_channel`).
+    """Places of some pieces of a value that lie on devices (`cuda_ipc_channel`).
 
     The bytes of the pieces in host memory follow the last of these.
     """
