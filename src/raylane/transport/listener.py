@@ -111,9 +111,8 @@ class Listener:
         self._store = store
         self._secret = secret
         self._put_entry = put_entry
-        self._second = SecondThread("raylane-put")
-        self._device_thread = SecondThread("raylane-device")
-        """Copies CUDA tensors to the host. It waits for kernels of the program, perhaps for long."""
+        self._helpers = {False: SecondThread("raylane-put"), True: SecondThread("raylane-device")}
+        """Threads for work that waits; the one at True waits for kernels of the program, perhaps for long."""
         self._session_ended = session_ended
         self._streams = {} if streams is None else streams
         """Components that accept streams, by key. Written by other threads."""
@@ -157,8 +156,8 @@ class Listener:
         self.wake()
         self._thread.join(timeout=5)
         # After the join above: no new work can come any more.
-        self._second.close(5)
-        self._device_thread.close(5)
+        for helper in self._helpers.values():
+            helper.close(5)
 
     def wake(self) -> None:
         """Wake the listener's thread; may be called from any thread."""
@@ -570,7 +569,7 @@ class Listener:
                 self._send(peer, message)
             self._advance(peer)
 
-        (self._second if entry.on_device is None else self._device_thread).do(run)
+        self._helpers[entry.on_device is not None].do(run)
 
 
 _listening: weakref.WeakSet[Listener] = weakref.WeakSet()
