@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool, bytes_at
 from raylane.transport import codec
 from raylane.transport.codec import LeafSpec
 from raylane.transport.parts import Part, parts_of, runs, sliced, span_of
 from raylane.transport.receiving import receive
-from raylane.transport.targets import match, paths, structure
+from raylane.transport.targets import Targets, match, paths, structure
+
+NONE = Deadline(None)
 
 
 def spec_for(array: Any) -> tuple[LeafSpec, Any]:
@@ -76,7 +79,7 @@ def test_received_slice_equals_the_slice(into: str) -> None:
         view = sliced(spec, array.itemsize, wanted)
         memory = np.zeros(view.shape[:: -1 if into == "turned" else 1], array.dtype)
         target = {"new": None, "contiguous": memory, "turned": memory.T}[into]
-        found = receive([view], [target], BufferPool(1 << 20), lambda parts, b=block: moved_by(parts, b))[0]
+        found = receive([view], [target], BufferPool(1 << 20), lambda parts, b=block: moved_by(parts, b), NONE)[0]
         assert np.array_equal(found, array[wanted]), (seed, wanted)
         assert target is None or found is target
 
@@ -122,11 +125,11 @@ def test_targets_are_matched_by_name_and_by_order() -> None:
     a, b, c = torch.zeros(1), torch.zeros(2), np.zeros(3)
     skeleton, leaves = codec.encode_value({"x": [a, {"y": b}], "n": 3, "z": c})
     shown = structure(skeleton, leaves)
-    assert paths(shown) == {0: ("x", 0), 1: ("x", 1, "y"), 2: ("z",)}
+    assert paths(shown) == {0: [("x", 0)], 1: [("x", 1, "y")], 2: [("z",)]}
     t = [torch.ones(1), torch.ones(2), np.ones(3)]
-    assert match(shown, 3, {"x": [t[0], {"y": t[1]}], "z": t[2]}) == t
-    assert match(shown, 3, t) == t
-    assert match(shown, 3, {"x": [None, {"y": t[1]}]}) == [None, t[1], None]
+    assert match(shown, 3, {"x": [t[0], {"y": t[1]}], "z": t[2]}) == Targets(t, [])
+    assert match(shown, 3, t) == Targets(t, [])
+    assert match(shown, 3, {"x": [None, {"y": t[1]}]}) == Targets([None, t[1], None], [])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +166,7 @@ def test_targets_that_do_not_match_are_named(into: Any, error: type[Exception], 
 def test_targets_that_cannot_hold_the_tensor_are_named(target: Any, error: type[Exception], text: str) -> None:
     spec, block = spec_for(torch.ones(2, 3))
     with pytest.raises(error, match=text):
-        receive([spec], [target], BufferPool(1 << 20), lambda parts: moved_by(parts, block))
+        receive([spec], [target], BufferPool(1 << 20), lambda parts: moved_by(parts, block), NONE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, torch.float32])
@@ -176,7 +179,7 @@ def test_targets_of_every_layout_receive_the_tensor(dtype: torch.dtype) -> None:
             target = torch.empty([shape[i] for i in target_order], dtype=dtype)
             target = target.permute([target_order.index(i) for i in range(3)])
             before = target._version
-            found = receive([spec], [target], BufferPool(1 << 20), lambda parts, b=block: moved_by(parts, b))[0]
+            found = receive([spec], [target], BufferPool(1 << 20), lambda parts, b=block: moved_by(parts, b), NONE)[0]
             assert found is target
             assert torch.equal(target, source.permute(order))
             assert target._version > before

@@ -149,9 +149,22 @@ def test_get_keeps_its_deadline_during_a_transfer(transport: str) -> None:
     maker = actor(Maker)
     ref = maker.make.remote(1 << 28)  # 1 GiB
     ray.wait([ref])
-    for timeout in (0, 0.01):
+    for timeout in (0.001, 0.01):
         with pytest.raises(TransferTimeoutError):
             raylane.get(ref, tensor_transport=transport, timeout=timeout)
+
+
+def test_get_with_timeout_0_fetches_what_is_ready_and_raises_otherwise() -> None:
+    maker = actor(Maker, max_concurrency=2)
+    ready, waiting = maker.make.remote(), maker.make_when_open.remote()
+    ray.wait([ready])
+    assert float(raylane.get(ready, timeout=0).sum()) == 50_000
+    assert float(asyncio.run(raylane.get_async([ready], timeout=0))[0].sum()) == 50_000
+    with pytest.raises(TransferTimeoutError, match="produced within 0"):
+        raylane.get([ready, waiting], timeout=0)
+    with pytest.raises(TransferTimeoutError, match="produced within 0"):
+        asyncio.run(raylane.get_async(waiting, timeout=0))
+    ray.get(maker.open.remote())
 
 
 @pytest.mark.slow

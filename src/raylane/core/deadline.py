@@ -1,10 +1,17 @@
-"""One deadline for a wait of several steps: each step receives the deadline instead of a timeout of its own."""
+"""One deadline for a wait of several steps: each step receives the deadline instead of a timeout of its own.
+
+A deadline may belong to a `Cancellation`, by which a call that raises ends the work that it has started on other
+threads, and waits until none of them writes into memory of its caller.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 DEFAULT_TIMEOUT_S = 60.0
 """Timeout in seconds of a wait without a timeout argument when `RAYLANE_TIMEOUT_S` is not set."""
@@ -34,22 +41,106 @@ Callers often pass `sys.maxsize` for no limit, which overflows the timeouts of s
 """
 
 
+class Cancelled(Exception):
+    """The call on whose behalf this thread works has raised already; nobody sees this exception."""
+
+
+class Cancellation:
+    """The end of one call for all threads that work for it. Thread-safe.
+
+    a thread of the call                      the call itself, when it raises
+      left_s() == 0: stop waiting       <--   cancel(): marks the end,
+      interrupts(shutdown): woken up    <--     runs all interrupts,
+      writing(): refused from now on,           waits for the threads in `writing`,
+      or finished first                 -->     returns
+    """
+
+    __slots__ = ("_changed", "_interrupts", "_writers", "cancelled")
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards everything below
+        self._interrupts: list[Callable[[], object]] = []
+        self._writers = 0
+        """Number of threads in `writing`."""
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End the work of the call; return when no thread writes into the caller's memory any more. Idempotent.
+
+        The wait is short: a writer is interrupted, or copies a bounded amount.
+        """
+        try:
+            with self._changed:
+                self.cancelled = True
+                # With the lock: an interrupt must not reach a connection that was returned to its pool meanwhile.
+                while self._interrupts:
+                    self._interrupts.pop()()
+                self._changed.wait_for(lambda: not self._writers)
+        except KeyboardInterrupt:
+            # The promise holds for a second Ctrl-C as well.
+            self.cancel()
+            raise
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Permit this thread to write into memory of the caller within the block; Cancelled if the call has ended."""
+        with self._changed:
+            if self.cancelled:
+                raise Cancelled
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def interrupts(self, interrupt: Callable[[], object]) -> Iterator[None]:
+        """Let `cancel` call `interrupt`, which must not block, while the block runs; at once if the call has ended."""
+        with self._changed:
+            if self.cancelled:
+                raise Cancelled
+            self._interrupts.append(interrupt)
+        try:
+            yield
+        finally:
+            with self._changed:
+                if interrupt in self._interrupts:
+                    self._interrupts.remove(interrupt)
+
+
 class Deadline:
     """A point on the monotonic clock, or no limit. `timeout_s` keeps the given timeout for messages."""
 
-    __slots__ = ("at", "timeout_s")
+    __slots__ = ("at", "cancellation", "timeout_s")
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, cancellation: Cancellation | None = None) -> None:
+        """Begin a timeout; it passes early if the call to which `cancellation` belongs has ended."""
         if timeout_s is not None and not timeout_s >= 0:  # in this form the condition refuses NaN too
             raise ValueError(f"timeout must be a number of seconds >= 0, or None for no limit, got {timeout_s!r}")
         self.timeout_s = timeout_s
         self.at = math.inf if timeout_s is None or timeout_s > LONGEST_S else time.monotonic() + timeout_s
+        self.cancellation = cancellation
 
     def left_s(self) -> float | None:
         """Return the seconds left (at least 0), or None for no limit, as `socket.settimeout` and `wait` accept them."""
+        if self.cancellation is not None and self.cancellation.cancelled:
+            return 0.0
         return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Permit writes into memory of the caller, as `Cancellation.writing`."""
+        return _NOTHING if self.cancellation is None else self.cancellation.writing()
+
+    def interrupts(self, interrupt: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """Have a blocking operation of this thread interrupted, as `Cancellation.interrupts`."""
+        return _NOTHING if self.cancellation is None else self.cancellation.interrupts(interrupt)
 
     def __repr__(self) -> str:
         return (
             "Deadline(none)" if self.at == math.inf else f"Deadline({self.left_s():.3f} s of {self.timeout_s:g} s left)"
         )
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -128,13 +128,22 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
                 helpers.append(helper)
         _read_calls(pid, calls, deadline)
     finally:
-        # Also after an error: the memory here must not be written to after this function has returned.
-        for helper in helpers:
-            helper.join()
+        calls.clear()  # after an error; else it is empty
+        _join(helpers)
     for helper in helpers:
         if helper.error is not None:
             raise helper.error
     _choice.copied(threads, total, time.perf_counter() - began)
+
+
+def _join(helpers: Sequence[_Reader]) -> None:
+    """Wait for the helpers, also after an error or Ctrl-C: nothing may be written here after `read` has returned."""
+    try:
+        for helper in helpers:
+            helper.join()
+    except KeyboardInterrupt:
+        _join(helpers)
+        raise
 
 
 def _read_calls(pid: int, calls: collections.deque[list[Range]], deadline: Deadline | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
@@ -13,7 +14,7 @@ import ray
 import torch
 
 from raylane import _ray
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.deadline import Cancellation, Deadline, default_timeout_s
 from raylane.errors import TransferTimeoutError
 from raylane.transport import calls, codec
 from raylane.transport.backends.registry import check_name
@@ -24,6 +25,7 @@ from raylane.transport.publish import Publication, PublishOnPickle
 from raylane.transport.reader import Pending, collect
 from raylane.transport.receiving import Delivery, delivery
 from raylane.transport.redeem import Present
+from raylane.transport.targets import check_apart
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""
@@ -152,13 +154,15 @@ def get(
     (with `into`, copies of them).
 
     With `into`, the bytes go straight into existing tensors or arrays, and the value is returned with these in it.
-    Shapes and dtypes must be equal; strides may differ, and CUDA tensors may receive CPU tensors and the reverse. After
-    an error the content of the targets is undefined.
+    Shapes and dtypes must be equal; strides may differ, and CUDA tensors may receive CPU tensors and the reverse. Each
+    tensor needs a target of its own; a tensor that stands in several places of the value fills all of their targets.
+    Targets that do not fit are refused before anything is written. After any other error the content of the targets is
+    undefined, but nothing writes to them any more.
 
     Args:
         refs: A ref, or a list or tuple of refs.
-        timeout: Seconds for the producing calls and the transfers together; 0 returns only values that are ready and
-            need no transfer. None: the calls have no limit, as with `ray.get`, and the transfers after them get
+        timeout: Seconds for the producing calls and the transfers together; 0 returns only values that are ready, as
+            with `ray.get`. None: the calls have no limit, as with `ray.get`. With 0 and None, the transfers get
             RAYLANE_TIMEOUT_S (60 s).
         tensor_transport: The transport, as in `raylane.method`; `object_store` sends the value through Ray's store.
         into: A tensor or array for a value with one; a list with one for each tensor of the value, in the order of
@@ -178,7 +182,8 @@ def get(
         Exception: The error of the producing call.
     """
     wanted = _wanted(tensor_transport, _tensor_transport)
-    return _get(refs, wanted, Deadline(timeout), collect, _wishes(refs, into, device, dtype))
+    deadline = Deadline(timeout, Cancellation())
+    return _get(refs, wanted, deadline, collect, _wishes(refs, into, device, dtype))
 
 
 def _wishes(refs: Any, into: Any, device: Any, dtype: Any) -> list[Delivery]:
@@ -210,8 +215,13 @@ def _get(
     collect_within: Callable[..., list[Any]],
     wishes: Sequence[Delivery],
 ) -> Any:
-    """Wait for the producing calls with `collect_within`, then fetch all values at the same time."""
+    """Wait for the producing calls with `collect_within`, then fetch all values at the same time.
+
+    After an error, no thread writes into targets any more when this function raises. The deadline has a cancellation.
+    """
     single = not isinstance(refs, list | tuple)
+    cancellation = deadline.cancellation
+    assert cancellation is not None
     began_ns = time.perf_counter_ns()
     try:
         values = collect_within(
@@ -225,25 +235,51 @@ def _get(
     here = existing()
     if here is not None:
         here.recorder.waited(began_ns, len(values))
-    if deadline.timeout_s is None:
-        # Calls may take as long as they need, but a transfer from a hanging source must end.
-        deadline = Deadline(default_timeout_s())
-    pending = sum(type(value) is Pending for value in values)
-    if pending > 1:
-        for value, wish in zip(values, wishes, strict=True):
-            if type(value) is Pending:
-                value.start(wanted, deadline, may_call_ray=True, wish=wish)
-    found = []
-    for value, wish in zip(values, wishes, strict=True):
-        if type(value) is Present:
-            found.append(value.deliver(wish))
-        elif type(value) is not Pending:
-            found.append(value)
-        elif pending > 1:
-            found.append(value.result())
-        else:  # a single one on this thread, which saves a thread switch
-            found.append(value.redeem(wanted, deadline, may_call_ray=True, wish=wish))
-    return found[0] if single else found
+    if deadline.timeout_s is None or deadline.timeout_s == 0:
+        # Calls may take as long as they need, but a transfer from a hanging source must end. A timeout of 0 asks for a
+        # value that is ready, as this one is.
+        deadline = Deadline(default_timeout_s(), deadline.cancellation)
+    fitted = _fit(values, wishes)
+    pending = [value for value in values if type(value) is Pending]
+    try:
+        if len(pending) > 1:
+            for value, wish in zip(values, fitted, strict=True):
+                if type(value) is Pending:
+                    value.start(wanted, deadline, may_call_ray=True, wish=wish)
+        results = []
+        for value, wish in zip(values, fitted, strict=True):
+            if type(value) is Present:
+                results.append(value.deliver(wish, deadline))
+            elif type(value) is not Pending:
+                results.append(value)
+            elif len(pending) > 1:
+                results.append(value.result())
+            else:  # a single one on this thread, which saves a thread switch
+                results.append(value.redeem(wanted, deadline, may_call_ray=True, wish=wish))
+    except BaseException:
+        # The caller may use its targets for something else from now on.
+        cancellation.cancel()
+        for value in pending:
+            value.cancel()
+        raise
+    return results[0] if single else results
+
+
+def _fit(values: list[Any], wishes: Sequence[Delivery]) -> list[Delivery]:
+    """Return the wishes with the targets of these values; nothing has been written to them yet.
+
+    ValueError or TypeError if targets do not fit their value, or share memory with each other.
+    """
+    if all(wish.into is None for wish in wishes):
+        return list(wishes)
+    fitted, landings = [], []
+    for number, (value, wish) in enumerate(zip(values, wishes, strict=True)):
+        if wish.into is not None:
+            wish = dataclasses.replace(wish, targets=value.match(wish.into))
+            landings += [one._replace(memory=(number, one.memory[1])) for one in value.landings(wish.targets)]
+        fitted.append(wish)
+    check_apart(landings)
+    return fitted
 
 
 async def get_async(
@@ -272,7 +308,8 @@ async def get_async(
         dtype: As in `get`.
         _tensor_transport: Another spelling of `tensor_transport`.
     """
-    wanted, deadline, abandoned = _wanted(tensor_transport, _tensor_transport), Deadline(timeout), threading.Event()
+    wanted, cancellation = _wanted(tensor_transport, _tensor_transport), Cancellation()
+    deadline = Deadline(timeout, cancellation)
     wishes = _wishes(refs, into, device, dtype)
 
     def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, *, leaves: bool) -> list[Any]:
@@ -283,15 +320,28 @@ async def get_async(
             try:
                 return collect(refs, left if last else ABANDONED_AFTER_S, leaves=leaves)
             except ray.exceptions.GetTimeoutError:
-                if last or abandoned.is_set():
+                if last or cancellation.cancelled:
                     raise
 
     # Not the event loop's own executor: its few threads would be taken by waiting calls.
     future = endpoint().getters.submit(as_here(lambda: _get(refs, wanted, deadline, collect_unless_abandoned, wishes)))
     try:
         return await asyncio.wrap_future(future)
-    finally:
-        abandoned.set()
+    except BaseException:
+        await _cancel(cancellation)
+        raise
+
+
+async def _cancel(cancellation: Cancellation) -> None:
+    """Run `cancellation.cancel` without blocking the event loop, and to its end if this task is cancelled again."""
+    try:
+        done = asyncio.wrap_future(endpoint().getters.submit(cancellation.cancel))
+    except RuntimeError:  # the system starts no more threads
+        cancellation.cancel()
+        return
+    while not done.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(done)
 
 
 def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:

@@ -76,7 +76,18 @@ def begin(wrapper: Callable[..., Any], kwargs: dict[str, Any], *, streams: bool 
 
 def receive(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments after waiting for the ones that are still being fetched. Raises the errors of the fetch."""
-    return tuple(_ready(a) for a in args), {name: _ready(a) for name, a in kwargs.items()}
+    try:
+        return tuple(_ready(a) for a in args), {name: _ready(a) for name, a in kwargs.items()}
+    except BaseException:
+        _cancel(args, kwargs)
+        raise
+
+
+def _cancel(args: Any, kwargs: Any) -> None:
+    """End the fetches of arguments of a call that will not run."""
+    for argument in (*args, *kwargs.values()):
+        if type(argument) is Pending:
+            argument.cancel()
 
 
 def _ready(value: Any) -> Any:
@@ -88,8 +99,12 @@ async def receive_async(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[s
     futures = [a.future for a in (*args, *kwargs.values()) if type(a) is Pending]
     waiting = [asyncio.wrap_future(future) for future in futures if future is not None]
     if waiting:
-        # `wait` raises no errors of the fetches; `receive` then raises the first one in the order of the arguments.
-        await asyncio.wait(waiting)
+        try:
+            # `wait` raises no errors of the fetches; `receive` then raises the first one in the order of the arguments.
+            await asyncio.wait(waiting)
+        except BaseException:  # the call was cancelled
+            _cancel(args, kwargs)
+            raise
     return receive(args, kwargs)
 
 

@@ -14,7 +14,8 @@ import functools
 import io
 import pickle
 import threading
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ import torch
 from torch.nn import Parameter
 
 from raylane import _ray
+from raylane.core.segment import bytes_at
 from raylane.core.spans import Span, merge, strided_span
 from raylane.errors import TensorFreedError
 
@@ -149,25 +151,40 @@ def encode_value(value: Any) -> tuple[bytes, list[Any]]:
     return file.getvalue(), leaves
 
 
-class _ContainerPickler(_SkeletonPickler):
-    """A pickler that pickles containers and plain values, and takes every other object as a leaf."""
+_OPAQUE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+
+
+class _ObjectPickler(_SkeletonPickler):
+    """A pickler for a value that stays in this process: what pickling would disturb is a leaf as well.
+
+    These are refs, actor handles and other objects of Ray, which Ray counts when they are pickled, and functions,
+    classes and modules, which need no copy.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
-        # Pickle calls this for everything but exact builtin types, such as dict, list, tuple and str.
-        if obj is _leaf:
+        if obj is _leaf or obj is _leaf_with_state:
             return NotImplemented
-        self.leaves.append(obj)
-        return _leaf, (len(self.leaves) - 1,)
+        if isinstance(obj, _OPAQUE) or type(obj).__module__.partition(".")[0] in ("ray", "raylane"):
+            self.leaves.append(obj)
+            return _leaf, (len(self.leaves) - 1,)
+        return super().reducer_override(obj)
 
 
-def encode_containers(value: Any) -> tuple[bytes, list[Any]]:
-    """Return (skeleton, leaves) of a value in this process; all objects but builtin containers count as leaves.
+def encode_objects(value: Any) -> tuple[bytes, list[Any]]:
+    """Return (skeleton, leaves) of a value that is in this process already; only this process can decode the result.
 
-    Pickles nothing that the value contains, so it has no effect on refs, and only this process can decode the result.
+    Leaves that are no tensors are in it too: pickling has no effect on refs and handles. TypeError if an object of the
+    value cannot be pickled.
     """
     leaves: list[Any] = []
     file = io.BytesIO()
-    _ContainerPickler(file, leaves).dump(value)
+    try:
+        _ObjectPickler(file, leaves).dump(value)
+    except Exception as error:
+        raise TypeError(
+            f"could not look for tensors in a value of {type(value).__name__}: {error}. Get it without into, device "
+            "and dtype"
+        ) from error
     return file.getvalue(), leaves
 
 
@@ -187,28 +204,100 @@ def decode_value(skeleton: bytes, leaves: list[Any], *, own: bool = False) -> An
         _decoding.leaves, _decoding.own = outer
 
 
-def _transferable(leaf: Any, *, in_place: bool) -> Any:
-    """Return a leaf as raw memory: no conjugate or negative bit, no unnecessarily wide span; copied if needed.
+def _evaluated(leaf: Any) -> Any:
+    """Return a leaf without conjugate or negative bit: torch evaluates these lazily, and memory has the values before.
 
-    CUDA tensors are copied to the host unless `in_place`.
+    TensorFreedError for a tensor without its memory.
     """
-    if isinstance(leaf, torch.Tensor):
-        contiguous = leaf.is_contiguous()
-        _require_memory(leaf, contiguous=contiguous)
-        # torch evaluates these two lazily: the memory holds the values before conjugation or negation.
-        lazy = leaf.is_conj() or leaf.is_neg()
-        if contiguous and not lazy and (in_place or leaf.is_cpu):
-            return leaf
-        leaf = leaf.detach()  # so that autograd does not record the copies below
-        if lazy:
-            leaf = leaf.resolve_conj().resolve_neg()
-        if not leaf.is_cpu and not in_place:
-            return leaf.to("cpu")
-        if not contiguous and (leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.numel() * leaf.element_size()):
-            return leaf.contiguous()
-    elif not leaf.flags.c_contiguous and leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes:
-        return np.ascontiguousarray(leaf).reshape(leaf.shape)  # ascontiguousarray turns zero dimensions into one
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if (lacking := lacking_memory(leaf)) is not None:
+        raise TensorFreedError(f"could not publish a tensor of shape {tuple(leaf.shape)} and {leaf.dtype}: {lacking}")
+    if leaf.is_conj() or leaf.is_neg():
+        return leaf.detach().resolve_conj().resolve_neg()
     return leaf
+
+
+def _is_sparse(leaf: Any) -> bool:
+    """Return True if the elements of a leaf take a small part of its span."""
+    contiguous = leaf.is_contiguous() if isinstance(leaf, torch.Tensor) else leaf.flags.c_contiguous
+    return not contiguous and leaf_span(leaf).nbytes > SPARSE_VIEW_FACTOR * leaf.nbytes
+
+
+def _packed(leaf: Any) -> Any:
+    """Return a contiguous copy of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().contiguous()  # autograd does not record it
+    return np.ascontiguousarray(leaf).reshape(leaf.shape)  # ascontiguousarray turns zero dimensions into one
+
+
+def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors in host memory; those that share memory share it in the copies."""
+    copies = list(tensors)
+    for group in tied(tensors):
+        if len(group) == 1:
+            copies[group[0]] = tensors[group[0]].detach().to("cpu", copy=True)
+            continue
+        spans = [_aligned(leaf_span(tensors[i]), tensors[i]) for i in group]
+        start, stop = min(span.start for span in spans), max(span.stop for span in spans)
+        storage = memory_of(tensors[group[0]], Span(start, stop)).to("cpu", copy=True).untyped_storage()
+        for i in group:
+            copies[i] = view_in(storage, leaf_address(tensors[i]) - start, tensors[i])
+    return copies
+
+
+def memory_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the bytes of a span, on a device one of the storage of a tensor; the caller keeps the memory alive."""
+    if tensor.is_cpu:
+        return torch.frombuffer(bytes_at(span.start, span.nbytes), dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(storage, span.start - storage.data_ptr(), (span.nbytes,), (1,))
+
+
+def view_in(
+    storage: torch.UntypedStorage, offset: int, like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a tensor of the shape and strides of another one, `offset` bytes into a storage; detached."""
+    dtype = like.dtype if dtype is None else dtype
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
+
+
+_MOST_PAIRS = 10_000
+"""Number of comparisons (microseconds each) after which leaves with interleaved elements count as sharing memory."""
+
+
+def tied(leaves: Sequence[Any]) -> list[list[int]]:
+    """Return the numbers of the leaves in groups; leaves that share memory are in one group.
+
+    Leaves without elements are in no group.
+    """
+    spans = [leaf_span(leaf) for leaf in leaves]
+    merged, home = merge(spans)
+    clusters: dict[int, list[int]] = {}
+    for i, block in enumerate(home):
+        if block >= 0:
+            clusters.setdefault(block, []).append(i)
+    groups = []
+    for block, cluster in clusters.items():
+        # Together they fill the span, as a matrix does with its columns, so one block costs no more than several.
+        dense = SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes
+        if dense or len(cluster) * (len(cluster) - 1) // 2 > _MOST_PAIRS:
+            groups.append(cluster)
+        else:
+            groups += _components(cluster, lambda i, j: share_memory(leaves[i], leaves[j]))
+    return groups
+
+
+def _components(members: Sequence[int], are_tied: Callable[[int, int], bool]) -> list[list[int]]:
+    """Return groups of members such that two members that are tied are in one group."""
+    groups: list[list[int]] = []
+    for member in members:
+        joined = [group for group in groups if any(are_tied(member, other) for other in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([*(i for group in joined for i in group), member])
+    return groups
 
 
 def strides_bytes(leaf: Any) -> tuple[int, ...]:
@@ -230,21 +319,63 @@ def leaf_span(leaf: Any) -> Span:
     return strided_span(leaf_address(leaf), leaf.shape, leaf.strides, leaf.itemsize)
 
 
-def _require_memory(tensor: torch.Tensor, *, contiguous: bool) -> None:
-    """Raise TensorFreedError for a tensor whose storage was freed or shrunk below the tensor's own size.
+class _Elements:
+    """The elements of a leaf for NumPy, which compares their addresses and never reads them."""
 
-    The addresses of such a tensor may belong to other objects by now, so publishing them would leak unrelated memory.
+    def __init__(self, leaf: Any) -> None:
+        itemsize = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (leaf_address(leaf), False),
+            "shape": tuple(leaf.shape),
+            "strides": strides_bytes(leaf),
+            "typestr": f"|V{itemsize}",
+        }
+
+
+_MOST_WORK = 100_000
+"""Steps after which NumPy gives up the exact comparison of two layouts (milliseconds)."""
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Return True if two leaves have a byte in common; also if that is too hard to find out."""
+    try:
+        most: Any = _MOST_WORK  # NumPy's stubs know -1 and 0 only
+        return bool(np.shares_memory(np.asarray(_Elements(a)), np.asarray(_Elements(b)), max_work=most))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(leaf: Any) -> bool:
+    """Return True if two elements of a leaf may share memory, as those of an expanded tensor or a sliding window."""
+    if 0 in leaf.shape:
+        return False
+    reach = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
+    for stride, size in sorted(
+        (abs(stride), size) for stride, size in zip(strides_bytes(leaf), leaf.shape, strict=True)
+    ):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def lacking_memory(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor has not the memory of all of its elements, with the remedy; None if it has.
+
+    The addresses of such a tensor may belong to other objects by now.
     """
     count = tensor.numel()
-    if count and not contiguous:
+    if count and not tensor.is_contiguous():
         count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     held = tensor.untyped_storage().nbytes()
     if count and (tensor.storage_offset() + count) * tensor.element_size() > held:
-        raise TensorFreedError(
-            f"could not publish a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}: its storage holds "
-            f"{held} bytes, fewer than its elements need (untyped_storage().resize_, or sharded parameters "
-            "that are not gathered now). Fill the tensor again before it is returned or put"
+        return (
+            f"its storage holds {held} bytes, fewer than its elements need (untyped_storage().resize_, or sharded "
+            "parameters that are not gathered now). Fill the tensor again before"
         )
+    return None
 
 
 def _aligned(span: Span, leaf: Any) -> Span:
@@ -264,7 +395,7 @@ def _torch_dtype(dtype: torch.dtype) -> str:
 
 
 def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
-    """Return the layout of a leaf in a block. `original` is the leaf before `_transferable` detached or moved it."""
+    """Return the layout of a leaf in a block. `original` is the leaf before `plan_layout` moved or packed it."""
     tensor = isinstance(leaf, torch.Tensor)
     return LeafSpec(
         kind=(PARAMETER if type(original) is Parameter else TENSOR) if tensor else ARRAY,
@@ -278,13 +409,37 @@ def spec_of(leaf: Any, original: Any, block: int, offset: int) -> LeafSpec:
     )
 
 
+def _pack(leaves: list[Any]) -> None:
+    """Replace leaves whose elements take a small part of their span by contiguous copies.
+
+    A leaf that shares memory with another one stays as it is; equal views get one copy.
+    """
+    views: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        views.setdefault((leaf_address(leaf), tuple(leaf.shape), strides_bytes(leaf), leaf.dtype), []).append(i)
+    firsts = [numbers[0] for numbers in views.values()]
+    alone = {firsts[group[0]] for group in tied([leaves[i] for i in firsts]) if len(group) == 1}
+    for first, *further in views.values():
+        if first in alone and _is_sparse(leaves[first]):
+            packed = _packed(leaves[first])
+            for i in (first, *further):
+                leaves[i] = packed
+
+
 def plan_layout(leaves: Sequence[Any], *, in_place: bool = False) -> Layout:
     """Return the bytes to transfer for these leaves, and the layout of each leaf in them.
 
-    Copies only leaves that cannot be read in place: lazily conjugated or negated ones, sparse views, and CUDA tensors.
+    Copies only leaves that cannot be read in place: lazily conjugated or negated ones, views of a small part of their
+    span that share memory with no other leaf, and CUDA tensors.
     With `in_place`, CUDA tensors are not copied, and their blocks lie on the device.
     """
-    plain = [_transferable(leaf, in_place=in_place) for leaf in leaves]
+    plain = [_evaluated(leaf) for leaf in leaves]
+    if not in_place:
+        on_device = [i for i, leaf in enumerate(plain) if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
+        for i, copy in zip(on_device, _to_host([plain[i] for i in on_device]), strict=True):
+            plain[i] = copy
+    if any(map(_is_sparse, plain)):
+        _pack(plain)
     # Overlapping leaves become one block, so that they share memory again after the transfer.
     blocks, home = merge([_aligned(leaf_span(leaf), leaf) for leaf in plain])
     specs = []
@@ -293,8 +448,8 @@ def plan_layout(leaves: Sequence[Any], *, in_place: bool = False) -> Layout:
         specs.append(spec_of(leaf, original, block, offset))
     devices = {}
     if in_place:
-        on_device = ((leaf, block) for leaf, block in zip(plain, home, strict=True) if isinstance(leaf, torch.Tensor))
-        devices = {block: leaf.get_device() for leaf, block in on_device if block >= 0 and not leaf.is_cpu}
+        tensors = ((leaf, block) for leaf, block in zip(plain, home, strict=True) if isinstance(leaf, torch.Tensor))
+        devices = {block: leaf.get_device() for leaf, block in tensors if block >= 0 and not leaf.is_cpu}
     return Layout(specs=specs, blocks=blocks, held=plain, devices=devices)
 
 
@@ -346,7 +501,10 @@ def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
             leaves.append(np.empty(spec.shape, dtype))
         else:
             block = blocks[spec.block]
-            leaves.append(np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides))
+            array = np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides)
+            if overlaps_itself(array):  # such as a sliding window: a write to one element would change others
+                array.flags.writeable = False
+            leaves.append(array)
     return leaves
 
 
@@ -376,7 +534,7 @@ def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, tor
         tensor = torch.empty_strided(spec.shape, strides, dtype=dtype, device="cpu")
     else:
         # One storage for each block: tensors that shared memory in the source share a storage here.
-        storage, start = _storage_of(blocks[spec.block], storages, spec.block)
+        storage, start = _storage_of(blocks[spec.block], storages, spec)
         size = dtype.itemsize
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         offset = start + spec.offset
@@ -393,14 +551,19 @@ def _build_tensor(spec: LeafSpec, blocks: Sequence[Any], storages: dict[int, tor
     return tensor.requires_grad_() if spec.requires_grad else tensor
 
 
-def _storage_of(block: Any, storages: dict[int, torch.UntypedStorage], number: int) -> tuple[torch.UntypedStorage, int]:
-    """Return the storage of a received block, always the same one, and the offset of the block in it."""
+def _storage_of(
+    block: Any, storages: dict[int, torch.UntypedStorage], spec: LeafSpec
+) -> tuple[torch.UntypedStorage, int]:
+    """Return the storage of a received block on the device of its leaves, always the same one, and its offset in it."""
     # Several small blocks of a device lie in one storage, at multiples of 64 bytes.
     if isinstance(block, torch.Tensor):
         return block.untyped_storage(), int(block.storage_offset())
-    storage = storages.get(number)
+    storage = storages.get(spec.block)
     if storage is None:
-        storage = storages[number] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+        memory = torch.frombuffer(block, dtype=torch.uint8)
+        if spec.device != "cpu":
+            memory = memory.to(local_device(spec.device))
+        storage = storages[spec.block] = memory.untyped_storage()
     return storage, 0
 
 

@@ -170,6 +170,11 @@ class Connection:
                 buffers.appendleft(head[got:])
             got -= min(got, head.nbytes)
 
+    def interrupt(self) -> None:
+        """End the connection, so that a thread that waits on it raises; the thread itself has to close it."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection at once and discard data in transit."""
         with contextlib.suppress(OSError):
@@ -269,7 +274,8 @@ class LinkPool(Generic[LinkT]):
         link = self._take(address) or self._open(address, source, deadline)
         link.deadline = deadline  # an idle link still has the deadline of its last borrower
         try:
-            yield link
+            with deadline.interrupts(link.interrupt):
+                yield link
         except BaseException:
             link.close()  # it may be in the middle of a frame
             raise

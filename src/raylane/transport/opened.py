@@ -29,10 +29,10 @@ class TensorInfo:
     """One tensor or array of a value, as it is in the producer."""
 
     index: int
-    path: Path | None
-    """Keys, indices and dataclass fields that lead to it; `()` if the value is the tensor itself.
+    paths: tuple[Path, ...]
+    """Places of the tensor: keys, indices and dataclass fields that lead to it; `()` if the value is the tensor itself.
 
-    None if it lies inside an object of another class.
+    Empty if it lies inside an object of another class.
     """
     shape: tuple[int, ...]
     dtype: Any
@@ -40,6 +40,11 @@ class TensorInfo:
     device: str
     nbytes: int
     requires_grad: bool
+
+    @property
+    def path(self) -> Path | None:
+        """First of the paths; None if there is none."""
+        return self.paths[0] if self.paths else None
 
 
 class OpenedValue:
@@ -60,7 +65,9 @@ class OpenedValue:
             self._specs = [codec.spec_of(leaf, leaf, 0, 0) for leaf in self._leaves]
             shown = found.shown()
         where = paths(shown)
-        self.tensors: tuple[TensorInfo, ...] = tuple(_info(i, where.get(i), spec) for i, spec in enumerate(self._specs))
+        self.tensors: tuple[TensorInfo, ...] = tuple(
+            _info(i, tuple(where.get(i, ())), spec) for i, spec in enumerate(self._specs)
+        )
         """All tensors and arrays of the value, in order."""
 
     @property
@@ -128,7 +135,7 @@ class OpenedValue:
         if wish.device is not None and spec.kind != codec.ARRAY:
             spec = msgspec.structs.replace(spec, device=str(wish.device))
         found = redeem_parts(self._found.ticket, [spec], [wish.into], wanted, deadline, own)[0]
-        return convert(found, wish)
+        return convert([found], wish)[0]
 
     def _index(self, which: Any) -> int:
         if which is None:
@@ -141,7 +148,7 @@ class OpenedValue:
             return which % len(self.tensors)
         path = which if isinstance(which, tuple) else (which,)
         for one in self.tensors:
-            if one.path == path:
+            if path in one.paths:
                 return one.index
         known = [one.path if one.path is None or len(one.path) != 1 else one.path[0] for one in self.tensors]
         shown = ", ".join(repr(one) for one in known[:8]) + (", ..." if len(known) > 8 else "")
@@ -161,11 +168,11 @@ class OpenedValue:
         return f"OpenedValue({len(self.tensors)} tensors, {self.nbytes} bytes, in {self.source})"
 
 
-def _info(index: int, path: Path | None, spec: LeafSpec) -> TensorInfo:
+def _info(index: int, paths: tuple[Path, ...], spec: LeafSpec) -> TensorInfo:
     array = spec.kind == codec.ARRAY
     return TensorInfo(
         index=index,
-        path=path,
+        paths=paths,
         shape=tuple(spec.shape),
         dtype=codec.array_dtype(spec) if array else getattr(torch, spec.dtype),
         device=spec.device,
@@ -185,7 +192,7 @@ def _copied(leaf: Any, slices: Any, spec: LeafSpec, wish: Delivery) -> Any:
             copy = view.detach().clone()
             if spec.kind == codec.PARAMETER:
                 copy = torch.nn.Parameter(copy, requires_grad=spec.requires_grad)
-            return convert(copy.requires_grad_(spec.requires_grad), wish)
+            return convert([copy.requires_grad_(spec.requires_grad)], wish)[0]
         return np.array(view)
 
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from raylane.core.spans import Span, strided_span
-from raylane.transport.codec import LeafSpec
+from raylane.transport.codec import ARRAY, LeafSpec
 
 RUN_BYTES = 2048
 """Bytes that could be moved in the time that one more run costs, about 0.2 us."""
@@ -37,7 +37,8 @@ class Part(NamedTuple):
 def sliced(spec: LeafSpec, itemsize: int, slices: Any) -> LeafSpec:
     """Return the layout of `leaf[slices]` within the same block; `itemsize` is in bytes.
 
-    `slices` is an integer, a slice, an Ellipsis, or a tuple of these. IndexError or TypeError names what is wrong.
+    `slices` is an integer, a slice, an Ellipsis, or a tuple of these. IndexError, TypeError or ValueError names what is
+    wrong.
     """
     wanted = slices if isinstance(slices, tuple) else (slices,)
     rank = len(spec.shape)
@@ -51,6 +52,11 @@ def sliced(spec: LeafSpec, itemsize: int, slices: Any) -> LeafSpec:
     for dimension, (one, size, stride) in enumerate(zip(full, spec.shape, spec.strides, strict=True)):
         if isinstance(one, slice):
             start, stop, step = one.indices(size)
+            if step < 0 and spec.kind != ARRAY:
+                raise ValueError(
+                    f"slices {slices!r} have a negative step, which torch tensors cannot have. Read with a positive "
+                    "step, and flip the result"
+                )
             count = len(range(start, stop, step))
             offset += start * stride if count else 0
             shape.append(count)

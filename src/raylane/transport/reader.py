@@ -16,15 +16,16 @@ from types import FrameType
 from typing import Any
 
 from raylane import _ray
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.deadline import Cancellation, Deadline, default_timeout_s
 from raylane.errors import ProtocolError, TransferTimeoutError, TransportError
 from raylane.transport import codec
 from raylane.transport.backends.base import copy_to_pool
 from raylane.transport.device_memory import as_here
 from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import unpickles_for_wrapper
-from raylane.transport.receiving import Delivery
+from raylane.transport.receiving import Delivery, check_target
 from raylane.transport.redeem import PLAIN, Present, redeem
+from raylane.transport.targets import Landing, Targets, match, structure
 from raylane.transport.ticket import Ticket, decode_ticket
 
 _FRAMES_TO_GET = 64
@@ -61,6 +62,19 @@ class Pending:
         self.future: Future[Any] | None = None
         self.deadline = Deadline(None)
 
+    def match(self, into: Any) -> Targets:
+        """Return the targets of this value by the numbers of its leaves."""
+        return match(structure(self.skeleton, self.ticket.specs), len(self.ticket.specs), into)
+
+    def landings(self, targets: Targets) -> list[Landing]:
+        """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
+        landings = []
+        for number, target in targets.all():
+            spec = self.ticket.specs[number]
+            check_target(spec, target)
+            landings.append(Landing(target, (0, spec.block), spec.offset, spec.strides))
+        return landings
+
     def redeem(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool, wish: Delivery = PLAIN) -> Any:
         """Return the value; as the function `redeem`."""
         return redeem(self.ticket, self.skeleton, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
@@ -70,6 +84,13 @@ class Pending:
         self.deadline = deadline
         call = functools.partial(self.redeem, wanted, deadline, may_call_ray=may_call_ray, wish=wish)
         self.future = endpoint().fetchers.submit(as_here(call))
+
+    def cancel(self) -> None:
+        """End the fetch that `start` has begun; when this returns, nothing is written into targets any more."""
+        if self.deadline.cancellation is not None:
+            self.deadline.cancellation.cancel()
+        # The error of the fetch refers to frames that refer to this object: the cycle would keep tensors in memory.
+        self.future = None
 
     def result(self) -> Any:
         """Wait for the value, at most until the deadline of `start`. Raises the fetch's error or a timeout error."""
@@ -106,14 +127,13 @@ def materialize(payload: bytes, skeleton: bytes, anchor: object = None, carried:
     gets = _enclosing_gets()
     if gets and gets == _collecting.depth:
         return Pending(ticket, skeleton)
-    deadline = Deadline(default_timeout_s())
     if not gets and unpickles_for_wrapper():
         # Fetch on another thread: all arguments of the call are then fetched at the same time, and the wrapper waits.
         pending = Pending(ticket, skeleton)
-        pending.start(None, deadline, may_call_ray=False)
+        pending.start(None, Deadline(default_timeout_s(), Cancellation()), may_call_ray=False)
         return pending
     try:
-        return redeem(ticket, skeleton, None, deadline, may_call_ray=False)
+        return redeem(ticket, skeleton, None, Deadline(default_timeout_s()), may_call_ray=False)
     except TransportError as error:
         return error  # Ray raises the returned object itself; a raise here would become an untyped RaySystemError
 
@@ -157,5 +177,7 @@ def collect(refs: list[Any], timeout_s: float | None, *, leaves: bool = False) -
     finally:
         _collecting.depth, _collecting.leaves = outer
     if leaves:
-        return [one if type(one) in (Pending, Present) else Present(*codec.encode_containers(one)) for one in values]
+        return [
+            value if type(value) in (Pending, Present) else Present(*codec.encode_objects(value)) for value in values
+        ]
     return values

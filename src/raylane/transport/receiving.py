@@ -14,14 +14,21 @@ import msgspec
 import numpy as np
 import torch
 
+from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool, address_of
+from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
 from raylane.transport import codec
 from raylane.transport.codec import LeafSpec
 from raylane.transport.parts import Part, contiguous_strides, parts_of, size_of, sliced, span_of
+from raylane.transport.targets import Targets
 
 WIDE_FACTOR = 2
 """Ratio of span to elements above which a slice is not received with the bytes between its elements."""
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose elements are known to lie in their storage; a subclass may keep them elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,8 @@ class Delivery:
 
     into: Any = None
     """Tensors to fill, as `targets.match` accepts them; None for new ones."""
+    targets: Targets | None = None
+    """What `into` means for this value, once the value is known."""
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     """Floating-point dtype of all floating-point tensors; None for the one of the producer."""
@@ -79,14 +88,17 @@ def receive(
     targets: Sequence[Any],
     pool: BufferPool,
     fetch: Callable[[list[Part]], None],
+    deadline: Deadline,
 ) -> list[Any]:
     """Return leaves of these layouts, in their targets or in pooled memory; `fetch` moves the parts and may raise.
 
-    The specs describe whole leaves or slices of them. ValueError if a target has another shape or dtype.
+    The specs describe whole leaves or slices of them. ValueError if a target has another shape or dtype. Targets are
+    written by `fetch`, and within `deadline.writing()`.
     """
     landings = [_land(spec, target, pool) for spec, target in zip(specs, targets, strict=True)]
     fetch([part for landing in landings for part in landing.parts])
-    return [landing.finish() for landing in landings]
+    with deadline.writing():
+        return [landing.finish() for landing in landings]
 
 
 def _land(spec: LeafSpec, target: Any, pool: BufferPool) -> _Landing:
@@ -125,10 +137,14 @@ def check_target(spec: LeafSpec, target: Any) -> None:
         raise ValueError(f"into has dtype {target.dtype}, the value {spec.dtype}. Pass a target of its dtype")
     if not tensor and not target.flags.writeable:
         raise ValueError("into has a NumPy array that is not writable. Pass a writable one")
-    if 0 not in target.shape and any(
-        stride == 0 and size > 1 for stride, size in zip(codec.strides_bytes(target), target.shape, strict=True)
-    ):
-        raise ValueError("into has a tensor whose elements share memory (expand). Pass one with memory of its own")
+    if isinstance(target, np.ma.MaskedArray):
+        raise TypeError("into has a masked array, whose mask would not fit the new values. Pass a plain array")
+    if codec.overlaps_itself(target):
+        raise ValueError(
+            "into has a tensor whose elements share memory (expand, as_strided). Pass one with memory of its own"
+        )
+    if type(target) in _PLAIN and (lacking := codec.lacking_memory(target)) is not None:
+        raise ValueError(f"into has a tensor of shape {tuple(target.shape)} without its memory: {lacking}")
 
 
 def _dtype_as(spec: LeafSpec, *, tensor: bool) -> Any:
@@ -148,9 +164,8 @@ def _is_addressable(target: Any) -> bool:
     """Return True if the bytes of a leaf can be written straight to a target's memory."""
     if isinstance(target, np.ndarray):
         return True
-    # A subclass may keep its elements elsewhere, and these two bits mean that memory holds other values.
-    plain = type(target) in (torch.Tensor, torch.nn.Parameter)
-    return bool(plain and target.device.type == "cpu" and not target.is_conj() and not target.is_neg())
+    # These two bits mean that memory holds other values.
+    return bool(type(target) in _PLAIN and target.device.type == "cpu" and not target.is_conj() and not target.is_neg())
 
 
 def _written(target: Any) -> Any:
@@ -175,18 +190,83 @@ def copy_into(target: Any, leaf: Any) -> Any:
     return target
 
 
-def convert(leaf: Any, wish: Delivery) -> Any:
-    """Return a leaf on the device and with the dtype of a wish; the same object if it is so already."""
-    if not isinstance(leaf, torch.Tensor) or (wish.device is None and wish.dtype is None):
-        return leaf
-    dtype = wish.dtype if leaf.dtype.is_floating_point else None
+def convert(leaves: Sequence[Any], wish: Delivery) -> list[Any]:
+    """Return leaves on the device and with the dtype of a wish; the same objects where they are so already.
+
+    Tensors that share memory share it afterwards. ValueError where the conversion makes that impossible.
+    """
+    converted = list(leaves)
+    changed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _changes(leaf, wish)]
+    if not changed:
+        return converted
+    # A tensor subclass, or lazily negated memory, has no plain memory that others could share.
+    plain = [i for i, leaf in enumerate(leaves) if codec.is_leaf(leaf) and not _is_lazy(leaf)]
+    groups = [[plain[k] for k in group] for group in codec.tied([leaves[i] for i in plain])]
+    together = {i: group for group in groups if len(group) > 1 for i in group}
     with torch.no_grad():
-        found = leaf.to(device=wish.device, dtype=dtype)
-    if found is leaf:
-        return leaf
+        for i in changed:
+            if i not in together:
+                moved = leaves[i].to(device=wish.device, dtype=_dtype_for(leaves[i], wish))
+                converted[i] = _as_before(leaves[i], moved)
+        for group in {id(group): group for i in changed for group in [together.get(i)] if group}.values():
+            for i, tensor in zip(group, _convert_together([leaves[i] for i in group], wish), strict=True):
+                converted[i] = _as_before(leaves[i], tensor)
+    return converted
+
+
+def _dtype_for(leaf: torch.Tensor, wish: Delivery) -> torch.dtype:
+    return wish.dtype if wish.dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+
+
+def _changes(leaf: torch.Tensor, wish: Delivery) -> bool:
+    """Return True if a wish gives a tensor another device or dtype."""
+    device = leaf.device if wish.device is None else wish.device
+    elsewhere = device.type != leaf.device.type or device.index not in (None, leaf.device.index)
+    return elsewhere or _dtype_for(leaf, wish) != leaf.dtype
+
+
+def _is_lazy(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
+
+
+def _convert_together(leaves: Sequence[Any], wish: Delivery) -> list[torch.Tensor]:
+    """Return tensors that share memory, converted to others that share it in the same way; ValueError if impossible."""
+    spans = [codec.leaf_span(leaf) for leaf in leaves]
+    start, stop = min(span.start for span in spans), max(span.stop for span in spans)
+    tensors = all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    converts = any(isinstance(leaf, torch.Tensor) and _dtype_for(leaf, wish) != leaf.dtype for leaf in leaves)
+    dtypes = {leaf.dtype for leaf in leaves}
+    # Bytes may move as they are; a conversion needs elements of one dtype, at multiples of its size.
+    uniform = len(dtypes) == 1 and not any((codec.leaf_address(leaf) - start) % leaf.itemsize for leaf in leaves)
+    if not tensors or (converts and not uniform):
+        raise ValueError(
+            f"tensors of {', '.join(sorted(map(str, dtypes)))} share memory in this value, which they could not after "
+            f"a conversion to dtype={wish.dtype}, device={wish.device}. Read the value without these options, and "
+            "convert copies of its tensors"
+        )
+    memory = codec.memory_of(leaves[0], Span(start, stop))
+    offsets = [codec.leaf_address(leaf) - start for leaf in leaves]
+    if not converts:
+        storage = memory.to(device=wish.device, copy=True).untyped_storage()
+        return [codec.view_in(storage, offset, leaf) for offset, leaf in zip(offsets, leaves, strict=True)]
+    before = leaves[0].dtype
+    moved = memory.view(before).to(device=wish.device, dtype=wish.dtype, copy=True)
+    return [
+        codec.view_in(moved.untyped_storage(), offset // before.itemsize * moved.itemsize, leaf, moved.dtype)
+        for offset, leaf in zip(offsets, leaves, strict=True)
+    ]
+
+
+def _as_before(leaf: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """Return a converted tensor as a Parameter if its leaf is one, and with its requires_grad."""
     if isinstance(leaf, torch.nn.Parameter):
-        return torch.nn.Parameter(found, requires_grad=leaf.requires_grad)
-    return found.requires_grad_(leaf.requires_grad)
+        return torch.nn.Parameter(moved, requires_grad=leaf.requires_grad)
+    return moved.requires_grad_(leaf.requires_grad)
 
 
-__all__ = ["Delivery", "check_target", "convert", "copy_into", "delivery", "receive", "sliced"]
+def copied(leaf: Any) -> Any:
+    """Return a copy of a tensor or an array, without its history of autograd."""
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
+
+
+__all__ = ["Delivery", "check_target", "convert", "copied", "copy_into", "delivery", "receive", "sliced"]

@@ -37,9 +37,9 @@ from raylane.transport.codec import LeafSpec
 from raylane.transport.endpoint import Endpoint, endpoint
 from raylane.transport.groups import groups_of_this_process
 from raylane.transport.parts import Part, size_of
-from raylane.transport.receiving import Delivery, check_target, convert, copy_into, receive
+from raylane.transport.receiving import Delivery, check_target, convert, copied, copy_into, receive
 from raylane.transport.store import Entry
-from raylane.transport.targets import match, structure
+from raylane.transport.targets import Landing, Targets, match, structure, with_part
 from raylane.transport.ticket import Ticket, checksum
 
 PLAIN = Delivery()
@@ -54,27 +54,61 @@ class Present:
     own: bool = False
     """True if the leaves are the producer's own objects."""
 
-    def deliver(self, wish: Delivery) -> Any:
-        """Return the value as its reader wants it."""
+    def deliver(self, wish: Delivery, deadline: Deadline) -> Any:
+        """Return the value as its reader wants it; targets are written within `deadline.writing()`."""
         if wish.plain:
             return codec.decode_value(self.skeleton, self.leaves, own=self.own)
-        if wish.into is None:
-            found = [convert(leaf, wish) for leaf in self.leaves]
-        else:
-            numbers = [i for i, leaf in enumerate(self.leaves) if codec.is_leaf(leaf)]
-            targets = dict(zip(numbers, match(self.shown(), len(numbers), wish.into), strict=True))
-            found = [leaf if targets.get(i) is None else targets[i] for i, leaf in enumerate(self.leaves)]
-            for target, leaf in zip(found, self.leaves, strict=True):
-                if target is not leaf:
-                    check_target(codec.spec_of(leaf, leaf, -1, 0), target)
-            for target, leaf in zip(found, self.leaves, strict=True):
-                if target is not leaf:
-                    copy_into(target, leaf)
-        return codec.decode_value(self.skeleton, found)
+        if wish.targets is None:
+            return codec.decode_value(self.skeleton, convert(self.leaves, wish))
+        with deadline.writing():
+            leaves = list(self.leaves)
+            sources = _apart(self.leaves, wish.targets)
+            for number, target in enumerate(wish.targets.first):
+                if target is not None:
+                    leaves[number] = copy_into(target, sources[number])
+            return _with_targets(self.skeleton, leaves, wish.targets)
+
+    def landings(self, targets: Targets) -> list[Landing]:
+        """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
+        landings = []
+        for number, target in targets.all():
+            leaf = self.leaves[number]
+            check_target(codec.spec_of(leaf, leaf, -1, 0), target)
+            landings.append(Landing(target, (0, 0), codec.leaf_address(leaf), codec.strides_bytes(leaf)))
+        return landings
+
+    def match(self, into: Any) -> Targets:
+        """Return the targets of this value by the numbers of `leaves`, which need not all be tensors."""
+        numbers = [i for i, leaf in enumerate(self.leaves) if codec.is_leaf(leaf)]
+        found = match(self.shown(), len(numbers), into)
+        first = [None] * len(self.leaves)
+        for number, target in zip(numbers, found.first, strict=True):
+            first[number] = target
+        return Targets(first, [placed._replace(number=numbers[placed.number]) for placed in found.further])
 
     def shown(self) -> Any:
         """Return the structure of the value, with a Slot for each tensor."""
         return structure(self.skeleton, self.leaves)
+
+
+def _apart(leaves: list[Any], targets: Targets) -> list[Any]:
+    """Return leaves of this process, copied where writing the targets would change them before they are read."""
+    spans = [codec.leaf_span(target) for _, target in targets.all() if codec.is_leaf(target)]
+    return [
+        copied(leaf) if codec.is_leaf(leaf) and any(codec.leaf_span(leaf).overlaps(span) for span in spans) else leaf
+        for leaf in leaves
+    ]
+
+
+def _with_targets(skeleton: bytes, leaves: list[Any], targets: Targets) -> Any:
+    """Return the value with its targets in it."""
+    for placed in targets.further:
+        if leaves[placed.number] is not placed.target:
+            copy_into(placed.target, leaves[placed.number])
+    value = codec.decode_value(skeleton, leaves)
+    for placed in targets.further:
+        value = with_part(value, placed.path, placed.target)
+    return value
 
 
 @dataclass(frozen=True)
@@ -101,7 +135,7 @@ class _Fetching:
         """Bring parts of the blocks to their addresses."""
         if self.ticket.checksum is not None:
             # The checksum covers the whole value, so only a read of the whole can be checked.
-            copy_parts(parts, self.blocks())
+            copy_parts(parts, self.blocks(), self.deadline)
             return
         nbytes = sum(part.nbytes for part in parts)
         self._warn(self._try_all(lambda one: one.fetch_parts(self.ticket, parts, self.here, self.deadline), nbytes))
@@ -152,18 +186,17 @@ def redeem(
 
     ValueError or TypeError if the targets of the wish do not fit the value.
     """
-    found = _find(
-        ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray, on_device=_is_for_device(ticket, skeleton, wish)
-    )
+    found = _find(ticket, skeleton, wanted, deadline, may_call_ray=may_call_ray, on_device=_is_for_device(ticket, wish))
     if isinstance(found, Present):
-        return found.deliver(wish)
+        return found.deliver(wish, deadline)
     specs = ticket.specs
-    if wish.into is not None:
+    if wish.targets is not None:
         if ticket.devices and backends()[found.names[0]].capability.on_device:
             # From the device to the targets, instead of through host memory.
-            return Present(skeleton, _build_leaves(ticket, specs, found.blocks())).deliver(wish)
-        targets = match(structure(skeleton, specs), len(specs), wish.into)
-        return codec.decode_value(skeleton, receive(specs, targets, found.here.pool, found.parts))
+            return Present(skeleton, _build_leaves(ticket, specs, found.blocks())).deliver(wish, deadline)
+        leaves = receive(specs, wish.targets.first, found.here.pool, found.parts, deadline)
+        with deadline.writing():
+            return _with_targets(skeleton, leaves, wish.targets)
     if wish.device is not None:
         specs = [
             msgspec.structs.replace(one, device=str(wish.device)) if one.kind != codec.ARRAY else one for one in specs
@@ -171,17 +204,16 @@ def redeem(
     blocks = found.blocks()
     with paused(len(specs)):  # not during the transfer, which may take long
         leaves = _build_leaves(ticket, specs, blocks)
-        return codec.decode_value(skeleton, [convert(leaf, wish) for leaf in leaves])
+        return codec.decode_value(skeleton, convert(leaves, wish))
 
 
-def _is_for_device(ticket: Ticket, skeleton: bytes, wish: Delivery) -> bool:
+def _is_for_device(ticket: Ticket, wish: Delivery) -> bool:
     """Return True if the value has CUDA tensors, and its reader wants them on a device."""
     if not ticket.devices:
         return False
-    if wish.into is None:
+    if wish.targets is None:
         return wish.device is None or wish.device.type == "cuda"
-    targets = match(structure(skeleton, ticket.specs), len(ticket.specs), wish.into)
-    return any(isinstance(target, torch.Tensor) and target.is_cuda for target in targets)
+    return any(isinstance(target, torch.Tensor) and target.is_cuda for _, target in wish.targets.all())
 
 
 def redeem_parts(
@@ -204,7 +236,7 @@ def redeem_parts(
     found = _find(ticket, b"", wanted, deadline, may_call_ray=True)
     if isinstance(found, Present):
         return own(found.leaves)
-    return receive(views, targets, found.here.pool, found.parts)
+    return receive(views, targets, found.here.pool, found.parts, deadline)
 
 
 def redeem_leaves(ticket: Ticket, wanted: str, deadline: Deadline) -> list[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import types
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,14 +44,43 @@ def children(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return list(vars(value).items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Slot):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     return []
 
 
-def paths(value: Any) -> dict[int, Path]:
-    """Return the path of every Slot that can be reached through containers."""
-    return {slot.index: path for path, slot in _slots(value, ())}
+def with_part(value: Any, path: Path, part: Any) -> Any:
+    """Return a value with another part at a path of `paths`: the same object, except for tuples.
+
+    TypeError if a container on the way cannot be changed.
+    """
+    if not path:
+        return part
+    name, rest = path[0], path[1:]
+    inner = with_part(dict(children(value))[name], rest, part)
+    if isinstance(value, MutableMapping | list):
+        value[name] = inner
+    elif isinstance(value, tuple):
+        items = [*value[:name], inner, *value[name + 1 :]]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    elif isinstance(value, Mapping):
+        raise TypeError(
+            f"into names two targets for one tensor of the value, but a {type(value).__name__} cannot take the second "
+            "one. Pass one target, and copy it"
+        )
+    else:
+        object.__setattr__(value, name, inner)  # dataclasses may be frozen
+    return value
+
+
+def paths(value: Any) -> dict[int, list[Path]]:
+    """Return all paths of every Slot that can be reached through containers."""
+    found: dict[int, list[Path]] = {}
+    for path, slot in _slots(value, ()):
+        found.setdefault(slot.index, []).append(path)
+    return found
 
 
 def _slots(value: Any, at: Path) -> Iterator[tuple[Path, Slot]]:
@@ -60,41 +91,69 @@ def _slots(value: Any, at: Path) -> Iterator[tuple[Path, Slot]]:
         yield from _slots(part, (*at, name))
 
 
-def match(value: Any, count: int, into: Any) -> list[Any]:
-    """Return the target of each of the `count` leaves of a structure; None for a leaf without one.
+class Placed(NamedTuple):
+    """A target, and the place in the value that it is for."""
+
+    number: int
+    """Number of the leaf."""
+    path: Path
+    target: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """The targets of one value."""
+
+    first: list[Any]
+    """The target of each leaf, or its first one; None for new memory."""
+    further: list[Placed]
+    """Other targets of leaves that stand in several places of the value; they get a copy."""
+
+    def all(self) -> list[tuple[int, Any]]:
+        """Return all targets with the numbers of their leaves."""
+        first = [(index, target) for index, target in enumerate(self.first) if target is not None]
+        return first + [(placed.number, placed.target) for placed in self.further]
+
+
+def match(value: Any, count: int, into: Any) -> Targets:
+    """Return the targets of the `count` leaves of a structure.
 
     `into` is a tensor (for a value with one), a list with a tensor or None for each leaf in order, or has the
     containers of the value; a mapping may leave out keys. Raises ValueError or TypeError that names the place.
     """
-    targets: list[Any] = [None] * count
     if _is_target(into):
         if count != 1:
             raise ValueError(
                 f"into is one tensor, and the value has {count}. Pass a list of {count}, or a dict by name"
             )
-        return [into]
+        return Targets([into], [])
     if isinstance(into, list | tuple) and not isinstance(value, list | tuple):
         if len(into) != count:
             raise ValueError(f"into has {len(into)} tensors, and the value has {count} (see raylane.open(ref).tensors)")
-        for i, one in enumerate(into):
-            if one is not None and not _is_target(one):
-                raise TypeError(f"into[{i}] must be a tensor, an array or None, got {one!r}")
-        return list(into)
-    _match(value, into, "into", targets)
-    return targets
+        for i, target in enumerate(into):
+            if target is not None and not _is_target(target):
+                raise TypeError(f"into[{i}] must be a tensor, an array or None, got {target!r}")
+        return Targets(list(into), [])
+    found = Targets([None] * count, [])
+    for placed in _match(value, into, "into", ()):
+        if found.first[placed.number] is None:
+            found.first[placed.number] = placed.target
+        elif found.first[placed.number] is not placed.target:
+            found.further.append(placed)
+    return found
 
 
 def _is_target(value: Any) -> bool:
     return isinstance(value, torch.Tensor | np.ndarray)
 
 
-def _match(value: Any, into: Any, where: str, targets: list[Any]) -> None:
+def _match(value: Any, into: Any, where: str, path: Path) -> Iterator[Placed]:
     if into is None:
         return
     if isinstance(value, Slot):
         if not _is_target(into):
             raise TypeError(f"{where} must be a tensor, an array or None, got {type(into).__name__}")
-        targets[value.index] = into
+        yield Placed(value.index, path, into)
         return
     if _is_target(into):
         raise ValueError(f"{where} is a tensor, but the value has {type(value).__name__} there")
@@ -116,9 +175,49 @@ def _match(value: Any, into: Any, where: str, targets: list[Any]) -> None:
     if unknown:
         raise ValueError(f"{where} has {unknown[0]!r}, which the value does not have; it has {_some(list(named))}")
     for key, part in parts.items():
-        _match(named[key], part, f"{where}[{key!r}]", targets)
+        yield from _match(named[key], part, f"{where}[{key!r}]", (*path, key))
 
 
 def _some(names: Sequence[Any]) -> str:
     shown = ", ".join(repr(name) for name in names[:8])
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+
+class Landing(NamedTuple):
+    """A target with the place of its bytes in the source, for `check_apart`."""
+
+    target: Any
+    memory: tuple[int, int]
+    """Numbers of the value and of its block: leaves share memory in the source if these are equal."""
+    offset: int
+    """Of the leaf in that memory, in bytes."""
+    strides: tuple[int, ...]
+    """Of the leaf in the source, in bytes."""
+
+
+def check_apart(landings: Sequence[Landing]) -> None:
+    """Raise ValueError if two targets share memory, unless the leaves that they receive share it in the same way."""
+    # Only these types: the elements of a subclass may lie elsewhere.
+    plain = [one for one in landings if type(one.target) in (torch.Tensor, torch.nn.Parameter, np.ndarray)]
+    spans = [codec.leaf_span(one.target) for one in plain]
+    order = sorted((i for i, span in enumerate(spans) if span.nbytes), key=lambda i: spans[i])
+    for k, i in enumerate(order):
+        for j in order[k + 1 :]:
+            if spans[j].start >= spans[i].stop:
+                break
+            if codec.share_memory(plain[i].target, plain[j].target) and not _alike(plain[i], plain[j]):
+                raise ValueError(
+                    f"into has targets that share memory (of shapes {tuple(plain[i].target.shape)} and "
+                    f"{tuple(plain[j].target.shape)}), but they are for different tensors of the value, so one would "
+                    "overwrite the other. Pass targets with memory of their own"
+                )
+
+
+def _alike(a: Landing, b: Landing) -> bool:
+    """Return True if two leaves share memory in the source as their targets do here."""
+    here = codec.leaf_address(b.target) - codec.leaf_address(a.target)
+    strides = [codec.strides_bytes(one.target) for one in (a, b)]
+    if a.memory != b.memory or here != b.offset - a.offset:
+        return False
+    same_leaf = not here and a.strides == b.strides and a.target.shape == b.target.shape and strides[0] == strides[1]
+    return same_leaf or (a.strides == strides[0] and b.strides == strides[1])

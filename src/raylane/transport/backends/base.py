@@ -76,11 +76,13 @@ class Backend(abc.ABC):
     def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
         """Fetch parts of the blocks to their addresses, which the caller keeps valid; the result has no blocks.
 
-        Errors and waiting as for `fetch`; after an error the content at the addresses is undefined. This default
-        fetches the whole value; a transport that can move less overrides it.
+        Errors and waiting as for `fetch`; after an error the content at the addresses is undefined. Bytes are written
+        there within `deadline.writing()` only, in which nothing waits that cannot be interrupted: the addresses belong
+        to a caller, who may use them for something else as soon as its call has raised. This default fetches the whole
+        value into pooled memory and copies; a transport that can move less overrides it.
         """
         found = self.fetch(ticket, endpoint, deadline)
-        copy_parts(parts, found.blocks)
+        copy_parts(parts, found.blocks, deadline)
         return FetchResult(blocks=[], mutated=found.mutated, creator_read=found.creator_read)
 
 
@@ -176,11 +178,12 @@ def host_view(block: Any) -> memoryview:
     return memoryview(block.cpu().numpy() if hasattr(block, "cpu") else block).cast("B")
 
 
-def copy_parts(parts: Sequence[Part], blocks: Sequence[Any]) -> None:
-    """Copy parts of these blocks to their addresses."""
+def copy_parts(parts: Sequence[Part], blocks: Sequence[Any], deadline: Deadline) -> None:
+    """Copy parts of these blocks to their addresses, unless the call to which the deadline belongs has ended."""
     views = [host_view(block) for block in blocks]
-    for part in parts:
-        bytes_at(part.address, part.nbytes)[:] = views[part.block][part.offset : part.offset + part.nbytes]
+    with deadline.writing():
+        for part in parts:
+            bytes_at(part.address, part.nbytes)[:] = views[part.block][part.offset : part.offset + part.nbytes]
 
 
 def copy_to_pool(ticket: Ticket, endpoint: Endpoint, sources: Sequence[Any]) -> list[Any]:

@@ -119,7 +119,8 @@ class HostBackend(Backend):
         if ticket.devices:
             return super().fetch_parts(ticket, parts, endpoint, deadline)
         starts = [block.start for block in ticket.blocks]
-        return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
+        with deadline.writing():
+            return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
 
 
 def _read(

@@ -72,7 +72,7 @@ class TcpBackend(Backend):
                     return _fetch_parts(ticket, parts, endpoint, deadline, first.receive_into)
                 found = _fetch(ticket, endpoint, deadline, first.receive_into)
                 first.deliver(found)  # before the copy below, because others wait for it
-        copy_parts(parts, found.blocks)
+        copy_parts(parts, found.blocks, deadline)
         return dataclasses.replace(found, blocks=[])
 
 
@@ -108,7 +108,8 @@ def _fetch_parts(
             link.send(wire.ReadParts(ticket.key, wire.pack_parts(part[:3] for part in some)))
 
             def receive(link: Link = link, targets: list[Any] = targets) -> list[Any]:
-                receive_into(link, targets)
+                with deadline.writing():
+                    receive_into(link, targets)
                 return []
 
             found = read_answer(link, ticket, sum(part.nbytes for part in some), receive)
