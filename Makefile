@@ -15,8 +15,10 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/raylane/core/_native
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[sft,dev]' || \
 	  $(BIN)/python -m pip install --quiet --extra-index-url $(TORCH_CPU_INDEX) -c constraints.txt -e '.[sft,dev]'
-	# Without dependencies, which would bring CUDA packages; where there is no wheel, the tests of NIXL are skipped.
-	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl nixl-cu12 || \
+	# Without dependencies, which would bring CUDA packages, and the build for torch's CUDA. Where there is no wheel, the
+	# tests of NIXL are skipped.
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt nixl \
+	  nixl-cu$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "12").partition(".")[0])') || \
 	  echo "NIXL could not be installed: its tests will be skipped"
 	touch $(STAMP)
 

@@ -12,6 +12,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | ActorMethod.options, _remote, _decorator, _is_generator | options of direct transport for one call |
 | ActorHandle._actor_id, _ray_actor_creation_function_descriptor | identify a handle's actor and its class |
 | function_actor_manager._function_execution_info | put a lock around ordinary calls (`exclusive=True`) |
+| function_actor_manager.load_actor_class; ActorMethod._max_task_retries and similar | keep what `ray.method` declared |
 | ActorHandle.`__ray_call__`, `__ray_terminate__` | set a graph up in an actor; end an actor as exit_actor does |
 | ray.dag's nodes: _bound_args and similar | accept graphs written for experimental_compile |
 | CoreWorker.is_canceled | publish nothing for a cancelled call |
@@ -70,12 +71,12 @@ __all__ = [
     "dag_node",
     "dag_transport",
     "dag_users",
+    "declared_options",
     "describe_self",
     "dumps",
     "empty_task_refs",
     "exit_this_actor",
     "get_objects_code",
-    "guard_actor_calls",
     "hand_over_ref",
     "has_modules_by_value",
     "hook_of",
@@ -100,6 +101,7 @@ __all__ = [
     "tensor_transport_class",
     "untraced_method",
     "worker_token",
+    "wrap_actor_calls",
 ]
 
 CHECKED_ON = ("2.57.0", "2.60.0")
@@ -209,8 +211,7 @@ def describe_self() -> str:
 
 def node_ip() -> str:
     """Return the IP address of this node, as Ray's other nodes reach it."""
-    ip: str = ray.util.get_node_ip_address()
-    return ip
+    return str(ray.util.get_node_ip_address())
 
 
 def is_canceled() -> bool:
@@ -229,8 +230,7 @@ def on_out_of_scope(ref: Any, callback: Callable[[bytes], None]) -> None:
 
 def actor_of(ref: Any) -> bytes:
     """Return the binary id of the actor whose method returned `ref`."""
-    binary: bytes = ref.task_id().actor_id().binary()
-    return binary
+    return bytes(ref.task_id().actor_id().binary())
 
 
 def _return_nothing(count: int) -> list[None]:
@@ -254,8 +254,7 @@ def empty_task_refs(count: int) -> list[Any]:
     task = _empty_task().options(
         num_returns=count, name="raylane anchors", scheduling_strategy=node, enable_task_events=False
     )
-    refs: list[Any] = task.remote(count)
-    return refs
+    return list(task.remote(count))
 
 
 def is_actor_call(ref: Any) -> bool:
@@ -368,6 +367,18 @@ def is_generator_method(method: Any) -> bool:
     return bool(method._is_generator)
 
 
+def declared_options(method: Any) -> dict[str, Any]:
+    """Return the options that `ray.method` declared for the method of a handle, except for the number of returns."""
+    names = ("max_task_retries", "retry_exceptions", "enable_task_events")
+    options = {name: getattr(method, f"_{name}") for name in names if getattr(method, f"_{name}") is not None}
+    # Only the actor itself and its class know the group. Ray has loaded the class wherever a handle was unpickled.
+    load = _worker.global_worker.function_actor_manager.load_actor_class
+    actor = method._actor
+    found = load(actor._actor_id.job_id, actor._ray_actor_creation_function_descriptor)
+    group = getattr(getattr(found, method._method_name, None), "__ray_concurrency_group__", None)
+    return options if group is None else options | {"concurrency_group": group}
+
+
 def submit(method: Any, args: Any, kwargs: dict[str, Any], options: dict[str, Any]) -> Any:
     """Submit a call of a handle's method with options of Ray."""
     return method._remote(args=args, kwargs=kwargs, **options)
@@ -382,9 +393,8 @@ def class_name_of(actor: Any) -> str:
     """Return the class name of an actor (given its handle) or of a plain object."""
     if not is_handle(actor):
         return type(actor).__name__
-    name: str = actor._ray_actor_creation_function_descriptor.class_name
     # A class in a function or another class has a qualified name.
-    return name.rpartition(".")[2]
+    return str(actor._ray_actor_creation_function_descriptor.class_name).rpartition(".")[2]
 
 
 def actor_id_of(actor: Any) -> str:
@@ -407,8 +417,7 @@ def dumps(value: Any) -> bytes:
     # Without an import of ray.dag no node can exist, and the plain function is enough.
     dag: Any = sys.modules.get("ray.dag")
     if dag is None:
-        data: bytes = ray.cloudpickle.dumps(value)
-        return data
+        return bytes(ray.cloudpickle.dumps(value))
 
     class Refusing(CloudPickler):  # type: ignore[misc]  # Ray gives mypy no types
         def reducer_override(self, found: Any) -> Any:
@@ -437,9 +446,8 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
         kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
         text = f"a {kind}, which cannot be pickled and unpickled ({obstacle!r}), was raised:\n{traceback_text}"
         cause = ray.exceptions.RayError(text)
-    error = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
-    found: BaseException = error
-    return found
+    error: BaseException = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
+    return error
 
 
 def raised_at(error: BaseException | None) -> str | None:
@@ -471,8 +479,8 @@ def exit_this_actor() -> None:
     last_resort.start()
 
 
-def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
-    """Make every ordinary call of this process's actor hold `lock` while it runs. Returns a function that undoes this.
+def wrap_actor_calls(instance: Any, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace every method that Ray calls in this process's actor by `wrap(method)`. Returns a function that undoes it.
 
     Ray keeps one executor for each method, a closure over the function. The function is replaced inside the closure,
     because Ray keeps its own copies of the executors.
@@ -485,7 +493,7 @@ def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
         if method is None or name.startswith("__") or getattr(type(instance), name, None) is None:
             continue
         cell = executor.__closure__[executor.__code__.co_freevars.index("method")]
-        found.append((cell, cell.cell_contents, _holding(cell.cell_contents, lock)))
+        found.append((cell, cell.cell_contents, wrap(cell.cell_contents)))
     for cell, _, guarded in found:
         cell.cell_contents = guarded
 
@@ -494,27 +502,6 @@ def guard_actor_calls(instance: Any, lock: Any) -> Callable[[], None]:
             cell.cell_contents = original
 
     return restore
-
-
-def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
-    """Return a method of the same kind that holds `lock` while it runs."""
-    if isinstance(method, types.MethodType):  # a class method, which Ray calls without an instance
-        return types.MethodType(_holding(method.__func__, lock), method.__self__)
-    if inspect.isgeneratorfunction(method):
-
-        @functools.wraps(method)
-        def items(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                yield from method(*args, **kwargs)
-
-        return items
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return method(*args, **kwargs)
-
-    return call
 
 
 def dag_node(node: Any) -> tuple[Any, ...] | None:

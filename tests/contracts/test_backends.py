@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from raylane.testing.contract import BackendContract
 from raylane.transport.backends.registry import backends
+from raylane.transport.nixl_agent import missing
 
 pytestmark = pytest.mark.usefixtures("ray_session", "cluster")
 
@@ -29,7 +28,7 @@ class TestGloo(BackendContract):
     name = "gloo"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+@pytest.mark.skipif(missing() is not None, reason=f"this process cannot use NIXL: {missing()}")
 class TestNixl(BackendContract):
     name = "nixl"
 

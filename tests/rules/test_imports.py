@@ -206,6 +206,10 @@ def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
         "self._method_name = ",
         "self._num_returns = ",
         "self._signature = ",
+        "self._max_task_retries = ",
+        "self._retry_exceptions = ",
+        "self._enable_task_events = ",
+        "__ray_concurrency_group__",
         "_ray_actor_creation_function_descriptor",
         "def __ray_call__",
         "def __ray_terminate__",
@@ -215,8 +219,10 @@ def test_the_door_names_what_it_uses_and_all_of_it_is_there() -> None:
     from ray import dag
     from ray._private import function_manager
 
-    if "_function_execution_info" not in Path(function_manager.__file__).read_text():
-        missing.append("FunctionActorManager._function_execution_info")
+    manager = Path(function_manager.__file__).read_text()
+    for name in ("_function_execution_info", "def load_actor_class(", "job_id: JobID"):
+        if name not in manager:
+            missing.append(f"FunctionActorManager: {name}")
     for node, name in (
         (dag.InputAttributeNode, "_accessor_method"),
         (dag.InputAttributeNode, "_dag_input_node"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -116,6 +117,50 @@ def test_the_actor_outlives_its_handle_for_undecorated_results(cluster: None) ->
     del maker
     gc.collect()
     assert used(ref)[0] == "host"
+
+
+class Declared:
+    """Undecorated methods with options of `ray.method`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.tries = 0
+
+    def wait(self) -> torch.Tensor:
+        return torch.full((N,), float(self.gate.wait(60)))
+
+    @ray.method(concurrency_group="io")
+    def open(self) -> torch.Tensor:
+        self.gate.set()
+        return torch.full((N,), float(threading.active_count()))
+
+    @ray.method(max_task_retries=3, retry_exceptions=[KeyError])
+    def third_time(self) -> torch.Tensor:
+        self.tries += 1
+        if self.tries < 3:
+            raise KeyError(self.tries)
+        return torch.full((N,), float(self.tries))
+
+
+@ray.remote(num_cpus=0)
+def through_a_handle(actor: Any) -> tuple[float, float]:
+    """Call with options from a process that has not created the actor."""
+    waiting = raylane.options(actor.wait).remote()
+    ray.get(raylane.options(actor.open).remote(), timeout=50)
+    return float(ray.get(waiting)[0]), float(ray.get(raylane.options(actor.third_time).remote())[0])
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_undecorated_methods_keep_what_they_declare(cluster: None, far: bool) -> None:
+    actor: Any = ray.remote(num_cpus=0, concurrency_groups={"io": 1})(Declared).remote()
+    if far:
+        assert ray.get(through_a_handle.remote(actor)) == (1, 3)
+        return
+    waiting = raylane.options(actor.wait).remote()
+    ray.get(raylane.options(actor.open).remote(), timeout=50)  # `wait` would hold up a call without the group
+    assert float(ray.get(waiting)[0]) == 1
+    assert float(ray.get(raylane.options(actor.third_time, tensor_transport="tcp").remote())[0]) == 3
+    assert raylane.options(actor.third_time, max_task_retries=0)._ray_options == {"max_task_retries": 0}
 
 
 class Slow:

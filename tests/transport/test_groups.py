@@ -14,7 +14,10 @@ import ray
 import torch
 
 import raylane
+from raylane import _ray
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
+from raylane.transport.endpoint import endpoint
+from raylane.transport.groups import groups_of_this_process
 
 pytestmark = pytest.mark.usefixtures("cluster")
 N = 100_000
@@ -41,6 +44,17 @@ class Member:
 
     def create(self, actors: list[Any], name: str) -> str:
         return raylane.create_collective_group(actors, "gloo", name).name
+
+    def joined(self) -> list[str]:
+        return sorted(groups_of_this_process(endpoint()))
+
+    def wait_for(self, key: str) -> None:
+        while _ray.kv_get(f"test/{key}") is None:
+            time.sleep(0.01)
+        _ray.kv_delete(f"test/{key}")
+
+    def announce(self, key: str) -> None:
+        _ray.kv_set(f"test/{key}", b"1")
 
     def pid(self) -> int:
         return os.getpid()
@@ -181,6 +195,32 @@ def test_destroyed_groups_are_gone() -> None:
         assert ray.get(b.total.remote(ref)) == TOTAL
         with pytest.raises(ValueError, match="there is no group 'gone'; the groups are: none"):
             raylane.destroy_collective_group("gone")
+
+
+def test_members_create_groups_of_each_other_at_the_same_time() -> None:
+    with members(3) as actors:
+        created = [actor.create.remote(actors, f"group-{i}") for i, actor in enumerate(actors)]
+        assert ray.get(created, timeout=50) == ["group-0", "group-1", "group-2"]
+        for actor in actors:
+            assert ray.get(actor.joined.remote()) == ["group-0", "group-1", "group-2"]
+        assert ray.get(actors[0].total.remote(actors[1].make.remote())) == TOTAL
+        assert read_by(actors[0], "gloo") == 1
+
+
+def test_failed_creation_leaves_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    with members(3) as (a, b, c):
+        ray.get([actor.pid.remote() for actor in (a, b, c)])
+        ray.kill(c)
+        with pytest.raises(SourceLostError, match="has died"):
+            raylane.create_collective_group([a, b, c], "gloo", "lost")
+        assert [ray.get(actor.joined.remote()) for actor in (a, b)] == [[], []]
+        gate = a.wait_for.remote("go")
+        monkeypatch.setenv("RAYLANE_TIMEOUT_S", "0.5")
+        with pytest.raises(TransferTimeoutError, match="did not answer within"):
+            raylane.create_collective_group([a, b], "gloo", "late")
+        ray.get(b.announce.remote("go"))
+        ray.get(gate)
+        assert [ray.get(actor.joined.remote()) for actor in (a, b)] == [[], []]
 
 
 def test_mistakes_are_explained() -> None:

@@ -20,9 +20,10 @@ import raylane
 from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
 from raylane.transport import nixl_agents
 from raylane.transport.endpoint import endpoint
-from raylane.transport.nixl_agent import NixlError
+from raylane.transport.nixl_agent import NixlError, missing
 
-pytest.importorskip("nixl", reason="nixl is not installed")
+if (reason := missing()) is not None:
+    pytest.skip(f"this process cannot use NIXL: {reason}", allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("cluster")
 N = 1_000_000
 

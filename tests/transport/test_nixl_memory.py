@@ -160,6 +160,20 @@ def test_batches_are_limited_in_size_and_number(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+def test_nixl_of_another_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    installed = {"nixl": True, "nixl_cu12": True, "nixl_cu13": False}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: (installed[name] or None) if name in installed else find_spec(name)
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "does not fit its torch (CUDA 13.0): pip install nixl-cu13" in str(nixl_agent.missing())
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert nixl_agent.missing() is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert nixl_agent.missing() is None
+
+
 def test_process_without_nixl_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(TransportUnavailableError, match="pip install --no-deps nixl nixl-cu12"):

@@ -238,6 +238,7 @@ class MethodWithOptions:
         self._publish = publish
         self._ray_options = ray_options
         self._actor, self._name, self._returns, _ = bound
+        self._declared = {} if _is_decorated(method) else _ray.declared_options(method)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Submit a call; returns what `actor.method.remote` returns. Does not wait."""
@@ -245,8 +246,8 @@ class MethodWithOptions:
             kwargs[_ray.OPTIONS_KEYWORD] = self._publish
             return _ray.submit(self._method, args, kwargs, self._ray_options)
         call = self._actor.__ray_call__
-        # Under its own name in Ray's dashboard, and with the number of returns that the method declares.
-        options = {"name": self._name, "num_returns": self._returns} | self._ray_options
+        # Under its own name in Ray's dashboard, and with the options that the method declares.
+        options = {"name": self._name, "num_returns": self._returns} | self._declared | self._ray_options
         submit = keep_actor_alive(lambda args, kwargs: _ray.submit(call, args, kwargs, options))
         return submit((call_and_publish, self._name, self._publish, *args), kwargs)
 

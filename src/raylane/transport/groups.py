@@ -32,6 +32,8 @@ __all__ = [
 _PREFIX = "group/"
 """Prefix of the keys of groups in Ray's key-value store."""
 _MOST_GROUPS = 4096
+_LOOK_EVERY_S = 0.2
+"""Interval in seconds at which a process that waits for the members of a group looks for groups that wait for it."""
 _BACKENDS = {"gloo": "gloo", "torch_gloo": "gloo", "nccl": "nccl"}
 """Transport of each accepted name of a backend; the second one is Ray's name for the first."""
 
@@ -96,11 +98,22 @@ def create_collective_group(actors: Sequence[Any], backend: str, name: str | Non
     # The name is taken before the members are called, so that two processes cannot both create the group.
     if _ray.kv_put_if_absent(_PREFIX + name, packed) != packed:
         raise ValueError(f"create_collective_group: the name {name!r} is in use. Choose another one, or destroy it")
+    _ray.kv_set(_CREATING + name, packed)
     try:
-        _tell(members, _join, name, transport)
+        _tell(members, _join, name, record)
     except BaseException:
         _ray.kv_delete(_PREFIX + name)
+        # Members that have joined leave; those that get to it later find no record, and do not join. Not waited for.
+        for actor in members:
+            if _ray.actor_id_of(actor) == _ray.current_actor_id():
+                _leave(None, name)
+            else:
+                actor.__ray_call__.remote(_leave, name)
         raise
+    finally:
+        _ray.kv_delete(_CREATING + name)
+        for actor in ids:
+            _ray.kv_delete(_joined_key(name, record, actor))
     return CollectiveGroup(name, transport, tuple(members))
 
 
@@ -166,19 +179,44 @@ def _records() -> dict[str, _Record]:
     return {key.removeprefix(_PREFIX): msgspec.msgpack.decode(data, type=_Record) for key, data in found.items()}
 
 
-def _join(_: Any, name: str, transport: str) -> str | None:
+def _join(_: Any, name: str, record: _Record) -> str | None:
     """Become a member; return why this process cannot use the transport, None if it can. Runs in the actor."""
     from raylane.transport.torch_channels import missing
 
-    reason = missing(transport)
-    if reason is None:
-        groups_of_this_process(endpoint())[name] = transport
+    reason = missing(record.backend)
+    # Else the group was destroyed, or not created in the end.
+    if reason is None and _ray.kv_get(_PREFIX + name) == msgspec.msgpack.encode(record):
+        groups_of_this_process(endpoint())[name] = record.backend
     return reason
 
 
 def _leave(_: Any, name: str) -> None:
     """Leave a group. Runs in the actor."""
     groups_of_this_process(endpoint()).pop(name, None)
+
+
+_CREATING, _JOINED = "creating/", "joined/"
+"""Prefixes of keys: groups whose members are not all told yet, and members that found such a group by themselves."""
+
+
+def _joined_key(name: str, record: _Record, actor: str) -> str:
+    return f"{_JOINED}{name}/{record.token.hex()}/{actor}"
+
+
+def _join_others(joined: set[str]) -> None:
+    """Join the groups that other processes create meanwhile with this actor, and tell them so.
+
+    This actor runs no other method while it creates a group: two actors that create groups of each other at the same
+    time would wait for each other. `joined` has the names that need no more care.
+    """
+    here = _ray.current_actor_id()
+    if here is None:
+        return
+    for key, data in _ray.kv_sample(_CREATING, _MOST_GROUPS).items():
+        name, record = key.removeprefix(_CREATING), msgspec.msgpack.decode(data, type=_Record)
+        if name not in joined and here in record.actors and _join(None, name, record) is None:
+            joined.add(name)
+            _ray.kv_set(_joined_key(name, record, here), b"1")
 
 
 def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
@@ -190,15 +228,28 @@ def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
     refs = [actor.__ray_call__.remote(function, *args) for actor in others]
     if len(others) < len(actors):
         function(None, *args)
+    joined: set[str] = set()
     for actor, ref in zip(others, refs, strict=True):
-        try:
-            reason = ray.get(ref, timeout=deadline.left_s())
-        except ray.exceptions.GetTimeoutError as error:
-            raise TransferTimeoutError(
-                f"{actor!r} did not answer within {deadline.timeout_s} s: it is busy, or still starting. Raise "
-                "RAYLANE_TIMEOUT_S, or call it when it is idle"
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise SourceLostError(f"{actor!r} has died: {error}") from error
+        reason = _answer(actor, ref, args, deadline, joined)
         if reason is not None:
             raise TransportUnavailableError(f"{actor!r} cannot be a member of the group: {reason}")
+
+
+def _answer(actor: Any, ref: Any, args: tuple[Any, ...], deadline: Deadline, joined: set[str]) -> Any:
+    """Return what an actor answers; None if it has told by `_join_others` that it is a member."""
+    while True:
+        left = deadline.left_s()
+        try:
+            return ray.get(ref, timeout=_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
+        except ray.exceptions.GetTimeoutError as error:
+            if left is not None and left <= _LOOK_EVERY_S:
+                raise TransferTimeoutError(
+                    f"{actor!r} did not answer within {deadline.timeout_s} s: it is busy, or still starting. Raise "
+                    "RAYLANE_TIMEOUT_S, or call it when it is idle"
+                ) from error
+        except ray.exceptions.RayActorError as error:
+            raise SourceLostError(f"{actor!r} has died: {error}") from error
+        _join_others(joined)
+        # Only of a member that is asked to join.
+        if len(args) == 2 and _ray.kv_get(_joined_key(*args, _ray.actor_id_of(actor))) is not None:
+            return None

@@ -72,9 +72,19 @@ class NixlError(RuntimeError):
 
 
 def missing() -> str | None:
-    """Return why this process has no NIXL, None if it has; loads nothing."""
+    """Return why this process has no NIXL, None if it has; loads nothing of NIXL."""
     if importlib.util.find_spec("nixl") is None:
         return f"it has no NIXL ({INSTALL}; no GPU is needed), or use tensor_transport='tcp'"
+    # The package `nixl` imports the build for torch's version of CUDA, and fails where only another one is installed.
+    import torch  # not at the top: graphs import this module through the endpoint, and must not load torch
+
+    cuda = torch.version.cuda
+    builds = [f"nixl_cu{cuda.partition('.')[0]}"] if cuda else ["nixl_cu13", "nixl_cu12", "nixl_rocm"]
+    if not any(importlib.util.find_spec(build) for build in builds):
+        return (
+            f"its NIXL does not fit its torch (CUDA {cuda}): pip install {builds[0].replace('_', '-')}, or use "
+            "tensor_transport='tcp'"
+        )
     return None
 
 

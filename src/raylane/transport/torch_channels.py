@@ -203,7 +203,9 @@ def _has_ended(connection: Connection, wait_ms: int = 0) -> bool:
 
 def _tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
     """Return the pieces, and one byte that marks their end."""
-    return [*(torch.frombuffer(one.buffer, dtype=torch.uint8) for one in pieces), torch.zeros(1, dtype=torch.uint8)]
+    # The user may have set another default device (`torch.device("meta")`).
+    end = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    return [*(torch.frombuffer(one.buffer, dtype=torch.uint8) for one in pieces), end]
 
 
 def _wait(works: Sequence[Any], deadline: Deadline) -> None:

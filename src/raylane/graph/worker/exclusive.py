@@ -5,7 +5,11 @@ While at least one exclusive graph runs in the actor, every method that Ray call
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
+import types
+from collections.abc import Callable
 from typing import Any
 
 from raylane import _ray
@@ -22,7 +26,7 @@ def add_graph(instance: Any, exclusive: threading.RLock) -> None:
     global _graphs, _undo
     with _lock:
         if not _graphs:
-            _undo = _ray.guard_actor_calls(instance, exclusive)
+            _undo = _ray.wrap_actor_calls(instance, functools.partial(_holding, lock=exclusive))
         _graphs += 1
 
 
@@ -34,3 +38,24 @@ def remove_graph(instance: Any) -> None:
         if not _graphs:
             undo, _undo = _undo, None
             undo()
+
+
+def _holding(method: Callable[..., Any], lock: Any) -> Callable[..., Any]:
+    """Return a method of the same kind that holds `lock` while it runs."""
+    if isinstance(method, types.MethodType):  # a class method, which Ray calls without an instance
+        return types.MethodType(_holding(method.__func__, lock), method.__self__)
+    if inspect.isgeneratorfunction(method):
+
+        @functools.wraps(method)
+        def items(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                yield from method(*args, **kwargs)
+
+        return items
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return method(*args, **kwargs)
+
+    return call
