@@ -6,10 +6,16 @@ import subprocess
 from pathlib import Path
 
 
-def make_authority(folder: Path) -> Path:
-    """Make the certificate and key of a new CA in `folder`; return the certificate's path."""
+def make_authority(folder: Path, *, sloppy: bool = False) -> Path:
+    """Make the certificate and key of a new CA in `folder`; return the certificate's path.
+
+    A sloppy one has no key usage, as many home-made ones.
+    """
     folder.mkdir()
-    _openssl("req", "-x509", *_new_key(folder / "ca.key"), "-subj", "/CN=authority", "-out", f"{folder}/ca.pem")
+    # RFC 5280 asks for these extensions; Python 3.13 checks them.
+    extensions = [] if sloppy else ["-addext", "keyUsage=critical,keyCertSign,cRLSign"]
+    subject = ("-subj", "/CN=authority")
+    _openssl("req", "-x509", *_new_key(folder / "ca.key"), *subject, *extensions, "-out", f"{folder}/ca.pem")
     return folder / "ca.pem"
 
 
@@ -21,7 +27,11 @@ def make_certificate(authority: Path, folder: Path, *addresses: str) -> dict[str
     folder.mkdir()
     signing = ("-CA", str(authority), "-CAkey", str(authority.with_suffix(".key")))
     names = folder / "names"
-    names.write_text(", ".join(["subjectAltName = DNS:localhost", *(f"IP:{one}" for one in ("127.0.0.1", *addresses))]))
+    hosts = ", ".join(["DNS:localhost", *(f"IP:{address}" for address in ("127.0.0.1", *addresses))])
+    names.write_text(
+        f"subjectAltName = {hosts}\nbasicConstraints = critical,CA:FALSE\nkeyUsage = critical,digitalSignature\n"
+        "subjectKeyIdentifier = hash\nauthorityKeyIdentifier = keyid\n"
+    )
     _openssl("req", *_new_key(folder / "key.pem"), "-subj", "/CN=node", "-out", f"{folder}/request")
     _openssl(
         "x509", "-req", "-in", f"{folder}/request", *signing, "-CAcreateserial", "-extfile", str(names), "-out",

@@ -56,10 +56,14 @@ class Member:
     def announce(self, key: str) -> None:
         _ray.kv_set(f"test/{key}", b"1")
 
+    def threads(self) -> int:
+        return len(os.listdir("/proc/self/task"))
+
     def pid(self) -> int:
         return os.getpid()
 
 
+CHANNELS = ("idle_channels", "served_channels")
 TOTAL = float(torch.arange(N, dtype=torch.float64).sum())
 
 
@@ -207,6 +211,7 @@ def test_members_create_groups_of_each_other_at_the_same_time() -> None:
         assert read_by(actors[0], "gloo") == 1
 
 
+@pytest.mark.slow
 def test_failed_creation_leaves_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
     with members(3) as (a, b, c):
         ray.get([actor.pid.remote() for actor in (a, b, c)])
@@ -221,6 +226,21 @@ def test_failed_creation_leaves_no_member(monkeypatch: pytest.MonkeyPatch) -> No
         ray.get(b.announce.remote("go"))
         ray.get(gate)
         assert [ray.get(actor.joined.remote()) for actor in (a, b)] == [[], []]
+
+
+@pytest.mark.slow
+def test_unused_channels_are_closed(eventually: Any) -> None:
+    options = {"runtime_env": {"env_vars": {"RAYLANE_POOL_IDLE_S": "0.5"}}}
+    with members(3, **options) as actors:
+        before = ray.get([actor.threads.remote() for actor in actors])
+        refs = [actor.make.remote() for actor in actors]
+        for actor in actors:
+            assert ray.get(actor.totals.remote(refs)) == [TOTAL] * 3
+        for actor, count in zip(actors, before, strict=True):
+            eventually(lambda actor=actor: sum(map(ray.get(actor.stats.remote()).get, CHANNELS)) == 0)
+            # The listener and the watchers of the two pools stay.
+            eventually(lambda actor=actor, count=count: ray.get(actor.threads.remote()) <= count + 4)
+        assert ray.get(actors[0].totals.remote(refs)) == [TOTAL] * 3
 
 
 def test_mistakes_are_explained() -> None:

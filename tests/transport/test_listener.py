@@ -167,6 +167,18 @@ def test_a_truncated_frame_waits_for_its_rest_and_does_no_harm(server: Server) -
     assert server.serves()
 
 
+def test_unused_link_is_closed_after_a_while(server: Server, eventually: Any) -> None:
+    pool = LinkPool(SECRET, "test", place.here(), Link, idle_s=0.05)
+    with pool.borrow(server.addresses[1], server.source, Deadline(10)) as link:
+        link.send(wire.HeldQuery())
+        link.receive()
+    eventually(lambda: not len(pool))
+    assert link.socket.fileno() == -1
+    with pool.borrow(server.addresses[1], server.source, Deadline(10)) as again:
+        assert again is not link
+    pool.close()
+
+
 def test_a_thousand_idle_connections(server: Server) -> None:
     idle = []
     for _ in range(1000):

@@ -7,6 +7,7 @@ import signal
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -33,6 +34,18 @@ class Maker:
     @raylane.method(on_mutation="error")
     def strict(self) -> torch.Tensor:
         return self.kept
+
+    @raylane.method
+    def counter(self) -> Any:
+        self.array = np.zeros(N, dtype=np.float32)
+        return {"array": self.array, "view": torch.ones(3)}
+
+    @raylane.method(on_mutation="error")
+    def strict_array(self) -> Any:
+        return np.ones(N, dtype=np.float32)
+
+    def count(self) -> None:
+        self.array += 1
 
     def write(self, value: float) -> None:
         self.kept[0] = value
@@ -194,3 +207,15 @@ def test_values_outlive_a_killed_source(cluster: None, eventually: Any) -> None:
     ray.kill(maker)
     eventually(lambda: not os.path.exists(f"/proc/{pid}"))
     assert [float(value[0].double().sum()) for value in values] == [SUM] * 3
+
+
+def test_arrays_are_read_as_they_are_unless_checked(crew: Crew) -> None:
+    ref = crew.maker.counter.remote()
+    for number in range(4):
+        for transport in ("host", "tcp"):
+            assert float(raylane.get(ref, tensor_transport=transport)["array"][7]) == number
+        ray.get(crew.maker.count.remote())
+    strict, before = crew.maker.strict_array.remote(), raylane.stats().get("shared", 0)
+    for _ in range(3):
+        assert float(raylane.get(strict)[7]) == 1
+    assert raylane.stats()["shared"] == before + 2

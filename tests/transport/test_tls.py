@@ -73,6 +73,21 @@ def server(use: Use, ours: Settings) -> Iterator[Server]:
     assert not [thread for thread in threading.enumerate() if thread.name == "raylane-listener"]
 
 
+def test_authority_without_key_usage_is_explained(use: Use, tmp_path: Path) -> None:
+    authority = certificates.make_authority(tmp_path / "authority", sloppy=True)
+    settings = certificates.make_certificate(authority, tmp_path / "node")
+    use(settings)
+    server = Server()
+    try:
+        assert server.serves()  # as Ray itself accepts it
+        context = tls._context(False, *list(settings.values())[1:])
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        with pytest.raises(ProtocolError, match=r"key usage extension.*keyUsage=critical,keyCertSign"):
+            server.link()
+    finally:
+        server.listener.close()
+
+
 @pytest.mark.parametrize("nbytes", [1, 16384, 16385, 50_000_000])
 def test_value_arrives_through_tls(server: Server, nbytes: int) -> None:
     data = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)

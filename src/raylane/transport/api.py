@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +21,9 @@ from raylane.transport.device_memory import as_here
 from raylane.transport.endpoint import endpoint, existing
 from raylane.transport.options import publish_options
 from raylane.transport.publish import Publication, PublishOnPickle
-from raylane.transport.reader import Pending, collect
+from raylane.transport.reader import Pending, collect, fit
 from raylane.transport.receiving import Delivery, delivery
 from raylane.transport.redeem import Present
-from raylane.transport.targets import check_apart
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""
@@ -239,7 +237,7 @@ def _get(
         # Calls may take as long as they need, but a transfer from a hanging source must end. A timeout of 0 asks for a
         # value that is ready, as this one is.
         deadline = Deadline(default_timeout_s(), deadline.cancellation)
-    fitted = _fit(values, wishes)
+    fitted = fit(values, wishes)
     pending = [value for value in values if type(value) is Pending]
     try:
         if len(pending) > 1:
@@ -263,23 +261,6 @@ def _get(
             value.cancel()
         raise
     return results[0] if single else results
-
-
-def _fit(values: list[Any], wishes: Sequence[Delivery]) -> list[Delivery]:
-    """Return the wishes with the targets of these values; nothing has been written to them yet.
-
-    ValueError or TypeError if targets do not fit their value, or share memory with each other.
-    """
-    if all(wish.into is None for wish in wishes):
-        return list(wishes)
-    fitted, landings = [], []
-    for number, (value, wish) in enumerate(zip(values, wishes, strict=True)):
-        if wish.into is not None:
-            wish = dataclasses.replace(wish, targets=value.match(wish.into))
-            landings += [one._replace(memory=(number, one.memory[1])) for one in value.landings(wish.targets)]
-        fitted.append(wish)
-    check_apart(landings)
-    return fitted
 
 
 async def get_async(

@@ -27,7 +27,7 @@ from raylane.transport.budget import Budget, bytes_in
 from raylane.transport.fetching import MAX_FETCHES, FetchPool
 from raylane.transport.holdings import holdings
 from raylane.transport.lifetime import ActorKeeper, AnchorPool
-from raylane.transport.link import Address, Link, LinkPool, is_gone
+from raylane.transport.link import Address, Link, LinkPool, LinkT, is_gone
 from raylane.transport.listener import Listener, TakeStream
 from raylane.transport.nixl_agents import Agents
 from raylane.transport.pairs import PAIRS, PairLink, PairServer
@@ -52,7 +52,7 @@ def pool_limit_bytes() -> int:
 
 
 def pool_idle_s() -> float:
-    """Return the seconds after which unused receive memory is unmapped: `RAYLANE_POOL_IDLE_S`, else 60."""
+    """Return the seconds after which idle memory and connections are given up: `RAYLANE_POOL_IDLE_S`, else 60."""
     text = os.environ.get("RAYLANE_POOL_IDLE_S", "").strip() or "60"
     try:
         seconds = float(text)
@@ -90,12 +90,14 @@ class Endpoint:
         self.token = token
         """Identity of the Ray session, from `_ray.worker_token`."""
         self.place = place.here()
-        self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART, pool_idle_s()))
+        self._idle_s = pool_idle_s()
+        """Seconds after which unused memory and unused connections are given up."""
+        self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART, self._idle_s))
         self.budget = Budget(self.store, bytes_in("RAYLANE_BUDGET_BYTES"))
         """Limit of the bytes in the store."""
         self.recorder = Recorder(self.place, self.stats)
         """Record of publications and reads, for traces and metrics."""
-        self.pool = BufferPool(pool_limit_bytes(), idle_s=pool_idle_s())
+        self.pool = BufferPool(pool_limit_bytes(), idle_s=self._idle_s)
         self.blocked: dict[tuple[str, place.Place], str] = {}
         """Transports that failed to reach a process, with the reason."""
         self.streams: dict[bytes, TakeStream] = {}
@@ -114,7 +116,7 @@ class Endpoint:
         """Handles of actors that are kept alive for their results."""
         self.anchors = _OnFirstUse(lock, AnchorPool)
         """Spare anchors for tickets."""
-        self.links = _OnFirstUse(lock, lambda: LinkPool(self.secret(), _ray.describe_self(), self.place, Link))
+        self.links = _OnFirstUse(lock, lambda: self._link_pool(Link))
         """Idle connections to other processes."""
         self.nixl = Agents()
         """Agents of NIXL, each created on first use."""
@@ -173,10 +175,12 @@ class Endpoint:
             open_pair: Callable[..., PairLink] = functools.partial(
                 PairLink, backend=backend, host=_ray.node_ip(), nixl=self.nixl
             )
-            made = LinkPool(self.secret(), _ray.describe_self(), self.place, open_pair)
             # Atomic. Of two threads that come here at once, one drops its pool, which has no thread and no link yet.
-            pool = self._pairs.setdefault(backend, made)
+            pool = self._pairs.setdefault(backend, self._link_pool(open_pair))
         return pool
+
+    def _link_pool(self, open_link: Callable[..., LinkT]) -> LinkPool[LinkT]:
+        return LinkPool(self.secret(), _ray.describe_self(), self.place, open_link, idle_s=self._idle_s)
 
     def check_alive(self, source: Source) -> None:
         """Raise SourceLostError if a source has died; waits ALIVE_WITHIN_S at most."""

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import errno
 import itertools
+import math
 import os
 import secrets
 import select
@@ -249,19 +250,30 @@ LinkT = TypeVar("LinkT", bound=Link)
 class LinkPool(Generic[LinkT]):
     """Idle links by address, at most MAX_IDLE_PER_SOURCE each. Thread-safe.
 
-    A thread, started with the first idle link, closes idle links whose peer has closed them. `open_link` makes a new
-    link; it takes the arguments of `Link`.
+    A thread, started with the first idle link, closes idle links whose peer has closed them, and those that nobody has
+    used for `idle_s` to twice `idle_s` seconds. `open_link` makes a new link; it takes the arguments of `Link`.
     """
 
-    def __init__(self, secret: bytes, client: str, here: Place, open_link: Callable[..., LinkT]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        client: str,
+        here: Place,
+        open_link: Callable[..., LinkT],
+        *,
+        idle_s: float = math.inf,
+    ) -> None:
         self._secret = secret
         self._client = client
         self._here = here
         self._open_link = open_link
         self._lock = threading.Lock()  # guards everything below
         self._idle: dict[Address, collections.deque[LinkT]] = {}
+        self._idle_s = idle_s
         self._watched: dict[int, tuple[Address, LinkT]] = {}
         """Idle links by descriptor, as registered with the epoll object."""
+        self._since_s: dict[int, float] = {}
+        """Time at which each idle link was returned, by descriptor; the oldest first."""
         self._watcher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wake = -1
@@ -315,6 +327,7 @@ class LinkPool(Generic[LinkT]):
                     epoll = self._epoll or self._start_watching()
                     epoll.register(link.socket.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
                     self._watched[link.socket.fileno()] = address, link
+                    self._since_s[link.socket.fileno()] = time.monotonic()
                     idle = self._idle.setdefault(address, collections.deque())
                     idle.append(link)
                     surplus = self._remove(address, idle[0]) if len(idle) > MAX_IDLE_PER_SOURCE else None
@@ -359,18 +372,25 @@ class LinkPool(Generic[LinkT]):
         idle.remove(link)
         if not idle:
             del self._idle[address]
-        del self._watched[link.socket.fileno()]
+        del self._watched[link.socket.fileno()], self._since_s[link.socket.fileno()]
         if self._epoll is not None:
             self._epoll.unregister(link.socket.fileno())
         return link
 
     def _watch(self, epoll: select.epoll) -> None:
-        """Close an idle link as soon as it becomes readable: a peer sends nothing unasked, so that is the end."""
+        """Close idle links: at once those that become readable, because a peer sends nothing unasked, or later."""
         while not self._closed:
-            ready = epoll.poll()
+            # Not woken when a link is returned, which happens with every read.
+            ready = epoll.poll(None if self._idle_s == math.inf else self._idle_s)
+            oldest_s = time.monotonic() - self._idle_s
             with self._lock:
+                unused = [fd for fd, since_s in self._since_s.items() if since_s <= oldest_s]
                 # A link may have been lent between the event and the lock; then it is not in `_watched` any more.
-                ended = [self._remove(*self._watched[fd]) for fd, _ in ready if fd in self._watched]
+                ended = [
+                    self._remove(*self._watched[fd])
+                    for fd in dict.fromkeys([*(fd for fd, _ in ready), *unused])
+                    if fd in self._watched
+                ]
             for link in ended:
                 link.close()
 

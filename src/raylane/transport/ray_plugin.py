@@ -24,8 +24,9 @@ from raylane.transport.backends.registry import check_name
 from raylane.transport.endpoint import endpoint
 from raylane.transport.options import PublishOptions
 from raylane.transport.publish import Publication, publish_leaves, stays_on_device
+from raylane.transport.reader import Pending, fit
 from raylane.transport.receiving import Delivery
-from raylane.transport.redeem import PLAIN, redeem
+from raylane.transport.redeem import PLAIN
 from raylane.transport.ticket import decode_ticket, encode_ticket
 
 __all__ = ["RaylaneMetadata", "RaylaneTransport", "register_with_ray"]
@@ -105,14 +106,11 @@ class RaylaneTransport(TensorTransportManager):  # type: ignore[misc]  # untyped
         if not tensor_transport_metadata.ticket:
             return []
         # Ray passes no timeout of `ray.get` on to transports.
-        ticket = decode_ticket(tensor_transport_metadata.ticket)
-        deadline = Deadline(default_timeout_s())
+        pending = Pending(decode_ticket(tensor_transport_metadata.ticket), tensor_transport_metadata.skeleton)
         # Straight from the wire into the target buffers, where their layout allows it.
-        wish = Delivery(into=target_buffers) if target_buffers else PLAIN
-        found: list[Any] = redeem(
-            ticket, tensor_transport_metadata.skeleton, None, deadline, may_call_ray=False, wish=wish
-        )
-        return found
+        (wish,) = fit([pending], [Delivery(into=target_buffers) if target_buffers else PLAIN])
+        tensors: list[Any] = pending.redeem(None, Deadline(default_timeout_s()), may_call_ray=False, wish=wish)
+        return tensors
 
     def send_multiple_tensors(
         self, tensors: list[Any], tensor_transport_metadata: Any, communicator_metadata: Any

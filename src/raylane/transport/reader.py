@@ -7,9 +7,11 @@ must not call Ray, apart from one look-up of the cluster's secret per process.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import FrameType
@@ -25,7 +27,7 @@ from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import unpickles_for_wrapper
 from raylane.transport.receiving import Delivery, check_target
 from raylane.transport.redeem import PLAIN, Present, redeem
-from raylane.transport.targets import Landing, Targets, match, structure
+from raylane.transport.targets import Landing, Targets, check_apart, match, structure
 from raylane.transport.ticket import Ticket, decode_ticket
 
 _FRAMES_TO_GET = 64
@@ -181,3 +183,21 @@ def collect(refs: list[Any], timeout_s: float | None, *, leaves: bool = False) -
             value if type(value) in (Pending, Present) else Present(*codec.encode_objects(value)) for value in values
         ]
     return values
+
+
+def fit(values: Sequence[Any], wishes: Sequence[Delivery]) -> list[Delivery]:
+    """Return the wishes with the targets of these values, which are Pending or Present where `into` is used.
+
+    Nothing is written to the targets.
+    ValueError or TypeError if targets do not fit their value, or share memory with each other.
+    """
+    if all(wish.into is None for wish in wishes):
+        return list(wishes)
+    fitted, landings = [], []
+    for number, (value, wish) in enumerate(zip(values, wishes, strict=True)):
+        if wish.into is not None:
+            wish = dataclasses.replace(wish, targets=value.match(wish.into))
+            landings += [one._replace(memory=(number, one.memory[1])) for one in value.landings(wish.targets)]
+        fitted.append(wish)
+    check_apart(landings)
+    return fitted

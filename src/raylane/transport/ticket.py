@@ -15,7 +15,7 @@ import msgspec
 from raylane.core.collector import paused
 from raylane.core.segment import HeaderSlots
 from raylane.core.spans import Span
-from raylane.transport.codec import LeafSpec
+from raylane.transport.codec import ARRAY, LeafSpec
 from raylane.transport.source import Source
 
 VERSION = 4
@@ -69,6 +69,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     def nbytes(self) -> int:
         """Size of all blocks together."""
         return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def may_be_shared(self) -> bool:
+        """True if a reader may take a copy that was made for an earlier or a simultaneous reader.
+
+        Then a write since that copy is noticed, or the checksum tells. NumPy counts no writes, so readers of its arrays
+        would get old content without a word; with `allow` they expect what is in the memory now.
+        """
+        if self.on_mutation == "allow":
+            return False
+        return self.checksum is not None or not any(spec.kind == ARRAY for spec in self.specs)
 
     def origin(self) -> Source:
         """Return the source. AssertionError for an inline ticket, which has none."""

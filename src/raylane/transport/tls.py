@@ -235,13 +235,29 @@ def drain(sock: socket.socket) -> None:
         socket.socket.recv(sock, 1 << 16, socket.MSG_DONTWAIT)
 
 
+# X509_V_ERR_* of OpenSSL (x509_vfy.h).
+_UNKNOWN_AUTHORITY = frozenset({2, 7, 18, 19, 20, 21})
+"""The issuer is not known, or did not sign this certificate."""
+_TIME = frozenset({9, 10})
+"""Not valid yet, or expired."""
+
+
 def explain(error: ssl.SSLError) -> str:
     """Return what a failure of TLS means, with the remedy."""
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _UNKNOWN_AUTHORITY:
+            return (
+                f"the peer's certificate is not signed by the CA in {_CA} ({error.verify_message}). Give all nodes "
+                "certificates of one CA"
+            )
+        if error.verify_code in _TIME:
+            return f"the peer's certificate, or its CA, is not valid now ({error.verify_message}). Renew it"
         return (
-            f"the peer's certificate is not signed by the CA in {_CA} ({error.verify_message}). Give all nodes "
-            "certificates of one CA"
+            f"the peer's certificate, or the CA in {_CA}, is not accepted ({error.verify_message}). Strict checks "
+            "(RFC 5280, in some builds of Python 3.13 and newer) ask for a CA with the extensions "
+            "basicConstraints=critical,CA:TRUE and keyUsage=critical,keyCertSign,cRLSign, and for certificates with "
+            "subjectKeyIdentifier=hash and authorityKeyIdentifier=keyid"
         )
     if "ALERT" in reason:
         return (

@@ -184,7 +184,7 @@ def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, 
     least, source = share_from_bytes(), ticket.origin()
     if least is None or ticket.nbytes < least or (SHARED, source.place) in endpoint.blocked:
         return None, False
-    if ticket.on_mutation == "allow":  # readers expect what is in the tensors now
+    if not ticket.may_be_shared:
         return None, False
     try:
         if not _header(ticket)[2]:
