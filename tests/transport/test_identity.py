@@ -16,7 +16,11 @@ import ray
 import torch
 
 import raylane
+from raylane.core.deadline import Deadline
 from raylane.transport import codec
+from raylane.transport.reader import fit
+from raylane.transport.receiving import delivery
+from raylane.transport.redeem import Present
 
 TRANSPORTS = ["host", "tcp", "gloo", "object_store"]
 ROWS, COLUMNS = 60, 700  # 168 kB: above what travels inline
@@ -291,6 +295,34 @@ def test_slices_with_negative_steps_are_refused_for_tensors(maker: Any) -> None:
         opened.read("a", slices=slice(None, None, -1))
     array = raylane.open(maker.windows.remote())
     assert array.read(slices=(slice(None, None, -1), 0))[0] == 59_980
+
+
+def present(value: Any, into: Any = None, **options: Any) -> Any:
+    """Return a value that this process has published, as `raylane.get` would deliver it."""
+    own = Present(*codec.encode_value(value), own=True)
+    (wish,) = fit([own], [delivery(into, options.get("device"), options.get("dtype"), where="test")])
+    return own.deliver(wish, Deadline(None))
+
+
+def test_own_tensors_as_targets_in_another_order_swap() -> None:
+    a, b, row = torch.zeros(4), torch.ones(4), np.arange(8.0)
+    present({"a": a, "b": b, "c": row[:4], "d": row[4:]}, {"a": b, "b": a, "c": row[4:], "d": row[:4]})
+    assert (a.tolist(), b.tolist(), row.tolist()) == ([1] * 4, [0] * 4, [4, 5, 6, 7, 0, 1, 2, 3])
+
+
+def test_interleaved_tensors_are_converted_each() -> None:
+    matrix = np.arange(600.0).reshape(20, 30)
+    value = {"tensor": torch.from_numpy(matrix[:, :10]), "array": matrix[:, 10:]}
+    converted = present(value, dtype=torch.float32)
+    assert torch.equal(converted["tensor"], torch.from_numpy(matrix[:, :10]).float())
+    assert converted["array"].dtype == np.float64
+
+
+def test_negated_views_are_converted_alone() -> None:
+    base = torch.complex(torch.ones(5), torch.arange(5.0))
+    value = {"base": base, "imag": base.conj().imag}
+    assert value["imag"].is_neg()
+    assert present(value, dtype=torch.float64)["imag"].tolist() == [0, -1, -2, -3, -4]
 
 
 @pytest.mark.parametrize("columns", [2, 300])

@@ -17,10 +17,6 @@ class Span(NamedTuple):
         """Size in bytes."""
         return self.stop - self.start
 
-    def overlaps(self, other: Span) -> bool:
-        """Return True if two spans have an address in common."""
-        return self.start < other.stop and other.start < self.stop
-
 
 def strided_span(address: int, shape: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> Span:
     """Return the span from the first to the last byte of a strided array; `address` is that of element [0, ..., 0].

@@ -277,8 +277,9 @@ async def get_async(
 
     `await ref` works too, but fetches on the single thread that Ray has for callbacks, where a large transfer delays
     every other ref of the process. Each call of this function waits on a thread of its own, so that no call delays
-    another; the timeout begins at once. A cancelled call (for example by `asyncio.wait_for`) ends at once; its thread
-    ends within ABANDONED_AFTER_S seconds, or after the transfer that it has begun.
+    another; the timeout begins at once. A cancelled call (for example by `asyncio.wait_for`) interrupts the transfer
+    that it has begun, and ends when nothing writes into its targets any more; its thread ends within
+    ABANDONED_AFTER_S seconds.
 
     Args:
         refs: A ref, or a list or tuple of refs.

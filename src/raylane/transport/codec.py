@@ -164,7 +164,7 @@ class _ObjectPickler(_SkeletonPickler):
     def reducer_override(self, obj: Any) -> Any:
         if obj is _leaf or obj is _leaf_with_state:
             return NotImplemented
-        if isinstance(obj, _OPAQUE) or type(obj).__module__.partition(".")[0] in ("ray", "raylane"):
+        if isinstance(obj, _OPAQUE) or type(obj).__module__.partition(".")[0] == "ray":
             self.leaves.append(obj)
             return _leaf, (len(self.leaves) - 1,)
         return super().reducer_override(obj)
@@ -268,10 +268,11 @@ _MOST_PAIRS = 10_000
 """Number of comparisons (microseconds each) after which leaves with interleaved elements count as sharing memory."""
 
 
-def tied(leaves: Sequence[Any]) -> list[list[int]]:
+def tied(leaves: Sequence[Any], *, dense: bool = False) -> list[list[int]]:
     """Return the numbers of the leaves in groups; leaves that share memory are in one group.
 
-    Leaves without elements are in no group.
+    With `dense`, leaves that together fill their span by half are one group as well: a matrix in columns costs no more
+    in one block than in several. Leaves without elements are in no group.
     """
     spans = [leaf_span(leaf) for leaf in leaves]
     merged, home = merge(spans)
@@ -281,9 +282,8 @@ def tied(leaves: Sequence[Any]) -> list[list[int]]:
             clusters.setdefault(block, []).append(i)
     groups = []
     for block, cluster in clusters.items():
-        # Together they fill the span, as a matrix does with its columns, so one block costs no more than several.
-        dense = SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes
-        if dense or len(cluster) * (len(cluster) - 1) // 2 > _MOST_PAIRS:
+        full = dense and SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes
+        if full or len(cluster) * (len(cluster) - 1) // 2 > _MOST_PAIRS:
             groups.append(cluster)
         else:
             groups += _components(cluster, lambda i, j: share_memory(leaves[i], leaves[j]))
@@ -418,7 +418,7 @@ def _pack(leaves: list[Any]) -> None:
     for i, leaf in enumerate(leaves):
         views.setdefault((leaf_address(leaf), tuple(leaf.shape), strides_bytes(leaf), leaf.dtype), []).append(i)
     firsts = [numbers[0] for numbers in views.values()]
-    alone = {firsts[group[0]] for group in tied([leaves[i] for i in firsts]) if len(group) == 1}
+    alone = {firsts[group[0]] for group in tied([leaves[i] for i in firsts], dense=True) if len(group) == 1}
     for first, *further in views.values():
         if first in alone and _is_sparse(leaves[first]):
             packed = _packed(leaves[first])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from raylane import _ray
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.segment import bytes_at
+from raylane.core.spans import merge
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
 from raylane.transport import codec
 from raylane.transport.backends.base import (
@@ -62,7 +64,7 @@ class Present:
             return codec.decode_value(self.skeleton, convert(self.leaves, wish))
         with deadline.writing():
             leaves = list(self.leaves)
-            sources = _apart(self.leaves, wish.targets)
+            sources = _apart(self.leaves, wish.targets) if self.own else self.leaves
             for number, target in enumerate(wish.targets.first):
                 if target is not None:
                     leaves[number] = copy_into(target, sources[number])
@@ -92,12 +94,16 @@ class Present:
 
 
 def _apart(leaves: list[Any], targets: Targets) -> list[Any]:
-    """Return leaves of this process, copied where writing the targets would change them before they are read."""
-    spans = [codec.leaf_span(target) for _, target in targets.all() if codec.is_leaf(target)]
-    return [
-        copied(leaf) if codec.is_leaf(leaf) and any(codec.leaf_span(leaf).overlaps(span) for span in spans) else leaf
-        for leaf in leaves
-    ]
+    """Return the producer's own leaves, copied where writing the targets would change them before they are read."""
+    written, _ = merge([codec.leaf_span(target) for _, target in targets.all() if codec.is_leaf(target)])
+    starts = [span.start for span in written]
+
+    def is_written(leaf: Any) -> bool:
+        span = codec.leaf_span(leaf)
+        last = bisect.bisect_left(starts, span.stop) - 1  # the last one that begins before the end of the leaf
+        return last >= 0 and written[last].stop > span.start
+
+    return [copied(leaf) if codec.is_leaf(leaf) and is_written(leaf) else leaf for leaf in leaves]
 
 
 def _with_targets(skeleton: bytes, leaves: list[Any], targets: Targets) -> Any:
