@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.core.deadline import Cancellation, Cancelled, Deadline
@@ -40,18 +41,13 @@ class Holder:
         return raylane.stats()
 
 
-class Crew:
-    def __init__(self) -> None:
-        self.holder: Any = ray.remote(num_cpus=0)(Holder).remote()
-        ray.get(self.holder.__ray_ready__.remote())
-
-    def makers(self) -> list[Any]:
-        return [self.holder]
+class Crew(OneMaker):
+    maker_class = Holder
 
 
 @pytest.fixture
 def holder(crew: Crew, tidy: None) -> Any:
-    return crew.holder
+    return crew.maker
 
 
 @pytest.fixture

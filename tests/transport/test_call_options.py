@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.errors import TransportUnavailableError
@@ -56,13 +57,8 @@ class Maker:
         raise ValueError("by intention")
 
 
-class Crew:
-    def __init__(self) -> None:
-        self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
-        ray.get(self.maker.__ray_ready__.remote())
-
-    def makers(self) -> list[Any]:
-        return [self.maker]
+class Crew(OneMaker):
+    maker_class = Maker
 
 
 def used(ref: Any) -> tuple[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.core.deadline import Deadline
@@ -141,13 +142,8 @@ class Maker:
         return raylane.stats()
 
 
-class Crew:
-    def __init__(self) -> None:
-        self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
-        ray.get(self.maker.__ray_ready__.remote())
-
-    def makers(self) -> list[Any]:
-        return [self.maker]
+class Crew(OneMaker):
+    maker_class = Maker
 
 
 @pytest.fixture

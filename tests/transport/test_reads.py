@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.errors import SourceLostError, TensorMutatedError, TransferTimeoutError
@@ -83,20 +84,13 @@ class Trainer:
         return found is target and torch.equal(target, self.large), float(part.sum())
 
 
-class Crew:
-    """The actor that the tests of this file share: starting one costs seconds."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = ray.remote(num_cpus=0)(Trainer).remote()
-        ray.get(self.trainer.__ray_ready__.remote())
-
-    def makers(self) -> list[Any]:
-        return [self.trainer]
+class Crew(OneMaker):
+    maker_class = Trainer
 
 
 @pytest.fixture
 def trainer(crew: Crew) -> Any:
-    return crew.trainer
+    return crew.maker
 
 
 def moved() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.transport.nixl_agent import missing
@@ -84,13 +85,8 @@ class Maker:
         return raylane.stats()
 
 
-class Crew:
-    def __init__(self) -> None:
-        self.maker: Any = ray.remote(num_cpus=0)(Maker).remote()
-        ray.get(self.maker.__ray_ready__.remote())
-
-    def makers(self) -> list[Any]:
-        return [self.maker]
+class Crew(OneMaker):
+    maker_class = Maker
 
 
 @pytest.mark.parametrize("name", DEFAULTS)

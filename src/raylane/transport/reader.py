@@ -27,7 +27,7 @@ from raylane.transport.endpoint import endpoint
 from raylane.transport.invocation import unpickles_for_wrapper
 from raylane.transport.receiving import Delivery, check_target
 from raylane.transport.redeem import PLAIN, Present, redeem
-from raylane.transport.targets import Landing, Targets, check_apart, match, structure
+from raylane.transport.targets import Destination, Targets, check_apart, match, structure
 from raylane.transport.ticket import Ticket, decode_ticket
 
 _FRAMES_TO_GET = 64
@@ -68,14 +68,14 @@ class Pending:
         """Return the targets of this value by the numbers of its leaves."""
         return match(structure(self.skeleton, self.ticket.specs), len(self.ticket.specs), into)
 
-    def landings(self, targets: Targets) -> list[Landing]:
+    def destinations(self, targets: Targets) -> list[Destination]:
         """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
-        landings = []
+        destinations = []
         for number, target in targets.all():
             spec = self.ticket.specs[number]
             check_target(spec, target)
-            landings.append(Landing(target, (0, spec.block), spec.offset, spec.strides))
-        return landings
+            destinations.append(Destination(target, (0, spec.block), spec.offset, spec.strides))
+        return destinations
 
     def redeem(self, wanted: str | None, deadline: Deadline, *, may_call_ray: bool, wish: Delivery = PLAIN) -> Any:
         """Return the value; as the function `redeem`."""
@@ -193,11 +193,11 @@ def fit(values: Sequence[Any], wishes: Sequence[Delivery]) -> list[Delivery]:
     """
     if all(wish.into is None for wish in wishes):
         return list(wishes)
-    fitted, landings = [], []
+    fitted, destinations = [], []
     for number, (value, wish) in enumerate(zip(values, wishes, strict=True)):
         if wish.into is not None:
             wish = dataclasses.replace(wish, targets=value.match(wish.into))
-            landings += [one._replace(memory=(number, one.memory[1])) for one in value.landings(wish.targets)]
+            destinations += [one._replace(memory=(number, one.memory[1])) for one in value.destinations(wish.targets)]
         fitted.append(wish)
-    check_apart(landings)
+    check_apart(destinations)
     return fitted

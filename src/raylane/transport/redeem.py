@@ -41,7 +41,7 @@ from raylane.transport.groups import groups_of_this_process
 from raylane.transport.parts import Part, size_of
 from raylane.transport.receiving import Delivery, check_target, convert, copied, copy_into, receive
 from raylane.transport.store import Entry
-from raylane.transport.targets import Landing, Targets, match, structure, with_part
+from raylane.transport.targets import Destination, Targets, match, structure, with_part
 from raylane.transport.ticket import Ticket, checksum
 
 PLAIN = Delivery()
@@ -70,14 +70,14 @@ class Present:
                     leaves[number] = copy_into(target, sources[number])
             return _with_targets(self.skeleton, leaves, wish.targets)
 
-    def landings(self, targets: Targets) -> list[Landing]:
+    def destinations(self, targets: Targets) -> list[Destination]:
         """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
-        landings = []
+        destinations = []
         for number, target in targets.all():
             leaf = self.leaves[number]
             check_target(codec.spec_of(leaf, leaf, -1, 0), target)
-            landings.append(Landing(target, (0, 0), codec.leaf_address(leaf), codec.strides_bytes(leaf)))
-        return landings
+            destinations.append(Destination(target, (0, 0), codec.leaf_address(leaf), codec.strides_bytes(leaf)))
+        return destinations
 
     def match(self, into: Any) -> Targets:
         """Return the targets of this value by the numbers of `leaves`, which need not all be tensors."""

@@ -183,7 +183,7 @@ def _some(names: Sequence[Any]) -> str:
     return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
-class Landing(NamedTuple):
+class Destination(NamedTuple):
     """A target with the place of its bytes in the source, for `check_apart`."""
 
     target: Any
@@ -195,10 +195,10 @@ class Landing(NamedTuple):
     """Of the leaf in the source, in bytes."""
 
 
-def check_apart(landings: Sequence[Landing]) -> None:
+def check_apart(destinations: Sequence[Destination]) -> None:
     """Raise ValueError if two targets share memory, unless the leaves that they receive share it in the same way."""
     # Only these types: the elements of a subclass may lie elsewhere.
-    plain = [one for one in landings if type(one.target) in (torch.Tensor, torch.nn.Parameter, np.ndarray)]
+    plain = [one for one in destinations if type(one.target) in (torch.Tensor, torch.nn.Parameter, np.ndarray)]
     spans = [codec.leaf_span(one.target) for one in plain]
     order = sorted((i for i, span in enumerate(spans) if span.nbytes), key=lambda i: spans[i])
     for k, i in enumerate(order):
@@ -213,7 +213,7 @@ def check_apart(landings: Sequence[Landing]) -> None:
                 )
 
 
-def _alike(a: Landing, b: Landing) -> bool:
+def _alike(a: Destination, b: Destination) -> bool:
     """Return True if two leaves share memory in the source as their targets do here."""
     here = codec.leaf_address(b.target) - codec.leaf_address(a.target)
     strides = [codec.strides_bytes(one.target) for one in (a, b)]
