@@ -374,8 +374,8 @@ def declared_options(method: Any) -> dict[str, Any]:
     # Only the actor itself and its class know the group. Ray has loaded the class wherever a handle was unpickled.
     load = _worker.global_worker.function_actor_manager.load_actor_class
     actor = method._actor
-    found = load(actor._actor_id.job_id, actor._ray_actor_creation_function_descriptor)
-    group = getattr(getattr(found, method._method_name, None), "__ray_concurrency_group__", None)
+    actor_class = load(actor._actor_id.job_id, actor._ray_actor_creation_function_descriptor)
+    group = getattr(getattr(actor_class, method._method_name, None), "__ray_concurrency_group__", None)
     return options if group is None else options | {"concurrency_group": group}
 
 

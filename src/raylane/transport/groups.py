@@ -209,14 +209,14 @@ def _join_others(joined: set[str]) -> None:
     This actor runs no other method while it creates a group: two actors that create groups of each other at the same
     time would wait for each other. `joined` has the names that need no more care.
     """
-    here = _ray.current_actor_id()
-    if here is None:
+    this_actor = _ray.current_actor_id()
+    if this_actor is None:
         return
     for key, data in _ray.kv_sample(_CREATING, _MOST_GROUPS).items():
         name, record = key.removeprefix(_CREATING), msgspec.msgpack.decode(data, type=_Record)
-        if name not in joined and here in record.actors and _join(None, name, record) is None:
+        if name not in joined and this_actor in record.actors and _join(None, name, record) is None:
             joined.add(name)
-            _ray.kv_set(_joined_key(name, record, here), b"1")
+            _ray.kv_set(_joined_key(name, record, this_actor), b"1")
 
 
 def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
@@ -238,11 +238,11 @@ def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
 def _answer(actor: Any, ref: Any, args: tuple[Any, ...], deadline: Deadline, joined: set[str]) -> Any:
     """Return what an actor answers; None if it has told by `_join_others` that it is a member."""
     while True:
-        left = deadline.left_s()
+        remaining_s = deadline.left_s()
         try:
-            return ray.get(ref, timeout=_LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S))
+            return ray.get(ref, timeout=_LOOK_EVERY_S if remaining_s is None else min(remaining_s, _LOOK_EVERY_S))
         except ray.exceptions.GetTimeoutError as error:
-            if left is not None and left <= _LOOK_EVERY_S:
+            if remaining_s is not None and remaining_s <= _LOOK_EVERY_S:
                 raise TransferTimeoutError(
                     f"{actor!r} did not answer within {deadline.timeout_s} s: it is busy, or still starting. Raise "
                     "RAYLANE_TIMEOUT_S, or call it when it is idle"

@@ -197,7 +197,8 @@ def fit(values: Sequence[Any], wishes: Sequence[Delivery]) -> list[Delivery]:
     for number, (value, wish) in enumerate(zip(values, wishes, strict=True)):
         if wish.into is not None:
             wish = dataclasses.replace(wish, targets=value.match(wish.into))
-            destinations += [one._replace(memory=(number, one.memory[1])) for one in value.destinations(wish.targets)]
+            for destination in value.destinations(wish.targets):
+                destinations.append(destination._replace(memory=(number, destination.memory[1])))
         fitted.append(wish)
     check_apart(destinations)
     return fitted

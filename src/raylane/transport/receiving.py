@@ -38,7 +38,7 @@ class Delivery:
     into: Any = None
     """Tensors to fill, as `targets.match` accepts them; None for new ones."""
     targets: Targets | None = None
-    """What `into` means for this value, once the value is known."""
+    """Targets that `into` names in this value; None before the value is known, or without `into`."""
     device: torch.device | None = None
     dtype: torch.dtype | None = None
     """Floating-point dtype of all floating-point tensors; None for the one of the producer."""

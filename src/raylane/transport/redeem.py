@@ -82,11 +82,11 @@ class Present:
     def match(self, into: Any) -> Targets:
         """Return the targets of this value by the numbers of `leaves`, which need not all be tensors."""
         numbers = [i for i, leaf in enumerate(self.leaves) if codec.is_leaf(leaf)]
-        found = match(self.shown(), len(numbers), into)
+        matched = match(self.shown(), len(numbers), into)
         first = [None] * len(self.leaves)
-        for number, target in zip(numbers, found.first, strict=True):
+        for number, target in zip(numbers, matched.first, strict=True):
             first[number] = target
-        return Targets(first, [placed._replace(number=numbers[placed.number]) for placed in found.further])
+        return Targets(first, [placed._replace(number=numbers[placed.number]) for placed in matched.further])
 
     def shown(self) -> Any:
         """Return the structure of the value, with a Slot for each tensor."""

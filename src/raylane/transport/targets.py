@@ -77,10 +77,10 @@ def with_part(value: Any, path: Path, part: Any) -> Any:
 
 def paths(value: Any) -> dict[int, list[Path]]:
     """Return all paths of every Slot that can be reached through containers."""
-    found: dict[int, list[Path]] = {}
+    places: dict[int, list[Path]] = {}
     for path, slot in _slots(value, ()):
-        found.setdefault(slot.index, []).append(path)
-    return found
+        places.setdefault(slot.index, []).append(path)
+    return places
 
 
 def _slots(value: Any, at: Path) -> Iterator[tuple[Path, Slot]]:
@@ -134,13 +134,13 @@ def match(value: Any, count: int, into: Any) -> Targets:
             if target is not None and not _is_target(target):
                 raise TypeError(f"into[{i}] must be a tensor, an array or None, got {target!r}")
         return Targets(list(into), [])
-    found = Targets([None] * count, [])
+    targets = Targets([None] * count, [])
     for placed in _match(value, into, "into", ()):
-        if found.first[placed.number] is None:
-            found.first[placed.number] = placed.target
-        elif found.first[placed.number] is not placed.target:
-            found.further.append(placed)
-    return found
+        if targets.first[placed.number] is None:
+            targets.first[placed.number] = placed.target
+        elif targets.first[placed.number] is not placed.target:
+            targets.further.append(placed)
+    return targets
 
 
 def _is_target(value: Any) -> bool:
@@ -190,16 +190,17 @@ class Destination(NamedTuple):
     memory: tuple[int, int]
     """Numbers of the value and of its block: leaves share memory in the source if these are equal."""
     offset: int
-    """Of the leaf in that memory, in bytes."""
+    """Offset of the leaf in that memory, in bytes."""
     strides: tuple[int, ...]
-    """Of the leaf in the source, in bytes."""
+    """Strides of the leaf in the source, in bytes."""
 
 
 def check_apart(destinations: Sequence[Destination]) -> None:
     """Raise ValueError if two targets share memory, unless the leaves that they receive share it in the same way."""
     # Only these types: the elements of a subclass may lie elsewhere.
-    plain = [one for one in destinations if type(one.target) in (torch.Tensor, torch.nn.Parameter, np.ndarray)]
-    spans = [codec.leaf_span(one.target) for one in plain]
+    types = (torch.Tensor, torch.nn.Parameter, np.ndarray)
+    plain = [destination for destination in destinations if type(destination.target) in types]
+    spans = [codec.leaf_span(destination.target) for destination in plain]
     order = sorted((i for i, span in enumerate(spans) if span.nbytes), key=lambda i: spans[i])
     for k, i in enumerate(order):
         for j in order[k + 1 :]:
@@ -215,9 +216,11 @@ def check_apart(destinations: Sequence[Destination]) -> None:
 
 def _alike(a: Destination, b: Destination) -> bool:
     """Return True if two leaves share memory in the source as their targets do here."""
-    here = codec.leaf_address(b.target) - codec.leaf_address(a.target)
-    strides = [codec.strides_bytes(one.target) for one in (a, b)]
-    if a.memory != b.memory or here != b.offset - a.offset:
+    distance = codec.leaf_address(b.target) - codec.leaf_address(a.target)
+    strides = [codec.strides_bytes(destination.target) for destination in (a, b)]
+    if a.memory != b.memory or distance != b.offset - a.offset:
         return False
-    same_leaf = not here and a.strides == b.strides and a.target.shape == b.target.shape and strides[0] == strides[1]
+    same_leaf = (
+        not distance and a.strides == b.strides and a.target.shape == b.target.shape and strides[0] == strides[1]
+    )
     return same_leaf or (a.strides == strides[0] and b.strides == strides[1])
