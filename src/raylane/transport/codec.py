@@ -436,8 +436,9 @@ def plan_layout(leaves: Sequence[Any], *, in_place: bool = False) -> Layout:
     plain = [_evaluated(leaf) for leaf in leaves]
     if not in_place:
         on_device = [i for i, leaf in enumerate(plain) if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
-        for i, copy in zip(on_device, _to_host([plain[i] for i in on_device]), strict=True):
-            plain[i] = copy
+        if on_device:
+            for i, copy in zip(on_device, _to_host([plain[i] for i in on_device]), strict=True):
+                plain[i] = copy
     if any(map(_is_sparse, plain)):
         _pack(plain)
     # Overlapping leaves become one block, so that they share memory again after the transfer.
@@ -502,7 +503,7 @@ def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
         else:
             block = blocks[spec.block]
             array = np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides)
-            if overlaps_itself(array):  # such as a sliding window: a write to one element would change others
+            if not array.flags.c_contiguous and overlaps_itself(array):  # such as a sliding window: a write to one element would change others
                 array.flags.writeable = False
             leaves.append(array)
     return leaves
