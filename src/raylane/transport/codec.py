@@ -503,7 +503,9 @@ def build_leaves(specs: Sequence[LeafSpec], blocks: Sequence[Any]) -> list[Any]:
         else:
             block = blocks[spec.block]
             array = np.ndarray(spec.shape, dtype, buffer=block, offset=spec.offset, strides=spec.strides)
-            if not array.flags.c_contiguous and overlaps_itself(array):  # such as a sliding window: a write to one element would change others
+            if not array.flags.c_contiguous and overlaps_itself(
+                array
+            ):  # such as a sliding window: a write to one element would change others
                 array.flags.writeable = False
             leaves.append(array)
     return leaves

@@ -130,6 +130,8 @@ class OpenedValue:
         def own(leaves: list[Any]) -> list[Any]:
             return [_copied(leaves[index], slices, spec, wish)]
 
+        if wish.into is not None:
+            check_target(spec, wish.into)
         if isinstance(self._found, Present):
             return own(self._leaves)[0]
         if wish.device is not None and spec.kind != codec.ARRAY:
@@ -186,7 +188,6 @@ def _copied(leaf: Any, slices: Any, spec: LeafSpec, wish: Delivery) -> Any:
     with torch.no_grad():
         view = leaf if slices is None else leaf[slices]
         if wish.into is not None:
-            check_target(spec, wish.into)
             return copy_into(wish.into, view)
         if isinstance(view, torch.Tensor):
             copy = view.detach().clone()
