@@ -85,6 +85,8 @@ def _build(
     _prepare(model, policy)
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
+        # Layers then get a part of the tokens, and transformers would make masks of that length.
+        model.has_reference = not settings.sequence_parallel
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     if not policy.megatron_cfg.enabled:
         _shard(model, policy, mesh)

@@ -69,6 +69,10 @@ class SupervisedModel(RunModel):
         self.keeps_gathered = False
         """True if FSDP2 keeps the weights gathered until the last backward pass of a step."""
         self.has_head = causal_lm.get_output_embeddings() is not None
+        self.has_reference = True
+        """True if `causal_lm` can compute the hidden states by itself, with transformers' own attention and masks."""
+        self.is_reference = False
+        """True while `selfcheck` computes whole rows with transformers' own attention."""
         self._plans_attention = causal_lm.config._attn_implementation == attention.NAME
 
     def forward(
@@ -90,7 +94,7 @@ class SupervisedModel(RunModel):
         transformers (masking_utils.find_packed_sequence_indices, 5.23), while any mask would connect them.
         """
         on_host = batch if host is None else host.batch
-        whole_rows = hidden_only or self.mesh.cp_group is None
+        whole_rows = hidden_only or self.is_reference or self.mesh.cp_group is None
         chunks = [(0, batch["input_ids"].shape[1])] if whole_rows else self.mesh.chunks(batch["input_ids"].shape[1])
         inputs = self._inputs(batch, on_host, chunks, whole_rows, incoming)
         if hidden_only or not self.has_head:
@@ -112,7 +116,7 @@ class SupervisedModel(RunModel):
         # With a key-value cache transformers does not look for restarting positions: documents would be connected.
         inputs: dict[str, Any] = {"use_cache": False}
         inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
-        if self._plans_attention:
+        if self._plans_attention and not self.is_reference:
             group = None if whole_rows else self.mesh.cp_group
             inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], chunks, group)
         if incoming is None:

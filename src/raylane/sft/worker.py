@@ -108,7 +108,7 @@ class SftWorker:
         if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
         self._read_ahead = ReadAhead(self._rows_to_move, total_steps)
-        selfcheck.check_model(self._model, self._train, self._device, policy.precision)
+        selfcheck.check_model(self._model, self._train, self._device, policy.precision, division(policy))
         parameters = list(self._model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
         own = [p for p in parameters if p is not self._model.tied_copy]
