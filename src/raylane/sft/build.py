@@ -7,12 +7,13 @@ weights. Called by `worker`; collective.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -20,6 +21,7 @@ from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import attention, lora, tensor_parallel
 from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
+from raylane.sft.hf_reader import IndexedReader
 from raylane.sft.initial import fill_random
 from raylane.sft.layers import apply_checkpointing, compile_layers
 from raylane.sft.layout import DIVISIBLE_MODELS
@@ -200,26 +202,15 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
 
 def read_weights(causal_lm: Any, folder: Path) -> None:
     """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
-            path=str(folder),
-        )
     parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors' own error class and, for damaged headers, others
-        raise CheckpointError(
-            f"the .safetensors files of {folder} cannot be read: {error}. Copy or download the folder again",
-            path=str(folder),
-        ) from error
+    reader = IndexedReader(folder)
+    found = reader.read_metadata().state_dict_metadata
     stored = set(found)
     missing = sorted(set(parameters) - stored)
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. Set policy.model_name to a folder of this model",
+            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {_advice_on_missing(missing, stored)}",
             path=str(folder),
         )
     _refuse_quantised({name: found[name] for name in parameters}, folder)
@@ -228,6 +219,16 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
     except CheckpointException as error:
         reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
+
+
+def _advice_on_missing(missing: Iterable[str], stored: Iterable[str]) -> str:
+    """Return what to do about weights that a folder lacks."""
+    if any(re.search(r"\.experts\.\d+\.", name) for name in stored) and any(".experts." in name for name in missing):
+        return (
+            "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in one, "
+            "which raylane cannot load yet. Use a model without experts"
+        )
+    return "Set policy.model_name to a folder of this model"
 
 
 def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
