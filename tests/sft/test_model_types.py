@@ -106,6 +106,15 @@ def test_remedy_of_a_refused_type_equals_eager(worker, folder, model_type, imple
     assert abs(loss - float(torch.stack(totals).sum()) / supervised) < 1e-5
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_model_without_a_base_model_is_refused(worker, folder, precision):
+    """Llama 4 ended with an AttributeError."""
+    with pytest.raises(
+        ConfigError, match=r"Llama4ForCausalLM .*(Use llama|Use an architecture that can be trained: llama)"
+    ):
+        start(worker, folder, "llama4_text", {}, {"policy.precision": precision})
+
+
 def attend_one_row(**arguments: Any) -> Any:
     states = torch.randn(1, 2, 4, 8)
     plan = {"packed_rows": PackedRows.of(torch.arange(4)[None])}

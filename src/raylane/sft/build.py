@@ -23,7 +23,7 @@ from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
 from raylane.sft.hf_reader import IndexedReader
 from raylane.sft.initial import fill_random
-from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.layers import apply_checkpointing, compile_layers, decoder_layers
 from raylane.sft.layout import DIVISIBLE_MODELS
 from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
@@ -144,7 +144,8 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     if kept:
         raise ConfigError(
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
-            "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3, gemma"
+            "raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
+            "architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
     apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
@@ -167,7 +168,7 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
     pin = device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
     # FSDP2 wants the layers first: each call takes only parameters that belong to no group yet.
-    for layer in model.causal_lm.get_decoder().layers:
+    for layer in decoder_layers(model.causal_lm):
         fully_shard(
             layer,
             mesh=mesh.fsdp,

@@ -46,7 +46,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 3
+FORMAT = 4
 # Number of conversations at the start of a set whose masks are compared with the assistant's text. The check decodes
 # each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
 MASK_CHECKS = 1000
@@ -259,6 +259,7 @@ def _cache_key(config: RunConfig, sources: str) -> str:
             data.messages_key,
             data.input_key,
             data.output_key,
+            sorted(data.ignore_keys),
             data.validation_fraction,
             data.check_masks,
         ],
@@ -349,10 +350,11 @@ def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversa
     data = config.data
     pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
     if name == "validation" and data.validation is not None:
-        yield from ((0, one) for one in read_conversations([data.validation], data.messages_key, pair_keys))
+        validation = read_conversations([data.validation], data.messages_key, pair_keys, data.ignore_keys)
+        yield from ((0, one) for one in validation)
         return
     for number, path in enumerate(data.train_paths):
-        for one in read_conversations([path], data.messages_key, pair_keys):
+        for one in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
             held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
             if held_out == (name == "validation"):
                 yield number, one

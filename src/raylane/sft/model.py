@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from raylane.errors import ConfigError
 from raylane.sft import attention, tensor_parallel
 from raylane.sft.gradients import GradientSum
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -127,7 +128,14 @@ class SupervisedModel(RunModel):
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, or of the last layer of a stage that has no head."""
-        hidden: Tensor = self.causal_lm.base_model(**inputs).last_hidden_state
+        output = self.causal_lm.base_model(**inputs)
+        if not hasattr(output, "last_hidden_state"):
+            # Llama 4's text model has no `base_model` of its own.
+            raise ConfigError(
+                f"{type(self.causal_lm).__name__} cannot be trained: its base model returns no hidden states "
+                f"({type(output).__name__}). Use llama, qwen2, qwen3, gemma or mistral"
+            )
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def _logits(self, inputs: dict[str, Any]) -> Tensor:

@@ -172,6 +172,11 @@ class DataConfig(Section):
     output_key: str | None = Field(
         default=None, description="Key of the assistant's text in lines without messages_key. Needs input_key."
     )
+    ignore_keys: tuple[str, ...] = Field(
+        default=(),
+        description="Keys of lines whose text may be left out. Without them a line is refused if it holds a text that "
+        "no message has, e.g. the input of Alpaca's instruction, input and output. Not in NeMo-RL.",
+    )
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> DataConfig:
