@@ -17,6 +17,7 @@ from raylane.errors import ConfigError
 from raylane.sft import attention, model_config, selfcheck
 from raylane.sft.attention import PackedRows
 from raylane.sft.data import prepare
+from raylane.sft.dynamic import RowCount
 from raylane.sft.rows import RowSource
 from sft import tiny_run
 
@@ -192,15 +193,20 @@ def test_self_check_finds_an_error_in_a_later_row(worker, folder, monkeypatch, p
 
     monkeypatch.setattr(attention, "_row", wrong)
     with pytest.raises(ConfigError, match=r"is wrong for this model|does not separate packed documents"):
-        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32", 1)
+        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32", RowCount(1))
 
 
 def test_longrope_of_long_rows_is_refused(worker, folder):
     """Documents beyond the length of pre-training change the frequencies of all that share their micro-batch."""
-    parameters = {**LONGROPE["rope_parameters"], "original_max_position_embeddings": 16}
-    shape = {"rope_parameters": parameters, "original_max_position_embeddings": 16}
-    with pytest.raises(ConfigError, match=r"rope_type=longrope .* Set it to at most 16, or policy\.sequence_packing"):
+    parameters = {**LONGROPE["rope_parameters"], "original_max_position_embeddings": 26}
+    shape = {"rope_parameters": parameters, "original_max_position_embeddings": 26}
+    with pytest.raises(ConfigError, match=r"rope_type=longrope .* Set it to at most 26, or policy\.sequence_packing"):
         start(worker, folder, "phi3", shape)
+    alone = {"policy.sequence_packing.enabled": False, "policy.train_micro_batch_size": 1}
+    batch = start(worker, folder, "phi3", shape, alone)
+    lengths = (batch["document_ids"] >= 0).sum(dim=1)
+    assert int(lengths.min()) <= 26 < int(lengths.max()), "both sets of frequencies"
+    assert_equal_to_eager(worker, batch, 1)
 
 
 def test_dynamic_rope_of_long_rows_is_refused(folder, tmp_path):

@@ -25,6 +25,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from torch import Tensor
 from raylane.errors import ConfigError
 from raylane.sft import attention
 from raylane.sft.attention import PackedRows
-from raylane.sft.dynamic import TokenBudget, divide
+from raylane.sft.dynamic import Division, RowCount, divide
 from raylane.sft.loss import IGNORED, CrossEntropy
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, release_gathered
 from raylane.sft.on_device import on_device
@@ -69,12 +70,10 @@ _LOSS_TOKENS = 16
 """Number of tokens whose logits are computed in full, to compare the two ways to the loss."""
 
 
-def check_model(
-    model: RunModel, source: RowSource, device: torch.device, precision: str, rows: int | TokenBudget = 1
-) -> None:
+def check_model(model: RunModel, source: RowSource, device: torch.device, precision: str, how: Division) -> None:
     """Raise ConfigError unless loss and hidden states of real rows are those of transformers' own computation.
 
-    `rows` is the division into micro-batches of the run. Runs in evaluation mode: with dropout any two passes would
+    `how` is the division into micro-batches of the run. Runs in evaluation mode: with dropout any two passes would
     differ. In a pipeline, where no worker can compute hidden states alone, losses are compared.
     """
     packs = compared_packs(source)
@@ -84,7 +83,7 @@ def check_model(
     else:
         with torch.no_grad(), evaluating(model):
             _check_loss(_whole(model), _few_tokens(source, model.mesh.dims.row_multiple).to(device), precision)
-            _check_hidden(_whole(model), source, packs, device, precision, rows)
+            _check_hidden(_whole(model), source, packs, device, precision, how)
     release_gathered(model)
 
 
@@ -199,9 +198,9 @@ def _check_losses(
     step = model.mesh.dims.row_multiple
     tokens = min(source.row_tokens, _REFERENCE_TOKENS // step * step)
     batches = [_first_tokens(_row(rows, number), tokens) for number in range(rows.num_rows)]
-    totals = [forward_only(model, batches[0], 1, CrossEntropy(), device)]
+    totals = [forward_only(model, batches[0], RowCount(1), CrossEntropy(), device)]
     with _by_transformers(model) if model.own_stages[0].has_reference else nullcontext():
-        totals += [forward_only(model, batch, 1, CrossEntropy(), device) for batch in batches[1:]]
+        totals += [forward_only(model, batch, RowCount(1), CrossEntropy(), device) for batch in batches[1:]]
     summed = torch.stack(totals)
     dist.all_reduce(summed)
     # Every context-parallel worker has computed whole rows of the reference.
@@ -292,16 +291,16 @@ def _check_hidden(
     packs: Packs,
     device: torch.device,
     precision: str,
-    rows: int | TokenBudget,
+    how: Division,
 ) -> None:
     """Compare the hidden states of documents in rows as in training with those of each document alone."""
-    at_once = min(rows, len(packs)) if isinstance(rows, int) else rows
     numbers = [*range(len(packs))]
-    if isinstance(at_once, int):
-        numbers += [0] * (-len(packs) % at_once)  # full micro-batches
+    if isinstance(how, RowCount):
+        how = replace(how, rows=min(how.rows, len(packs)))
+        numbers += [0] * (-len(packs) % how.rows)  # full micro-batches
     batch = BatchDict.from_arrays(_with_packs(source, packs).rows(numbers))
     batch["pack"] = torch.tensor(numbers)
-    for part, host in on_device(divide(batch, at_once), device):
+    for part, host in on_device(divide(batch, how), device):
         hidden: Tensor = model(part, None, host=OnHost(host), hidden_only=True).float()
         shape = hidden.shape[:2]
         for row, number in enumerate(host["pack"].tolist()):

@@ -26,7 +26,7 @@ from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.delivery import Copies
-from raylane.sft.dynamic import TokenBudget, division
+from raylane.sft.dynamic import Division, RowCount, division
 from raylane.sft.edges import EdgeStep
 from raylane.sft.generation import generate
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -141,8 +141,9 @@ class SftWorker:
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
-        rows_at_once = division(self._config.policy)
-        return self._step(batch, 0, self._loss, rows_at_once, time.perf_counter(), with_passes, undone=True)
+        return self._step(
+            batch, 0, self._loss, division(self._config.policy), time.perf_counter(), with_passes, undone=True
+        )
 
     def train_batch(
         self,
@@ -164,13 +165,15 @@ class SftWorker:
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
-        rows = micro_batch_size or division(self._config.policy)
+        how = division(self._config.policy, micro_batch_size)
+        if not isinstance(loss_fn, CrossEntropy) and isinstance(how, RowCount):
+            how = RowCount(how.rows)  # the tensors of another loss may depend on the length of rows
         if not eval_mode:
-            return self._step(data, number, loss_fn, rows, started, with_passes, undone=warm_up)
+            return self._step(data, number, loss_fn, how, started, with_passes, undone=warm_up)
         counts = step.count(data, self._device, self._mesh.dims)
-        total = step.forward_only(
-            self._model, data, micro_batch_size or self._config.policy.micro_batch_divisor, loss_fn, self._device
-        )
+        if not isinstance(how, RowCount):
+            how = RowCount(1)  # of a token budget
+        total = step.forward_only(self._model, data, how, loss_fn, self._device)
         mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
         return {"loss": mean, "supervised_tokens": counts.supervised}
@@ -196,7 +199,7 @@ class SftWorker:
         batch: BatchDict,
         number: int,
         loss_fn: LossFunction,
-        rows: int | TokenBudget,
+        how: Division,
         started: float,
         with_passes: bool,
         undone: bool = False,
@@ -222,12 +225,12 @@ class SftWorker:
         set_learning_rate(self._optimizer, lr)
         if with_passes:
             assert isinstance(model, PipelinedModel), "only pipelines have passes"
-            assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
-            self._edges = EdgeStep(model, batch, rows, loss_fn, self._device)
+            assert isinstance(how, RowCount), "layout refuses a token budget in a pipeline"
+            self._edges = EdgeStep(model, batch, how, loss_fn, self._device)
             return {}
         counts = step.count(batch, self._device, self._mesh.dims)
         each = policy.dtensor_cfg.reduce_every_micro_batch
-        return self._end_step(step.backward(model, batch, rows, loss_fn, counts, self._device, each), counts)
+        return self._end_step(step.backward(model, batch, how, loss_fn, counts, self._device, each), counts)
 
     def _end_step(self, loss: float, counts: step.Counts) -> dict[str, float]:
         """Update the weights, undo the step if it is a warm-up, and return its metrics."""
@@ -272,10 +275,12 @@ class SftWorker:
         sft = self._config.sft
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         supervised, dims = 0, self._mesh.dims
+        how = division(self._config.policy, sft.val_micro_batch_size)
+        assert isinstance(how, RowCount)
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
             batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
             supervised += step.count(batch, self._device, dims).supervised
-            total += step.forward_only(self._model, batch, sft.val_micro_batch_size, self._loss, self._device)
+            total += step.forward_only(self._model, batch, how, self._loss, self._device)
         loss = step.mean_loss(total, step.Counts(supervised, 0), dims)
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
@@ -294,8 +299,8 @@ class SftWorker:
         """
         counts = step.count(data, self._device, self._mesh.dims)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
-        rows = micro_batch_size or division(self._config.policy)
-        loss = step.backward(self._model, data, rows, self._loss, counts, self._device, reduce_each)
+        how = division(self._config.policy, micro_batch_size)
+        loss = step.backward(self._model, data, how, self._loss, counts, self._device, reduce_each)
         found = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
