@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +37,7 @@ __all__ = [
     "PreparedData",
     "RowSource",
     "TokenCache",
+    "conversations_at",
     "fit",
     "open_rows",
     "prepare",
@@ -358,6 +359,20 @@ def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversa
             held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
             if held_out == (name == "validation"):
                 yield number, one
+
+
+def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
+    """Return the places (file:line) of training conversations by their numbers, counted as in `TokenCache.origin`.
+
+    Reads the files up to the last one of `numbers`, which rise. DataError if a file cannot be read.
+    """
+    wanted, places = set(numbers), []
+    for index, (_, conversation) in enumerate(_conversations(config, "train")):
+        if index in wanted:
+            places.append(conversation.where)
+            if len(places) == len(wanted):
+                break
+    return places
 
 
 def _write_set(

@@ -427,7 +427,10 @@ class Policy:
         """
         saved = checkpoint.read(storage.at(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
-        for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
+        before, now = _with_defaults(saved.config), self._description()
+        if (change := checkpoint.layout_change(before, now)) is not None:
+            _log.warning("%s", change)
+        for difference in checkpoint.differences(before, now):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
         self._next = int(self._call_one("load_state", str((saved.path / "state").resolve())))
         return self._next

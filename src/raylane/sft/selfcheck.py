@@ -66,11 +66,15 @@ _QUERIES = 256
 _REFERENCE_TOKENS = 8192
 """Tokens of a document that are compared; transformers' eager mask of T x T numbers needs 256 MiB then."""
 
+_ONE_ROW = RowCount(1)
+
 _LOSS_TOKENS = 16
 """Number of tokens whose logits are computed in full, to compare the two ways to the loss."""
 
 
-def check_model(model: RunModel, source: RowSource, device: torch.device, precision: str, how: Division) -> None:
+def check_model(
+    model: RunModel, source: RowSource, device: torch.device, precision: str, how: Division = _ONE_ROW
+) -> None:
     """Raise ConfigError unless loss and hidden states of real rows are those of transformers' own computation.
 
     `how` is the division into micro-batches of the run. Runs in evaluation mode: with dropout any two passes would

@@ -168,19 +168,17 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     return float(norm)
 
 
-def update(model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None) -> float:
-    """Change the weights by the gradients of the global mean loss; return the norm of the gradients. Collective.
+def update(
+    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None
+) -> tuple[float, bool]:
+    """Change the weights by the gradients of the global mean loss. Collective.
 
-    FloatingPointError if loss or norm is not finite; no weight has changed then.
+    Returns the norm of the gradients, and True if loss and norm are finite; otherwise no weight has changed.
     """
     norm = clip(model, max_norm)
-    # All workers have the same loss and norm, so either all raise or none does.
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(
-            f"the step failed: loss {loss}, gradient norm {norm}. The weights are unchanged. Use a lower learning rate "
-            "(policy.optimizer.kwargs.lr) or a lower policy.max_grad_norm, or check the data of this step"
-        )
-    optimizer.step()
+    # All workers have the same loss and norm, which are sums over all of them, so all of them decide alike.
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return norm, finite

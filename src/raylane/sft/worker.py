@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raylane.errors import WorkerCallError
+from raylane.errors import StepNotFiniteError, WorkerCallError
 from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
 from raylane.sft.background import BackgroundSave
@@ -42,8 +42,10 @@ from raylane.sft.sharded import own_part, whole
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
-__all__ = ["SAVE_ENDED", "SftWorker"]
+__all__ = ["SAVE_ENDED", "SKIPPED", "SftWorker"]
 
+SKIPPED = "skipped"
+"""Key in the metrics of a step that was left out because loss or gradients were not finite; its value is 1."""
 SAVE_ENDED = "save_ended"
 """Key in the metrics of a step after which `finish_save` need not wait."""
 
@@ -213,7 +215,7 @@ class SftWorker:
             )
         policy, model = self._config.policy, self._model
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
-        self._open = _OpenStep(started, time.perf_counter(), lr, undone)
+        self._open = _OpenStep(number, started, time.perf_counter(), lr, undone)
         if undone:
             self._open.kept.enter_context(state_kept(model, self._optimizer))
         seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
@@ -233,15 +235,26 @@ class SftWorker:
         return self._end_step(step.backward(model, batch, how, loss_fn, counts, self._device, each), counts)
 
     def _end_step(self, loss: float, counts: step.Counts) -> dict[str, float]:
-        """Update the weights, undo the step if it is a warm-up, and return its metrics."""
+        """Update the weights, undo the step if it is a warm-up, and return its metrics.
+
+        StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
+        """
         assert self._open is not None, "train_step comes first"
         opened = self._open
         with opened.kept:
-            try:
-                norm = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
-            finally:  # also after FloatingPointError, which leaves no gradients
-                self._open = None
-            return self._metrics(opened, loss, norm, counts)
+            norm, finite = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
+            self._open = None  # no gradients remain, whether finite or not
+            if not finite and not self._config.sft.skip_nan_grad:
+                raise StepNotFiniteError(
+                    f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
+                    "Lower policy.optimizer.kwargs.lr, check the data of this step, or set sft.skip_nan_grad=true to "
+                    "leave out such steps",
+                    step=opened.number + 1,
+                    loss=loss,
+                    grad_norm=norm,
+                )
+            skipped = {} if finite else {SKIPPED: 1.0}
+            return {**self._metrics(opened, loss, norm, counts), **skipped}
 
     def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.Counts) -> dict[str, float]:
         """Return the metrics of a step that has ended."""
@@ -400,6 +413,8 @@ class SftWorker:
 class _OpenStep:
     """A step from its beginning to its end."""
 
+    number: int
+    """Number of the step, counted from 0."""
     started: float
     """Time at which the call came, before the rows were read (`time.perf_counter` seconds)."""
     ready: float
