@@ -25,6 +25,7 @@ from raylane.sft.background import BackgroundSave
 from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
+from raylane.sft.defaults import with_own_defaults
 from raylane.sft.delivery import Copies
 from raylane.sft.dynamic import Division, RowCount, division
 from raylane.sft.edges import EdgeStep
@@ -55,8 +56,9 @@ _log = logging.getLogger(__name__)
 class SftWorker:
     """Model, optimizer and data of one rank: construct, `setup`, run steps, and `teardown` before the process ends.
 
-    Step numbers count from 0. The randomness of a step (dropout, if the model has any) is seeded by run seed, step and
-    rank, so no random state needs to be saved and a resumed run continues exactly.
+    torch's defaults of the process (device, data type, `no_grad`) do not matter. Step numbers count from 0. The
+    randomness of a step (dropout, if the model has any) is seeded by run seed, step and rank, so no random state needs
+    to be saved and a resumed run continues exactly.
     """
 
     def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
@@ -86,6 +88,7 @@ class SftWorker:
         """Read data and model from these folders in the next `setup`."""
         self._copies = copies
 
+    @with_own_defaults
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
@@ -126,6 +129,7 @@ class SftWorker:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
+    @with_own_defaults
     def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
 
@@ -140,6 +144,7 @@ class SftWorker:
         batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, division(self._config.policy), started, with_passes)
 
+    @with_own_defaults
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
@@ -147,6 +152,7 @@ class SftWorker:
             batch, 0, self._loss, division(self._config.policy), time.perf_counter(), with_passes, undone=True
         )
 
+    @with_own_defaults
     def train_batch(
         self,
         data: BatchDict,
@@ -184,14 +190,17 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
+    @with_own_defaults
     def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
         """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
         return self._edges.forward(own_stage, micro_batch, incoming)
 
+    @with_own_defaults
     def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
         """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
         return self._edges.backward(own_stage, micro_batch, gradient)
 
+    @with_own_defaults
     def end_step(self) -> dict[str, float]:
         """End the step whose passes have run; return its metrics."""
         return self._end_step(self._edges.end(), self._edges.counts)
@@ -281,6 +290,7 @@ class SftWorker:
             self._end_other_work()
         return metrics
 
+    @with_own_defaults
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
@@ -298,6 +308,7 @@ class SftWorker:
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
+    @with_own_defaults
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
         ends, new_tokens = self._prepared.end_ids, self._config.sft.sample_tokens
@@ -305,6 +316,7 @@ class SftWorker:
         self._end_other_work()
         return answers
 
+    @with_own_defaults
     def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
@@ -326,6 +338,7 @@ class SftWorker:
         self._end_other_work()
         return loss, found
 
+    @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self._config.policy
@@ -341,12 +354,14 @@ class SftWorker:
 
     # State ----------------------------------------------------------------------------------------------------------
 
+    @with_own_defaults
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
         state.save_state(storage.at(folder), self._model, optimizer, next_step)
         self._end_other_work()
 
+    @with_own_defaults
     def begin_save(self, folder: str, next_step: int) -> None:
         """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
         if self._background is None:
@@ -361,6 +376,7 @@ class SftWorker:
         self._background.finish()
         self._idle_since = None
 
+    @with_own_defaults
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
         path = storage.at(folder)
@@ -372,6 +388,7 @@ class SftWorker:
         self._end_other_work()
         return next_step
 
+    @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
         policy = self._config.policy
