@@ -17,7 +17,7 @@ from raylane.errors import ConfigError
 from raylane.sft import attention, model_config, selfcheck
 from raylane.sft.attention import PackedRows
 from raylane.sft.data import prepare
-from raylane.sft.dynamic import RowCount
+from raylane.sft.dynamic import FixedRows
 from raylane.sft.rows import RowSource
 from sft import tiny_run
 
@@ -193,7 +193,7 @@ def test_self_check_finds_an_error_in_a_later_row(worker, folder, monkeypatch, p
 
     monkeypatch.setattr(attention, "_row", wrong)
     with pytest.raises(ConfigError, match=r"is wrong for this model|does not separate packed documents"):
-        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32", RowCount(1))
+        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32", FixedRows(1))
 
 
 def test_longrope_of_long_rows_is_refused(worker, folder):

@@ -204,7 +204,7 @@ def attend(
     are those that `packed_rows` was made from. Raises ConfigError for anything else that is not None or False, because
     the result would silently be another one than that of the model.
     """
-    unknown = {name: given for name, given in others.items() if given is not None and given is not False}
+    unknown = {name: value for name, value in others.items() if value is not None and value is not False}
     if attention_mask is not None:
         unknown["attention_mask"] = attention_mask
     if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):

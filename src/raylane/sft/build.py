@@ -205,16 +205,15 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
     """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
     parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
     reader = IndexedReader(folder)
-    found = reader.read_metadata().state_dict_metadata
-    stored = set(found)
-    missing = sorted(set(parameters) - stored)
+    stored = reader.read_metadata().state_dict_metadata
+    missing = sorted(set(parameters) - set(stored))
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
             f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {_advice_on_missing(missing, stored)}",
             path=str(folder),
         )
-    _refuse_quantised({name: found[name] for name in parameters}, folder)
+    _refuse_quantised({name: stored[name] for name in parameters}, folder)
     try:
         load(parameters, storage_reader=reader)
     except CheckpointException as error:

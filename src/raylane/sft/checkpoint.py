@@ -368,7 +368,7 @@ def layout_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     ]
     if not changed:
         return None
-    before, after = (", ".join(f"{one[0]}={one[side]}" for one in changed) for side in (1, 2))
+    before, after = (", ".join(f"{entry[0]}={entry[side]}" for entry in changed) for side in (1, 2))
     return f"resuming on another layout, so losses will differ by rounding: {before} in the checkpoint, {after} now"
 
 

@@ -352,7 +352,7 @@ def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversa
     pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
     if name == "validation" and data.validation is not None:
         validation = read_conversations([data.validation], data.messages_key, pair_keys, data.ignore_keys)
-        yield from ((0, one) for one in validation)
+        yield from ((0, conversation) for conversation in validation)
         return
     for number, path in enumerate(data.train_paths):
         for one in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
@@ -366,11 +366,11 @@ def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
 
     Reads the files up to the last one of `numbers`, which rise. DataError if a file cannot be read.
     """
-    wanted, places = set(numbers), []
+    chosen, places = set(numbers), list[str]()
     for index, (_, conversation) in enumerate(_conversations(config, "train")):
-        if index in wanted:
+        if index in chosen:
             places.append(conversation.where)
-            if len(places) == len(wanted):
+            if len(places) == len(chosen):
                 break
     return places
 

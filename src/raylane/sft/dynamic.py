@@ -26,7 +26,7 @@ from raylane.workers.batch import BatchDict, plan_token_budget
 if TYPE_CHECKING:
     from raylane.sft.config import PolicyConfig
 
-__all__ = ["Division", "RowCount", "TokenBudget", "cut_together", "divide", "division"]
+__all__ = ["Division", "FixedRows", "TokenBudget", "cut_together", "divide", "division"]
 
 
 _ROUND_TO = 8
@@ -36,7 +36,7 @@ _PIPELINE_LENGTHS = 8
 
 
 @dataclass(frozen=True)
-class RowCount:
+class FixedRows:
     """Number of rows in a micro-batch."""
 
     rows: int
@@ -54,7 +54,7 @@ class TokenBudget:
     """Divisor of the length after cutting, except where that would be longer than the rows are."""
 
 
-Division: TypeAlias = RowCount | TokenBudget
+Division: TypeAlias = FixedRows | TokenBudget
 
 
 def division(policy: PolicyConfig, rows: int | None = None) -> Division:
@@ -64,7 +64,7 @@ def division(policy: PolicyConfig, rows: int | None = None) -> Division:
         return TokenBudget(policy.micro_batch_tokens, math.lcm(settings.sequence_length_round, divisor))
     # Packed rows are nearly full, and the kernels of one shape are made once.
     cuts = not policy.sequence_packing.enabled
-    return RowCount(rows or policy.train_micro_batch_size, math.lcm(_ROUND_TO, divisor) if cuts else None)
+    return FixedRows(rows or policy.train_micro_batch_size, math.lcm(_ROUND_TO, divisor) if cuts else None)
 
 
 def divide(batch: BatchDict, how: Division) -> list[BatchDict]:
@@ -72,7 +72,7 @@ def divide(batch: BatchDict, how: Division) -> list[BatchDict]:
 
     A row ends at the last token with a document (`document_ids`); without that key rows are not cut.
     """
-    if isinstance(how, RowCount):
+    if isinstance(how, FixedRows):
         parts = list(batch.micro_batches(how.rows))
         return parts if how.round_to is None else [_cut(part, _lengths(part), how.round_to) for part in parts]
     lengths = _lengths(batch)
@@ -86,7 +86,7 @@ def divide(batch: BatchDict, how: Division) -> list[BatchDict]:
     return [_cut(batch.select(rows), [lengths[row] for row in rows], how.round_to) for rows in plan]
 
 
-def cut_together(batch: BatchDict, how: RowCount) -> BatchDict:
+def cut_together(batch: BatchDict, how: FixedRows) -> BatchDict:
     """Return the rows of all micro-batches, cut to one length: stages of a pipeline of torch agree on one shape.
 
     The length is a multiple of an eighth of the whole one, so that few different shapes occur.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from raylane.sft import step
-from raylane.sft.dynamic import RowCount, divide
+from raylane.sft.dynamic import FixedRows, divide
 from raylane.sft.loss import LossFunction
 from raylane.sft.model import fsdp, stage_tensors
 from raylane.sft.pipeline import PipelinedModel
@@ -23,7 +23,7 @@ class EdgeStep:
     """A step under way on one worker. Rows of micro-batches may differ in length: nothing here has a fixed shape."""
 
     def __init__(
-        self, model: PipelinedModel, batch: BatchDict, how: RowCount, loss_fn: LossFunction, device: torch.device
+        self, model: PipelinedModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
     ) -> None:
         """Count the tokens of the global batch. Collective."""
         self.counts = step.count(batch, device, model.mesh.dims)

@@ -89,7 +89,7 @@ def _check_rope(policy: PolicyConfig, config: Any) -> None:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     # One entry for all layers, or one for each type of layer (Gemma 3).
-    entries = [one for one in (parameters, *parameters.values()) if isinstance(one, dict)]
+    entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
     rows = policy.max_total_sequence_length
     for entry in entries:
         kind = entry.get("rope_type")

@@ -37,7 +37,7 @@ from torch import Tensor
 from raylane.errors import ConfigError
 from raylane.sft import attention
 from raylane.sft.attention import PackedRows
-from raylane.sft.dynamic import Division, RowCount, divide
+from raylane.sft.dynamic import Division, FixedRows, divide
 from raylane.sft.loss import IGNORED, CrossEntropy
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, release_gathered
 from raylane.sft.on_device import on_device
@@ -66,7 +66,7 @@ _QUERIES = 256
 _REFERENCE_TOKENS = 8192
 """Tokens of a document that are compared; transformers' eager mask of T x T numbers needs 256 MiB then."""
 
-_ONE_ROW = RowCount(1)
+_ONE_ROW = FixedRows(1)
 
 _LOSS_TOKENS = 16
 """Number of tokens whose logits are computed in full, to compare the two ways to the loss."""
@@ -161,7 +161,9 @@ def _by_transformers(model: RunModel, row: PackedRows | None = None) -> Iterator
 
     parts: list[SupervisedModel] = [*model.own_stages] if isinstance(model, PipelinedModel) else [_whole(model)]
     # Layers of a pipeline stage and their decoder have configurations of their own.
-    configs = {id(one.config): one.config for part in parts for one in part.causal_lm.modules() if _has_config(one)}
+    configs = {
+        id(module.config): module.config for part in parts for module in part.causal_lm.modules() if _has_config(module)
+    }
     before = {key: config._attn_implementation for key, config in configs.items()}
     plans = model.swap_plans({}) if isinstance(model, PipelinedModel) else {}
     eager = _Eager(parts[0].causal_lm.config._attn_implementation, row)
@@ -202,9 +204,9 @@ def _check_losses(
     step = model.mesh.dims.row_multiple
     tokens = min(source.row_tokens, _REFERENCE_TOKENS // step * step)
     batches = [_first_tokens(_row(rows, number), tokens) for number in range(rows.num_rows)]
-    totals = [forward_only(model, batches[0], RowCount(1), CrossEntropy(), device)]
+    totals = [forward_only(model, batches[0], FixedRows(1), CrossEntropy(), device)]
     with _by_transformers(model) if model.own_stages[0].has_reference else nullcontext():
-        totals += [forward_only(model, batch, RowCount(1), CrossEntropy(), device) for batch in batches[1:]]
+        totals += [forward_only(model, batch, FixedRows(1), CrossEntropy(), device) for batch in batches[1:]]
     summed = torch.stack(totals)
     dist.all_reduce(summed)
     # Every context-parallel worker has computed whole rows of the reference.
@@ -299,7 +301,7 @@ def _check_hidden(
 ) -> None:
     """Compare the hidden states of documents in rows as in training with those of each document alone."""
     numbers = [*range(len(packs))]
-    if isinstance(how, RowCount):
+    if isinstance(how, FixedRows):
         how = replace(how, rows=min(how.rows, len(packs)))
         numbers += [0] * (-len(packs) % how.rows)  # full micro-batches
     batch = BatchDict.from_arrays(_with_packs(source, packs).rows(numbers))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raylane.sft.dynamic import Division, RowCount, cut_together, divide
+from raylane.sft.dynamic import Division, FixedRows, cut_together, divide
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, fsdp
 from raylane.sft.on_device import on_device
@@ -71,7 +71,7 @@ def backward(
     """
     mesh = model.mesh
     if isinstance(model, PipelinedModel):
-        assert isinstance(how, RowCount), "layout refuses a token budget in a pipeline"
+        assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
         scale = mesh.fsdp.size() / max(1, counts.supervised)
         total = model.run(cut_together(batch, how), how.rows, loss_fn, scale)
         model.sum_tied_gradients()
@@ -119,7 +119,7 @@ def mean_loss(total: Tensor, counts: Counts, dims: ParallelDims) -> float:
 
 
 def forward_only(
-    model: RunModel, batch: BatchDict, how: RowCount, loss_fn: LossFunction, device: torch.device
+    model: RunModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
 ) -> Tensor:
     """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -27,7 +27,7 @@ from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
 from raylane.sft.defaults import with_own_defaults
 from raylane.sft.delivery import Copies
-from raylane.sft.dynamic import Division, RowCount, division
+from raylane.sft.dynamic import Division, FixedRows, division
 from raylane.sft.edges import EdgeStep
 from raylane.sft.generation import generate
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -174,13 +174,13 @@ class SftWorker:
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
         how = division(self._config.policy, micro_batch_size)
-        if not isinstance(loss_fn, CrossEntropy) and isinstance(how, RowCount):
-            how = RowCount(how.rows)  # the tensors of another loss may depend on the length of rows
+        if not isinstance(loss_fn, CrossEntropy) and isinstance(how, FixedRows):
+            how = FixedRows(how.rows)  # the tensors of another loss may depend on the length of rows
         if not eval_mode:
             return self._step(data, number, loss_fn, how, started, with_passes, undone=warm_up)
         counts = step.count(data, self._device, self._mesh.dims)
-        if not isinstance(how, RowCount):
-            how = RowCount(1)  # of a token budget
+        if not isinstance(how, FixedRows):
+            how = FixedRows(1)  # of a token budget
         total = step.forward_only(self._model, data, how, loss_fn, self._device)
         mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
@@ -236,7 +236,7 @@ class SftWorker:
         set_learning_rate(self._optimizer, lr)
         if with_passes:
             assert isinstance(model, PipelinedModel), "only pipelines have passes"
-            assert isinstance(how, RowCount), "layout refuses a token budget in a pipeline"
+            assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
             self._edges = EdgeStep(model, batch, how, loss_fn, self._device)
             return {}
         counts = step.count(batch, self._device, self._mesh.dims)
@@ -299,7 +299,7 @@ class SftWorker:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         supervised, dims = 0, self._mesh.dims
         how = division(self._config.policy, sft.val_micro_batch_size)
-        assert isinstance(how, RowCount)
+        assert isinstance(how, FixedRows)
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
             batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
             supervised += step.count(batch, self._device, dims).supervised
