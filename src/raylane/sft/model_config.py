@@ -93,8 +93,10 @@ def _check_rope(policy: PolicyConfig, config: Any) -> None:
     rows = policy.max_total_sequence_length
     for entry in entries:
         kind = entry.get("rope_type")
+        if kind not in ("longrope", "dynamic"):
+            continue
         limit = entry.get("original_max_position_embeddings") or config.max_position_embeddings
-        if kind not in ("longrope", "dynamic") or rows <= limit:
+        if rows <= limit:
             continue
         alone = (
             policy.train_micro_batch_size == 1
