@@ -22,8 +22,9 @@
     │   └── WorkerCallError            a worker's method raised, or did not answer in time
     ├── ConfigError (also a ValueError)   the configuration cannot be used as written
     ├── DataError (also a ValueError)     the training data cannot be used as it is
-    └── CheckpointError                   a checkpoint cannot be written, read or trusted
-        └── CheckpointDamagedError         files of a checkpoint are incomplete or altered; an earlier one may be intact
+    ├── CheckpointError                   a checkpoint cannot be written, read or trusted
+    │   └── CheckpointDamagedError         files of a checkpoint are incomplete or altered; an earlier one may be intact
+    └── StepNotFiniteError                loss or gradients of a step are not finite (also a FloatingPointError)
 
 Wrong arguments raise ValueError or TypeError; an AssertionError is a bug in raylane.
 
@@ -55,6 +56,7 @@ __all__ = [
     "ProtocolError",
     "RaylaneError",
     "SourceLostError",
+    "StepNotFiniteError",
     "TensorFreedError",
     "TensorMutatedError",
     "TransferTimeoutError",
@@ -184,3 +186,10 @@ class CheckpointError(RaylaneError):
 
 class CheckpointDamagedError(CheckpointError):
     """Files of a checkpoint are missing, are shorter than when they were written, or contain no checkpoint."""
+
+
+class StepNotFiniteError(RaylaneError, FloatingPointError):
+    """Loss or gradient norm of a training step is NaN or infinite; the step has changed no weight.
+
+    Fields: `step` (counted from 1), `loss`, `grad_norm`.
+    """

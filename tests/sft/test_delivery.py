@@ -73,3 +73,27 @@ def test_other_content_of_the_same_size_is_noticed(tmp_path):
         (tmp_path / "model/weights").write_bytes(content)
         listings.append(list_files(tmp_path / "model"))
     assert listings[0] != listings[1]
+
+
+def test_copy_that_another_run_finished_first_stays(folder, monkeypatch):
+    """Its workers may be reading the files: they must not vanish for a moment."""
+    listing = list_files(folder)
+    slow = Receiver()
+    assert slow.find(f"{folder}-of-the-driver", listing) is None
+    slow._draft = slow._draft.rename(f"{slow._draft}0")  # of another process
+    first = copy(folder, listing)
+    inode = os.stat(first).st_ino
+    for name, block in delivery._blocks(folder, listing):
+        slow.write(name, block)
+    assert slow.finish() == first
+    assert os.stat(first).st_ino == inode
+    assert os.listdir(os.path.dirname(first)) == [os.path.basename(first)]
+
+
+def test_drafts_of_ended_processes_are_removed(folder):
+    listing = list_files(folder)
+    left = delivery.own_folder() / f"model-x.draft-{2**22 + 1}"  # above the largest process ID of Linux
+    left.mkdir()
+    (left / "weights").write_bytes(b"a" * 1000)
+    copy(folder, listing)
+    assert not left.exists()

@@ -7,7 +7,7 @@ import torch
 
 from raylane.errors import ConfigError
 from raylane.sft.data import prepare
-from raylane.sft.dynamic import TokenBudget, divide, division
+from raylane.sft.dynamic import FixedRows, TokenBudget, cut_together, divide, division
 from raylane.sft.nemo_rl import translate
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
@@ -52,7 +52,66 @@ def test_rows_of_padding_and_rows_without_documents_are_kept(worker):
 
 
 def test_fixed_number_of_rows_is_the_plain_division(worker):
-    assert [part.size for part in divide(rows_of([1, 2, 3, 4], 8), 2)] == [2, 2]
+    assert [part.size for part in divide(rows_of([1, 2, 3, 4], 8), FixedRows(2))] == [2, 2]
+
+
+def test_fixed_number_of_rows_loses_common_padding():
+    parts = divide(rows_of([1, 3, 7, 2, 0, 0], 10), FixedRows(2, 4))
+    assert [tuple(part["input_ids"].shape) for part in parts] == [(2, 4), (2, 8), (2, 4)]
+    assert parts[1]["document_ids"].tolist() == [[0] * 7 + [-1], [0] * 2 + [-1] * 6]
+    assert [tuple(one["input_ids"].shape) for one in divide(rows_of([9, 1], 10), FixedRows(1, 4))] == [(1, 10), (1, 4)]
+
+
+def test_rows_of_a_pipeline_have_few_lengths():
+    lengths = {cut_together(rows_of([n, 1], 1000), FixedRows(1, 8))["input_ids"].shape[1] for n in range(1, 1001)}
+    assert len(lengths) == 8
+    assert max(lengths) == 1000
+    assert cut_together(rows_of([1], 1000), FixedRows(1))["input_ids"].shape[1] == 1000, "packed rows stay whole"
+
+
+def test_division_cuts_unpacked_rows_only(folder):
+    assert division(tiny_run.config_of(folder).policy) == FixedRows(2)
+    assert division(tiny_run.config_of(folder, UNPACKED).policy, 3) == FixedRows(3, 8)
+    parallel = {"context_parallel_size": 3, "tensor_parallel_size": 2, "sequence_parallel": True}
+    changes = {**UNPACKED, "policy.dtensor_cfg": parallel, "cluster.num_workers": 6}
+    changes["policy.max_total_sequence_length"] = 96
+    assert division(tiny_run.config_of(folder, changes).policy) == FixedRows(2, 24)
+
+
+def test_cut_rows_have_the_gradients_of_whole_ones(worker, folder):
+    batch = start(worker, folder, UNPACKED)
+    cut = worker.gradients(batch, 2)
+    del batch["document_ids"]  # rows without documents are not cut
+    whole = worker.gradients(batch, 2)
+    assert abs(cut[0] - whole[0]) < 1e-6
+    for name, gradient in whole[1].items():
+        assert float((cut[1][name] - gradient).abs().max()) < 1e-6, name
+    shapes = []
+    forward = worker._model.forward
+
+    def noted(part, *args, **kwargs):
+        shapes.append(tuple(part["input_ids"].shape))
+        return forward(part, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker._model, "forward", noted)
+        worker.train_step(0)
+        worker.evaluate()
+    assert all(shape[1] < tiny_run.ROW_TOKENS for shape in shapes)
+
+
+def test_other_losses_get_whole_rows(worker, folder):
+    """The tensors of such a loss may have the length of the rows in any place."""
+    batch = start(worker, folder, UNPACKED)
+    shapes = []
+
+    def noted(logits, part):
+        shapes.append(tuple(logits.shape[:2]))
+        return logits.sum() * 0.0
+
+    worker.add_loss("noted", noted)
+    worker.train_batch(batch, 0, "noted", 2, False)
+    assert set(shapes) == {(2, tiny_run.ROW_TOKENS)}
 
 
 @pytest.mark.parametrize("sharding", [{}, {"policy.dtensor_cfg.shard_parameters": "always"}])

@@ -123,6 +123,18 @@ def test_import_leaves_out_unknown_keys_of_the_file(their_file: Path, tmp_path: 
     assert any("sft.val_period" in one for one in made.to_do)
 
 
+def test_import_names_unknown_keys_of_a_section_once(their_file: Path, tmp_path: Path) -> None:
+    """Recipes of another day have a dozen keys that the table does not have; each made a line of its own."""
+    text = "defaults: theirs.yaml\npolicy: {dtensor_cfg: {new_a: 1, new_b: 2}, tokeniser: {}}\n"
+    (tmp_path / "top.yaml").write_text(text)
+    refused = [problem.text for problem in import_config(tmp_path / "top.yaml", complete(tmp_path)).refused]
+    assert [text for text in refused if "new_a" in text] == [text for text in refused if "new_b" in text]
+    assert any(
+        "policy.dtensor_cfg: unknown keys new_a, new_b. The file may be of another version" in t for t in refused
+    )
+    assert any("did you mean 'policy.tokenizer'" in text for text in refused)
+
+
 def test_import_of_a_file_without_data_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("sft: {max_num_steps: 3}\npolicy: {model_name: '???'}\n")
     made = import_config(tmp_path / "a.yaml")

@@ -6,12 +6,14 @@ The tests of the layers need the package megatron-core and skip without it; no C
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft import megatron_checks, megatron_weights
+from raylane.sft import megatron_checks, megatron_model, megatron_weights
+from raylane.sft.attention import PackedRows, attend
 from raylane.sft.data import prepare
 from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.policy import Policy
@@ -214,3 +216,16 @@ def test_settings_that_need_cuda_are_refused(folder, changes, told):
 def test_models_that_cannot_be_converted_are_refused(shape, told):
     (problem,) = megatron_checks.check_shape(shape)
     assert told in problem
+
+
+def test_attention_refuses_what_megatron_might_pass():
+    """A bias or another mask would silently change nothing."""
+    rows = PackedRows.of(torch.arange(4)[None])
+    states = torch.randn(4, 1, 2, 8)
+    layer = megatron_model._Attention(softmax_scale=0.5, layer_number=1)
+    plain = layer(states, states, states, rows, attn_mask_type=SimpleNamespace(name="causal"), attention_bias=None)
+    expected = attend(layer, *[states.permute(1, 2, 0, 3)] * 3, None, 0.5, packed_rows=rows)[0]
+    torch.testing.assert_close(plain, expected.transpose(0, 1).flatten(2))
+    for others in ({"attention_bias": torch.zeros(1)}, {"attn_mask_type": SimpleNamespace(name="padding")}):
+        with pytest.raises(ConfigError, match=f"_Attention passes {next(iter(others))}, which raylane does not know"):
+            layer(states, states, states, rows, **others)

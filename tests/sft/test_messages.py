@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,70 @@ def test_pair_of_texts_becomes_two_messages() -> None:
 def test_pair_without_texts_names_the_line_and_the_key(line: str, told: str) -> None:
     with pytest.raises(DataError, match=rf"f:1: {told}"):
         parse_conversation(line, "f:1", "messages", PAIR)
+
+
+ALPACA = ("instruction", "output")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"input": "Two numbers: 3 and 4."},
+        {"context": "Berlin"},
+        {"system": "Be brief."},
+        {"history": [["a", "b"]]},
+        {"rationale": "because of that"},
+    ],
+)
+def test_pair_with_text_in_another_key_is_refused(more: dict[str, object]) -> None:
+    """The input of Alpaca's rows was dropped without a word."""
+    line = json.dumps({"instruction": "Add.", "output": "7", **more})
+    (key,) = more
+    with pytest.raises(DataError, match=rf"f:1: the text of '{key}' is in no message .*data\.ignore_keys=\[{key}\]"):
+        parse_conversation(line, "f:1", "messages", ALPACA)
+    kept = parse_conversation(line, "f:1", "messages", ALPACA, [key])
+    assert [message["content"] for message in kept.messages] == ["Add.", "7"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"input": ""},
+        {"input": "  "},
+        {"text": "Below is a task.\n\n### Instruction:\nAdd.\n\n### Response:\n7"},
+        {"prompt": "Add."},
+        {"id": "row 1 of 2", "source": "a long name of it", "category": "open question"},
+        {"quality": "high", "votes": 3, "tags": ["a", "b c"]},
+    ],
+)
+def test_pair_with_descriptions_or_repeats_is_kept(more: dict[str, object]) -> None:
+    line = json.dumps({"instruction": "Add.", "output": "7", **more})
+    assert len(parse_conversation(line, "f:1", "messages", ALPACA).messages) == 2
+
+
+def test_messages_beside_a_system_text_are_refused() -> None:
+    """Some data sets have the system prompt beside the messages, and others repeat the first message there."""
+    messages = question(1)["messages"]
+    with pytest.raises(DataError, match=r"the text of 'system' is in no message"):
+        parse_conversation(json.dumps({"system": "Be brief.", "messages": messages}), "f:1")
+    repeated = {"prompt": messages[0]["content"], "messages": messages, "rejected": "a bad answer"}
+    assert len(parse_conversation(json.dumps(repeated), "f:1").messages) == len(messages)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PAR1\x15\x04\x15", "is a Parquet file"),
+        (gzip.compress(b'{"messages": []}'), "is compressed by gzip, .*gunzip"),
+        (b"\x28\xb5\x2f\xfd\x04", "is compressed by Zstandard"),
+        (b"ARROW1\0\0", "is an Arrow file"),
+        (b'[\n{"messages": []}\n]', "seems to be one JSON array; .*jq"),
+        (b'[{"messages": []}]', "seems to be one JSON array; .*jq"),
+        (b'{"messages": [{"from": "human", "value": "a"}]}', "'from' and 'value' are the keys of ShareGPT"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}', "it is a text here"),
+    ],
+)
+def test_file_of_another_format_is_named(tmp_path, content: bytes, words: str) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        list(read_conversations([tmp_path / "data.jsonl"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from raylane.errors import CheckpointError, WorkerCallError
+from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
 from raylane.sft import checkpoint
 from raylane.sft import worker as worker_module
+from raylane.sft.delivery import Copies
 from raylane.sft.policy import Policy
 from sft import tiny_run
 from sft.worker_run import WorkerRun
@@ -237,6 +239,33 @@ def base_model(run, folder):
     return tiny_run.config_of(run.folder, {**run.changes, **changes, **places})
 
 
+@pytest.mark.slow
+def test_export_that_fails_leaves_nothing_behind(fsdp2, tmp_path):
+    """A folder with a part of the weights would look like a model."""
+    fsdp2.again()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"kept holds files already\. Name a folder that does not exist"):
+        fsdp2.policy.save_hf(tmp_path / "kept")
+    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    fsdp2.policy.group.run_all_workers_single_data("use_copies", Unwritable()).results(60)
+    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        fsdp2.policy.save_hf(tmp_path / "model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+    fsdp2.policy.group.run_all_workers_single_data("use_copies", Copies()).results(60)
+    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    fsdp2.policy.save_hf(tmp_path / "model")
+    assert (tmp_path / "model/model.safetensors.index.json").is_file()
+
+
+class Unwritable(Copies):
+    """Gives the workers a tokenizer folder that does not exist, which fails after the weights are written."""
+
+    def here(self, config, prepared):
+        return config, dataclasses.replace(prepared, tokenizer_dir=prepared.tokenizer_dir / "no tokenizer")
+
+
 def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, monkeypatch):
     """transformers loads temperature without do_sample, and refuses to save it once anything was changed."""
     config = base_model(fsdp2, tmp_path / "base")
@@ -319,12 +348,10 @@ def test_every_worker_holds_its_share_only(fsdp2):
     assert facts["parameters_held"] <= facts["parameters"] / 2 + 64
 
 
-def test_a_diverging_step_is_told_by_rank_and_the_group_lives(fsdp2):
+def test_step_that_is_not_finite_is_named_and_the_group_lives(fsdp2):
     fsdp2.again()
     broken = fsdp2.policy.train_nowait(tiny_run.global_batch(fsdp2.config, fsdp2.prepared), not_finite)
-    with pytest.raises(
-        WorkerCallError, match=r"SftWorker.train_batch raised on rank \d: FloatingPointError: the step failed: loss nan"
-    ):
+    with pytest.raises(StepNotFiniteError, match=r"^step 1 failed: loss nan, gradient norm nan\. The weights are unch"):
         fsdp2.policy.result(broken, timeout_s=60)
     assert fsdp2.policy.train_step(1)["loss"] > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pickle
 import shutil
@@ -16,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError, WorkerCallError
+from raylane.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    ConfigError,
+    StepNotFiniteError,
+    WorkerCallError,
+)
 from raylane.sft import attention, build, selfcheck
 from raylane.sft import state as state_module
 from raylane.sft.data import open_rows, prepare
@@ -145,9 +152,28 @@ def test_a_step_that_is_not_finite_touches_no_weight(worker, folder):
     worker.add_loss("broken", lambda logits, batch: logits.sum() * float("nan"))
     batch = tiny_run.global_batch(config, prepared)
     before = worker.gradients(batch, 2)[0]
-    with pytest.raises(FloatingPointError, match=r"loss nan.*weights are unchanged"):
-        worker.train_batch(batch, 0, "broken", 2, False)
+    with pytest.raises(StepNotFiniteError, match=r"^step 6 failed: loss nan.*weights are unchanged") as caught:
+        worker.train_batch(batch, 5, "broken", 2, False)
+    assert isinstance(caught.value, FloatingPointError)
     assert worker.gradients(batch, 2)[0] == before
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_skipped_step_changes_neither_weights_nor_optimizer(worker, folder, optimizer):
+    changes = {"sft.skip_nan_grad": True, "policy.optimizer.name": optimizer}
+    config, prepared = start(worker, folder, changes)
+    batch = tiny_run.global_batch(config, prepared)
+    worker.train_step(0)
+    expected = worker.train_step(2)["loss"], worker.train_step(3)["loss"]
+    start(worker, folder, changes)
+    worker.train_step(0)
+    worker.add_loss("infinite", lambda logits, batch: logits.sum() * float("inf"))
+    metrics = worker.train_batch(batch, 1, "infinite", 2, False)
+    assert metrics["skipped"] == 1.0
+    assert not math.isfinite(metrics["loss"])
+    following = worker.train_step(2)
+    assert "skipped" not in following
+    assert (following["loss"], worker.train_step(3)["loss"]) == expected, "bit for bit"
 
 
 def whole(parameter):
@@ -281,7 +307,7 @@ def test_truncated_weights_are_told_by_folder(worker, folder, tmp_path, size):
     def truncate(path):
         os.truncate(path, size % path.stat().st_size)
 
-    with pytest.raises(CheckpointError, match=r"safetensors files of .*base cannot be read.*Copy or download"):
+    with pytest.raises(CheckpointError, match=r"base/model-.*\.safetensors cannot be read.*Copy or download"):
         damaged_weights(worker, folder, tmp_path, truncate)
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import raylane
 from raylane.cli.help import describe
-from raylane.errors import RaylaneError
 
 
 class Command(NamedTuple):
@@ -129,14 +128,26 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; raylane's own errors are printed without a traceback."""
+    """Run one command and return its exit status; raylane's own errors are printed without a traceback.
+
+    130 after Ctrl-C, with one line that says so.
+    """
     argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print(f"\nraylane {argv[0] if argv else ''}: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as shells report it
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run one command. Everything slow is imported here, where `main` handles Ctrl-C."""
     args = build_parser(argv).parse_args(argv)
+    from raylane.errors import RaylaneError
+
     try:
         status: int = importlib.import_module(COMMANDS[args.command].module).run(args)
     except RaylaneError as error:
         print(f"raylane {args.command}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as shells report it
     return status

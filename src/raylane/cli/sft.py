@@ -73,11 +73,18 @@ def run(args: argparse.Namespace) -> int:
 
     0 after a finished run, also after SIGTERM once everything is saved; 130 after Ctrl-C.
     """
-    config = load(args)  # before the slow imports, so that a wrong key is reported at once
-    from raylane.sft import trainer
-    from raylane.sft.planning import plan_run, render
+    try:
+        config = load(args)  # before the slow imports, so that a wrong key is reported at once
+        from raylane.sft import trainer
+        from raylane.sft.planning import plan_run, render
 
-    print(render(plan_run(config), config), flush=True)
+        print(render(plan_run(config), config), flush=True)
+    except KeyboardInterrupt:
+        print(
+            "\nraylane sft: interrupted before training began, nothing was saved. Run the same command again to start",
+            file=sys.stderr,
+        )
+        return 130
     try:
         print(summary(trainer.run(config)))
     except KeyboardInterrupt:

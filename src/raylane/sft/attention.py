@@ -29,6 +29,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylane.errors import ConfigError
+
 __all__ = [
     "NAME",
     "PackedRows",
@@ -161,6 +163,25 @@ class _GatherRows(torch.autograd.Function):
         return local, None
 
 
+class _Scoring(NamedTuple):
+    """Rules by which the scores of queries and keys become weights."""
+
+    scale: float
+    """Factor of the scores."""
+    dropout: float
+    window: int | None
+    """Number of keys that a query sees, itself included; None for all keys before it."""
+    softcap: float | None
+    """Bound of the scores (Gemma 2)."""
+    sinks: Tensor | None
+    """Score [N] of one more key in each head, whose value is zero (gpt-oss)."""
+
+    @property
+    def explicit(self) -> bool:
+        """True if no fused kernel of torch computes these weights."""
+        return self.softcap is not None or self.sinks is not None
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -171,40 +192,51 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
     packed_rows: PackedRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention output [B, t, N, D] of queries [B, N, t, D]; keys and values have as many heads or fewer.
 
-    The interface is that of transformers' attention functions (5.23). Without `packed_rows`, as in `generate`, the rows
-    are not packed and transformers' own function does the work.
+    The interface is that of transformers' attention functions (5.23). `s_aux` are attention sinks [N]. `position_ids`
+    are those that `packed_rows` was made from. Raises ConfigError for anything else that is not None or False, because
+    the result would silently be another one than that of the model.
     """
+    unknown = {name: value for name, value in others.items() if value is not None and value is not False}
+    if attention_mask is not None:
+        unknown["attention_mask"] = attention_mask
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        unknown["is_causal"] = False
+    if unknown:
+        raise ConfigError(
+            f"raylane's attention cannot compute the attention of this model: {type(module).__name__} passes "
+            f"{', '.join(sorted(unknown))}, which raylane does not know. Set policy.hf_config_overrides."
+            "attn_implementation to eager or sdpa of transformers",
+            key="attn_implementation",
+        )
     if packed_rows is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        plain: Any = sdpa_attention_forward
-        return plain(module, query, key, value, attention_mask, dropout, scaling, **others)[0], None
+        raise ConfigError(
+            f"raylane's attention cannot tell the documents of a row apart: the layers of this model do not pass the "
+            f"arguments of the model on to {type(module).__name__}. Set policy.hf_config_overrides.attn_implementation "
+            "to sdpa or eager of transformers",
+            key="attn_implementation",
+        )
     # Gemma 2 scales by another number than the size of a head.
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = _Scoring(scale, dropout, sliding_window, softcap, s_aux)
     key, value = packed_rows.gather(key, value)
-    if _fits_varlen(query, dropout, softcap):
+    if _fits_varlen(query, scoring):
         return _varlen(query, key, value, packed_rows, scale, sliding_window), None
     rows = [
-        _row(parts, packed_rows.lengths[i], packed_rows.pieces[i], scale, dropout, sliding_window, softcap)
+        _row(parts, packed_rows.lengths[i], packed_rows.pieces[i], scoring)
         for i, parts in enumerate(zip(query.unbind(), key.unbind(), value.unbind(), strict=True))
     ]
     return torch.stack(rows).transpose(1, 2), None
 
 
-def _row(
-    parts: tuple[Tensor, Tensor, Tensor],
-    lengths: list[int],
-    of_row: list[Piece],
-    scale: float,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _row(parts: tuple[Tensor, Tensor, Tensor], lengths: list[int], of_row: list[Piece], scoring: _Scoring) -> Tensor:
     """Return the output [N, t, D] of one row."""
     query, key, value = parts
     # `split` instead of slices: the backward pass of a slice fills a gradient of the whole row with zeros.
@@ -213,26 +245,24 @@ def _row(
     out = []
     for piece, some in zip(of_row, queries, strict=True):
         seen = (keys[piece.document][:, : piece.keys], values[piece.document][:, : piece.keys])
-        out.append(_one_piece(some, *seen, scale, dropout, window, softcap))
+        out.append(_one_piece(some, *seen, scoring))
     return torch.cat(out, dim=1)
 
 
-def _one_piece(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
     """Return the output [N, q, D] of queries [N, q, D] that are the last q of the k tokens of the keys [., k, D]."""
-    q, k = query.shape[1], key.shape[1]
+    q, k, window = query.shape[1], key.shape[1], scoring.window
     # Shorter documents never reach beyond the window.
     windowed = window is not None and k > window
     mask = None
-    if softcap is not None or windowed or q not in (1, k):
+    if scoring.explicit or windowed or q not in (1, k):
         places = torch.arange(k, device=query.device)
         own = places[k - q :, None]
         mask = places[None] <= own
         if window is not None:
             mask &= places[None] > own - window
-    if softcap is not None:
-        return _softcapped(query, key, value, mask, scale, dropout, softcap)
+    if scoring.explicit:
+        return _by_scores(query, key, value, mask, scoring)
     # Fewer key heads than query heads: the kernel repeats them without a copy.
     grouped = key.shape[0] != query.shape[0]
     out: Tensor = F.scaled_dot_product_attention(
@@ -240,30 +270,35 @@ def _one_piece(
         key[None],
         value[None],
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=scoring.dropout,
         is_causal=mask is None and q > 1,
-        scale=scale,
+        scale=scoring.scale,
         enable_gqa=grouped,
     )
     return out[0]
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float, softcap: float
-) -> Tensor:
-    """Return attention with soft-capped scores (Gemma 2), which no fused kernel of torch has."""
+def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: _Scoring) -> Tensor:
+    """Return attention with soft-capped scores or sinks, from scores [N, q, k] that are whole in memory."""
     repeats = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-    scores = softcap * torch.tanh(query @ key.transpose(1, 2) * scale / softcap)
+    scores = query @ key.transpose(1, 2) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, dropout) @ value
+    # The sink takes its share of the weights and adds nothing.
+    return F.dropout(weights[..., : key.shape[1]], scoring.dropout) @ value
 
 
-def _fits_varlen(query: Tensor, dropout: float, softcap: float | None) -> bool:
+def _fits_varlen(query: Tensor, scoring: _Scoring) -> bool:
     """Return True if torch's kernel for rows of several lengths (FlashAttention) can do the work."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and half and not scoring.dropout and not scoring.explicit
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float, window: int | None) -> Tensor:

@@ -7,12 +7,13 @@ weights. Called by `worker`; collective.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -20,8 +21,9 @@ from raylane.errors import CheckpointError, ConfigError
 from raylane.sft import attention, lora, tensor_parallel
 from raylane.sft.adapter_files import adapter_names, read_adapter
 from raylane.sft.gradients import GradientSum
+from raylane.sft.hf_reader import IndexedReader
 from raylane.sft.initial import fill_random
-from raylane.sft.layers import apply_checkpointing, compile_layers
+from raylane.sft.layers import apply_checkpointing, compile_layers, decoder_layers
 from raylane.sft.layout import DIVISIBLE_MODELS
 from raylane.sft.megatron_model import MegatronModel
 from raylane.sft.model import RunModel, StageModel, SupervisedModel
@@ -85,6 +87,8 @@ def _build(
     _prepare(model, policy)
     if mesh.tp is not None:
         tensor_parallel.apply(causal_lm, mesh.tp, settings.sequence_parallel)
+        # Layers then get a part of the tokens, and transformers would make masks of that length.
+        model.has_reference = not settings.sequence_parallel
         lora.freeze(causal_lm)  # dividing made new parameters, which all want gradients
     if not policy.megatron_cfg.enabled:
         _shard(model, policy, mesh)
@@ -140,7 +144,8 @@ def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     if kept:
         raise ConfigError(
             f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
-            "raylane neither reads nor saves. Use an architecture that can be trained: llama, qwen2, qwen3, gemma"
+            "raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
+            "architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
     apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
     model.train()
@@ -163,7 +168,7 @@ def _shard(model: SupervisedModel, policy: PolicyConfig, mesh: WorkerMesh) -> No
     pin = device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pin) if policy.dtensor_cfg.cpu_offload else OffloadPolicy()
     # FSDP2 wants the layers first: each call takes only parameters that belong to no group yet.
-    for layer in model.causal_lm.get_decoder().layers:
+    for layer in decoder_layers(model.causal_lm):
         fully_shard(
             layer,
             mesh=mesh.fsdp,
@@ -198,34 +203,32 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
 
 def read_weights(causal_lm: Any, folder: Path) -> None:
     """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
-    if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
-            path=str(folder),
-        )
     parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors' own error class and, for damaged headers, others
-        raise CheckpointError(
-            f"the .safetensors files of {folder} cannot be read: {error}. Copy or download the folder again",
-            path=str(folder),
-        ) from error
-    stored = set(found)
-    missing = sorted(set(parameters) - stored)
+    reader = IndexedReader(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    missing = sorted(set(parameters) - set(stored))
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. Set policy.model_name to a folder of this model",
+            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {_advice_on_missing(missing, stored)}",
             path=str(folder),
         )
-    _refuse_quantised({name: found[name] for name in parameters}, folder)
+    _refuse_quantised({name: stored[name] for name in parameters}, folder)
     try:
         load(parameters, storage_reader=reader)
     except CheckpointException as error:
         reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
         raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
+
+
+def _advice_on_missing(missing: Iterable[str], stored: Iterable[str]) -> str:
+    """Return what to do about weights that a folder lacks."""
+    if any(re.search(r"\.experts\.\d+\.", name) for name in stored) and any(".experts." in name for name in missing):
+        return (
+            "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in one, "
+            "which raylane cannot load yet. Use a model without experts"
+        )
+    return "Set policy.model_name to a folder of this model"
 
 
 def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:

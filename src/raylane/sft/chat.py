@@ -308,8 +308,10 @@ def _check_template(template: Any) -> None:
     if not _GENERATION.search(template):
         raise DataError(
             "the chat template has no {% generation %} ... {% endgeneration %}, so the tokens of the assistant are not "
-            "known. Put these marks around the assistant's text and its end token, in a file named by "
-            "policy.tokenizer.chat_template, or set policy.tokenizer.chat_template=chatml"
+            "known; most published templates lack these marks, and raylane does not add them. Copy the template into a "
+            "file, put the marks around the assistant's text and its end token, and name the file in "
+            "policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or llama3 if the model knows "
+            "the tokens of one of these (docs/howto/prepare-data.md)"
         )
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "fall_back",
     "find",
     "keep",
+    "layout_change",
     "list_saved",
     "list_whole",
     "put_aside",
@@ -79,16 +80,29 @@ _SAME_FOR_EXACT_RESUME = (
     "policy.sequence_packing",
     "policy.dynamic_batching",
     "policy.loss_chunk_tokens",
-    "policy.dtensor_cfg.dp_replicate_size",
     "policy.dtensor_cfg.lora_cfg",
     "policy.model_name",
     "policy.hf_config_overrides",
     "prepared",
     "train_weights",
     "data.shuffle",
-    "cluster.num_workers",
     "cluster.gpus_per_node",
     "cluster.cpus_per_worker",  # the number of threads changes the order of floating-point sums
+)
+
+
+# Keys of the layout. On another one the numbers are the same up to rounding.
+_LAYOUT = (
+    "cluster.num_workers",
+    "policy.dtensor_cfg.dp_replicate_size",
+    "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.dtensor_cfg.context_parallel_size",
+    "policy.dtensor_cfg.pipeline_parallel_size",
+    "policy.dtensor_cfg.sequence_parallel",
+    "policy.dtensor_cfg.shard_parameters",
+    "policy.dtensor_cfg.pipeline_schedule",
+    "policy.dtensor_cfg.pipeline_stages_per_worker",
+    "policy.megatron_cfg.enabled",
 )
 
 
@@ -343,6 +357,19 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if before != after:
             found.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
     return found
+
+
+def layout_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return a sentence about a resume on another layout; None on the same one."""
+    changed = [
+        (key.rpartition(".")[2] if key != "policy.megatron_cfg.enabled" else "megatron_cfg.enabled", before, after)
+        for key in _LAYOUT
+        if (before := _value_at(saved, key)) != (after := _value_at(now, key))
+    ]
+    if not changed:
+        return None
+    before, after = (", ".join(f"{entry[0]}={entry[side]}" for entry in changed) for side in (1, 2))
+    return f"resuming on another layout, so losses will differ by rounding: {before} in the checkpoint, {after} now"
 
 
 def _value_at(tree: Mapping[str, Any], key: str) -> Any:

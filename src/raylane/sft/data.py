@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +37,7 @@ __all__ = [
     "PreparedData",
     "RowSource",
     "TokenCache",
+    "conversations_at",
     "fit",
     "open_rows",
     "prepare",
@@ -46,7 +47,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.
-FORMAT = 3
+FORMAT = 4
 # Number of conversations at the start of a set whose masks are compared with the assistant's text. The check decodes
 # each conversation again, and a wrong template shows in nearly every conversation, so a sample is enough.
 MASK_CHECKS = 1000
@@ -259,6 +260,7 @@ def _cache_key(config: RunConfig, sources: str) -> str:
             data.messages_key,
             data.input_key,
             data.output_key,
+            sorted(data.ignore_keys),
             data.validation_fraction,
             data.check_masks,
         ],
@@ -349,13 +351,28 @@ def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversa
     data = config.data
     pair_keys = (data.input_key, data.output_key) if data.input_key and data.output_key else None
     if name == "validation" and data.validation is not None:
-        yield from ((0, one) for one in read_conversations([data.validation], data.messages_key, pair_keys))
+        validation = read_conversations([data.validation], data.messages_key, pair_keys, data.ignore_keys)
+        yield from ((0, conversation) for conversation in validation)
         return
     for number, path in enumerate(data.train_paths):
-        for one in read_conversations([path], data.messages_key, pair_keys):
+        for one in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
             held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
             if held_out == (name == "validation"):
                 yield number, one
+
+
+def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
+    """Return the places (file:line) of training conversations by their numbers, counted as in `TokenCache.origin`.
+
+    Reads the files up to the last one of `numbers`, which rise. DataError if a file cannot be read.
+    """
+    chosen, places = set(numbers), list[str]()
+    for index, (_, conversation) in enumerate(_conversations(config, "train")):
+        if index in chosen:
+            places.append(conversation.where)
+            if len(places) == len(chosen):
+                break
+    return places
 
 
 def _write_set(

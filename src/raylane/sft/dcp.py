@@ -106,8 +106,8 @@ class CodeFreeReader(FileSystemReader):
         self._metadata: Metadata | None = None
         """Metadata of the folder; None before the first read."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata, which is read once.
+    def read_metadata(self) -> Metadata:
+        """Return the metadata, which is read once. There is no metadata of single ranks, which torch would ask for.
 
         Raises CheckpointError if the file cannot be opened or names foreign code, CheckpointDamagedError if it is not
         metadata.

@@ -178,6 +178,8 @@ class Receiver:
         self._final: Path | None = None
         """Later path of the copy that is being written."""
         self._draft: Path | None = None
+        self._listing: dict[str, tuple[int, str]] = {}
+        """Files of the copy, as `list_files` returns them."""
 
     def sees(self, path: str) -> tuple[str, bool]:
         """Return the name of this machine, and True if it sees this file."""
@@ -191,7 +193,8 @@ class Receiver:
         self._final = own_folder() / f"{Path(folder).name}-{digest}"
         if list_files(self._final) == listing:
             return str(self._final)
-        self._draft = self._final.with_name(f"{self._final.name}.draft-{os.getpid()}")
+        self._draft, self._listing = self._final.with_name(f"{self._final.name}.draft-{os.getpid()}"), listing
+        _remove_stale_drafts(self._draft)
         self._draft.mkdir()
         return None
 
@@ -207,9 +210,21 @@ class Receiver:
         """Give the copy its final name and return it."""
         assert self._draft is not None
         assert self._final is not None
+        if list_files(self._final) == self._listing:
+            # Another run was first, and its workers may be reading the files.
+            shutil.rmtree(self._draft)
+            return str(self._final)
         shutil.rmtree(self._final, ignore_errors=True)  # damaged, or `find` would have returned it
         self._draft.rename(self._final)
         return str(self._final)
+
+
+def _remove_stale_drafts(draft: Path) -> None:
+    """Remove the drafts of ended processes, also of an earlier one with this number."""
+    for other in draft.parent.glob("*.draft-*"):
+        number = other.name.rpartition("-")[2]
+        if other == draft or (number.isdecimal() and not Path("/proc", number).exists()):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def own_folder() -> Path:

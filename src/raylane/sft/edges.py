@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raylane.sft import step
+from raylane.sft.dynamic import FixedRows, divide
 from raylane.sft.loss import LossFunction
 from raylane.sft.model import fsdp, stage_tensors
 from raylane.sft.pipeline import PipelinedModel
@@ -22,12 +23,12 @@ class EdgeStep:
     """A step under way on one worker. Rows of micro-batches may differ in length: nothing here has a fixed shape."""
 
     def __init__(
-        self, model: PipelinedModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device
+        self, model: PipelinedModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
     ) -> None:
         """Count the tokens of the global batch. Collective."""
         self.counts = step.count(batch, device, model.mesh.dims)
         self._model, self._device = model, device
-        self._parts = list(batch.micro_batches(rows))
+        self._parts = divide(batch, how)
         self._scale = model.mesh.fsdp.size() / max(1, self.counts.supervised)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

@@ -27,6 +27,7 @@ from raylane.sft.checkpoint import Saved
 from raylane.sft.config import RunConfig, build_config
 from raylane.sft.data import read_prepared
 from raylane.sft.dcp import CodeFreeReader, FitPlanner
+from raylane.sft.defaults import with_own_defaults
 from raylane.sft.hf_folder import plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.lora import LoraLinear, adapt, adapted, base_parameters
 from raylane.sft.model_config import model_config
@@ -50,6 +51,7 @@ class _Source:
     """Folder whose generation settings are kept, None for none."""
 
 
+@with_own_defaults
 def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torch.dtype = torch.float32) -> Path:
     """Write the model of the checkpoint folder `path` (step_N) to the new folder `out`; return `out`.
 

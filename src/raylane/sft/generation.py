@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raylane.sft.dynamic import FixedRows
 from raylane.sft.loss import IGNORED
 from raylane.sft.model import RunModel
 from raylane.sft.step import forward_only
@@ -68,7 +69,7 @@ def generate(
         positions = torch.arange(length).expand(rows, length).contiguous()
         batch = BatchDict(input_ids=ids, labels=labels, position_ids=positions, row_number=torch.arange(rows))
         chooser = _NextTokens(rows, device)
-        forward_only(model, batch, rows, chooser, device)
+        forward_only(model, batch, FixedRows(rows), chooser, device)
         # Each token is known to the workers that computed its logits; all need it for the next pass.
         dist.all_reduce(chooser.chosen, dist.ReduceOp.MAX)
         for row, token in enumerate(chooser.chosen.tolist()):

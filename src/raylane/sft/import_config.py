@@ -77,9 +77,10 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     to_do = [problem.text for problem in made.problems if problem.must_set]
     refused = [problem for problem in made.problems if not problem.must_set]
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
-    for key, message in overrides.unknown(plain, RunConfig).items():
+    unknown = overrides.unknown(plain, RunConfig)
+    for key in unknown:
         _delete(plain, key)
-        refused.append(nemo_rl.Problem(message, key))
+    refused += _unknown_problems(unknown)
     data = plain.get("data")
     # A required key stays in the file even without a value, so that the user sees where to write it.
     plain["data"] = data = dict(data) if isinstance(data, Mapping) else {}
@@ -101,6 +102,29 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     changed = differences(plain)
     changed.setdefault("data", {})["train"] = data["train"]
     return ImportedConfig(_sorted(changed), tuple(dict.fromkeys(to_do)), tuple(refused), made.notes)
+
+
+def _unknown_problems(unknown: Mapping[str, str]) -> list[nemo_rl.Problem]:
+    """Return the problems of unknown keys: one for each misspelt key, and one for the other keys of a section.
+
+    A recipe of another day has many keys that the table does not have yet, and no key of raylane is meant by them.
+    """
+    problems = [nemo_rl.Problem(message, key) for key, message in unknown.items() if "did you mean" in message]
+    sections: dict[str, list[str]] = {}
+    for key, message in unknown.items():
+        if "did you mean" not in message:
+            section, _, name = key.rpartition(".")
+            sections.setdefault(section or "the top level", []).append(name)
+    problems += [
+        nemo_rl.Problem(
+            f"{section}: unknown key{'s' if len(names) > 1 else ''} {', '.join(names)}. The file may be of another "
+            "version of NeMo-RL than those of March 2025 to August 2026 that raylane knows; check whether the training "
+            "depends on them",
+            ", ".join(names if section == "the top level" else [f"{section}.{name}" for name in names]),
+        )
+        for section, names in sections.items()
+    ]
+    return problems
 
 
 def _delete(document: dict[str, Any], key: str) -> None:
@@ -131,8 +155,8 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
     template = tokenizer.get("chat_template")
     if isinstance(template, str) and "{%" in template and "generation" not in template:
         found.append(
-            "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}: put these marks around "
-            "the assistant's text and its end token, or set it to chatml or llama3"
+            "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}, which NeMo-RL does not "
+            "need: put these marks around the assistant's text and its end token, or set it to chatml or llama3"
         )
     return found
 

@@ -17,7 +17,7 @@ from raylane.sft import attention
 if TYPE_CHECKING:
     from raylane.sft.schema_policy import Checkpointing
 
-__all__ = ["apply_checkpointing", "compile_layers"]
+__all__ = ["apply_checkpointing", "compile_layers", "decoder_layers"]
 
 # Results that "selective" keeps: they cost the most to compute again, and memory proportional to the row length only.
 # Batched products (bmm) are not kept, because eager attention makes its T x T scores with them.
@@ -29,6 +29,17 @@ _KEPT = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
+
+
+def decoder_layers(causal_lm: Any) -> Any:
+    """Return the decoder layers of a model; ConfigError for a class that has them elsewhere (Llama 4, GPT-2)."""
+    layers = getattr(causal_lm.get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} keeps its decoder layers where raylane does not look, so they can be "
+            "neither sharded nor compiled. Use an architecture that can be trained: llama, qwen2, qwen3, gemma, mistral"
+        )
+    return layers
 
 
 def apply_checkpointing(causal_lm: Any, choice: Checkpointing | Literal[False]) -> None:
@@ -46,7 +57,7 @@ def apply_checkpointing(causal_lm: Any, choice: Checkpointing | Literal[False]) 
     enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
     enable(kwargs)
     if choice == "every_other_layer":
-        for number, layer in enumerate(causal_lm.get_decoder().layers):
+        for number, layer in enumerate(decoder_layers(causal_lm)):
             layer.gradient_checkpointing = number % 2 == 0
 
 
@@ -66,7 +77,7 @@ def compile_layers(causal_lm: Any, device: torch.device) -> None:
         )
     # The plan of a micro-batch consists of numbers, for each of which the compiler would make new code.
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
-    for layer in causal_lm.get_decoder().layers:
+    for layer in decoder_layers(causal_lm):
         # The bound method alone: FSDP2's hooks, which run around it, cannot be compiled, and names stay the same.
         layer.forward = torch.compile(layer.forward)
 

@@ -45,6 +45,7 @@ class MegatronModel(SupervisedModel):
     def __init__(self, causal_lm: Any, mesh: WorkerMesh, policy: PolicyConfig, device: torch.device) -> None:
         """Take a model with its weights. Collective: makes Megatron's process groups."""
         super().__init__(causal_lm, mesh)
+        self.has_reference = False
         check_installed(policy)
         if problems := list(check_shape(causal_lm.config.to_dict())):
             raise ConfigError("; ".join(problems), problems=problems)
@@ -102,13 +103,28 @@ class MegatronModel(SupervisedModel):
 class _Attention(nn.Module):
     """Attention in the form that Megatron's SelfAttention calls; it has the heads of this worker."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, softmax_scale: float | None = None, **_: Any) -> None:
+        """Take what Megatron's layers pass; the rest repeats the settings of `_gpt_model`, which has no others."""
         super().__init__()
+        self._scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, rows: attention.PackedRows, **_: Any) -> Tensor:
-        """Return the attention output [T, B, heads * D] of queries, keys and values [T, B, heads, D]."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rows: attention.PackedRows,
+        attn_mask_type: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """Return the attention output [T, B, heads * D] of queries, keys and values [T, B, heads, D].
+
+        ConfigError for any other argument that is not None (a bias, for example).
+        """
+        if attn_mask_type is not None and attn_mask_type.name != "causal":
+            others["attn_mask_type"] = attn_mask_type
         query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-        out = attention.attend(self, query, key, value, None, packed_rows=rows)[0]
+        out = attention.attend(self, query, key, value, None, self._scale, packed_rows=rows, **others)[0]
         return out.transpose(0, 1).flatten(2)
 
 

@@ -3,8 +3,8 @@
 One line is one JSON object with a list of OpenAI-style messages and optional `tools`: roles system, user, assistant and
 tool; several turns; `content` as text or a list of text parts; `tool_calls` whose arguments may be a JSON string;
 `weight: 0` on an assistant message that is context only. A line may also hold one question and one answer as two texts
-(`data.input_key`, `data.output_key`). Anything unusable raises DataError with file and line; nothing
-is skipped silently. Knows nothing of tokens. Called by `data.py`.
+(`data.input_key`, `data.output_key`). Anything unusable raises DataError with file and line, also a further text in a
+line that no message has; nothing is skipped silently. Knows nothing of tokens. Called by `data.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,28 @@ __all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversati
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 100
+# First bytes of formats that are not text, with what makes JSON Lines of them.
+_FORMATS = {
+    b"PAR1": ("a Parquet file", "pandas.read_parquet(...).to_json(..., orient='records', lines=True)"),
+    b"ARROW1": ("an Arrow file", "datasets.Dataset.from_file(...).to_json(...)"),
+    b"\xff\xff\xff\xff": ("an Arrow stream", "datasets.Dataset.from_file(...).to_json(...)"),
+    b"\x1f\x8b": ("compressed by gzip", "gunzip"),
+    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "unzstd"),
+    b"BZh": ("compressed by bzip2", "bunzip2"),
+    b"\xfd7zXZ": ("compressed by xz", "unxz"),
+    b"PK\x03\x04": ("a zip archive", "unzip"),
+}
+_CONTENT = {
+    *("system", "system_prompt", "instruction", "instructions", "prompt", "question", "query", "input", "inputs"),
+    *("context", "contexts", "passage", "document", "documents", "knowledge", "history"),
+}
+"""Keys of a line that hold a part of the conversation in published data sets."""
+_DESCRIPTIVE = {
+    *("id", "uid", "uuid", "source", "dataset", "dataset_name", "subset", "split", "category", "categories", "type"),
+    *("task", "task_name", "topic", "domain", "title", "language", "lang", "license", "model", "generator", "author"),
+    *("url", "date", "timestamp", "tags", "difficulty", "score", "comment", "note"),
+}
+"""Keys of a line whose text describes the conversation and is no part of it."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -51,7 +73,10 @@ def is_held_out(digest: bytes, fraction: float) -> bool:
 
 
 def read_conversations(
-    paths: Iterable[str | Path], messages_key: str = "messages", pair_keys: tuple[str, str] | None = None
+    paths: Iterable[str | Path],
+    messages_key: str = "messages",
+    pair_keys: tuple[str, str] | None = None,
+    ignore_keys: Collection[str] = (),
 ) -> Iterator[Conversation]:
     """Yield the conversations of JSONL files, one file after the other; blank lines are skipped."""
     for path in paths:
@@ -59,7 +84,7 @@ def read_conversations(
         for number, line in _lines(storage.at(path)):
             if line.strip():
                 empty = False
-                yield parse_conversation(line, f"{path}:{number}", messages_key, pair_keys)
+                yield parse_conversation(line, f"{path}:{number}", messages_key, pair_keys, ignore_keys)
         if empty:
             raise DataError(
                 f"data file {path} holds no conversation. Give a JSONL file with one per line", path=str(path)
@@ -69,6 +94,7 @@ def read_conversations(
 def _lines(path: Place) -> Iterator[tuple[int, str]]:
     number = 0
     try:
+        _refuse_format(path)
         with path.open("r", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 yield number, line
@@ -78,24 +104,47 @@ def _lines(path: Place) -> Iterator[tuple[int, str]]:
         raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
 
 
+def _refuse_format(path: Place) -> None:
+    """Raise DataError for a file that is not text, with the name of its format."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    for start, (kind, remedy) in _FORMATS.items():
+        if head.startswith(start):
+            raise DataError(
+                f"{path} is {kind}, and raylane reads JSON Lines in plain text. Convert it first ({remedy})",
+                path=str(path),
+            )
+
+
 def parse_conversation(
-    line: str, where: str, messages_key: str = "messages", pair_keys: tuple[str, str] | None = None
+    line: str,
+    where: str,
+    messages_key: str = "messages",
+    pair_keys: tuple[str, str] | None = None,
+    ignore_keys: Collection[str] = (),
 ) -> Conversation:
     """Return one line of JSON as a Conversation; DataError with `where` if it is not one.
 
-    `pair_keys` are the keys of a question and its answer in lines without `messages_key`.
+    `pair_keys` are the keys of a question and its answer in lines without `messages_key`. Other keys of the line that
+    hold a part of the conversation are an error, except `ignore_keys`.
     """
     try:
         record = json.loads(line, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of more than 4,300 digits
-        raise DataError(f"{where}: not JSON ({error}); every line must be one JSON object") from error
+        raise DataError(
+            f"{where}: not JSON ({error}); every line must be one JSON object{_other_layout(line)}"
+        ) from error
     _refuse_deep(record, where)
     if _SURROGATE.search(line):  # a cheap test first: encoding every record again would be slow
         _refuse_lone_surrogates(record, where)
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}")
+        raise DataError(
+            f"{where}: a line must be an object with {messages_key!r}, got a {type(record).__name__}"
+            f"{_other_layout(line)}"
+        )
     # A line with messages is complete, even if it has the other two keys as well; NeMo-RL decides in the same way.
-    if pair_keys is not None and messages_key not in record:
+    is_pair = pair_keys is not None and messages_key not in record
+    if pair_keys is not None and is_pair:
         record[messages_key] = _pair(record, pair_keys, where)
     if messages_key not in record:
         close = difflib.get_close_matches(messages_key, record, n=1)
@@ -114,7 +163,11 @@ def parse_conversation(
     )
     tools = record.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects)")
+        hint = "; it is a text here: write the list that the text holds" if isinstance(tools, str) else ""
+        raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects){hint}")
+    used = {messages_key, "tools", "functions", *(pair_keys or ())}
+    rest = {key: value for key, value in record.items() if key not in used and key not in ignore_keys}
+    _refuse_unused(rest, [message["content"] for message in parsed], is_pair, where)
     return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
 
 
@@ -128,6 +181,36 @@ def _pair(record: dict[str, Any], keys: tuple[str, str], where: str) -> list[dic
                 f"the line or {option}"
             )
     return [{"role": "user", "content": record[keys[0]]}, {"role": "assistant", "content": record[keys[1]]}]
+
+
+def _other_layout(line: str) -> str:
+    """Return a hint about a line that begins a file of another layout, or an empty text."""
+    if line.lstrip().startswith("["):
+        return ". The file seems to be one JSON array; write each of its objects on a line (jq -c '.[]')"
+    return ""
+
+
+def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[str], is_pair: bool, where: str) -> None:
+    """Raise DataError for a key of a line whose text belongs to the conversation and is in none of its messages.
+
+    Of lines with a question and an answer every text of several words counts, unless the key is a usual one of
+    descriptions: such lines have no other place for content.
+    """
+    for key, value in rest.items():
+        name = key.lower()
+        if isinstance(value, str):
+            # Alpaca's `text` repeats the others; `prompt` beside messages repeats the first one.
+            repeats = any(value.strip() in text for text in texts) or all(text in value for text in texts)
+            content = bool(value.strip()) and not repeats
+            content = content and (name in _CONTENT or (is_pair and name not in _DESCRIPTIVE and " " in value.strip()))
+        else:
+            content = name in _CONTENT and isinstance(value, list | dict) and bool(value)
+        if content:
+            raise DataError(
+                f"{where}: the text of {key!r} is in no message and would be lost: {str(value)[:60]!r}. Put it into "
+                f"the messages (join it to the question), or leave it out with data.ignore_keys=[{key}]",
+                key=key,
+            )
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -166,6 +249,11 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: must be an object with role and content, got a {type(message).__name__}")
     role = ROLES.get(str(message.get("role")))
     if role is None:
+        if "from" in message and "value" in message:
+            raise DataError(
+                f"{where}: 'from' and 'value' are the keys of ShareGPT; write role (system, user, assistant) and "
+                "content"
+            )
         close = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the role must be one of {', '.join(ROLES)}"
         raise DataError(f"{where}: unknown role {message.get('role')!r}; {hint}")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from raylane.errors import ConfigError
 from raylane.sft import attention, tensor_parallel
 from raylane.sft.gradients import GradientSum
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -69,6 +70,10 @@ class SupervisedModel(RunModel):
         self.keeps_gathered = False
         """True if FSDP2 keeps the weights gathered until the last backward pass of a step."""
         self.has_head = causal_lm.get_output_embeddings() is not None
+        self.has_reference = True
+        """True if `causal_lm` can compute the hidden states by itself, with transformers' own attention and masks."""
+        self.is_reference = False
+        """True while `selfcheck` computes whole rows with transformers' own attention."""
         self._plans_attention = causal_lm.config._attn_implementation == attention.NAME
 
     def forward(
@@ -90,7 +95,7 @@ class SupervisedModel(RunModel):
         transformers (masking_utils.find_packed_sequence_indices, 5.23), while any mask would connect them.
         """
         on_host = batch if host is None else host.batch
-        whole_rows = hidden_only or self.mesh.cp_group is None
+        whole_rows = hidden_only or self.is_reference or self.mesh.cp_group is None
         chunks = [(0, batch["input_ids"].shape[1])] if whole_rows else self.mesh.chunks(batch["input_ids"].shape[1])
         inputs = self._inputs(batch, on_host, chunks, whole_rows, incoming)
         if hidden_only or not self.has_head:
@@ -112,7 +117,7 @@ class SupervisedModel(RunModel):
         # With a key-value cache transformers does not look for restarting positions: documents would be connected.
         inputs: dict[str, Any] = {"use_cache": False}
         inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
-        if self._plans_attention:
+        if self._plans_attention and not self.is_reference:
             group = None if whole_rows else self.mesh.cp_group
             inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], chunks, group)
         if incoming is None:
@@ -123,7 +128,14 @@ class SupervisedModel(RunModel):
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, or of the last layer of a stage that has no head."""
-        hidden: Tensor = self.causal_lm.base_model(**inputs).last_hidden_state
+        output = self.causal_lm.base_model(**inputs)
+        if not hasattr(output, "last_hidden_state"):
+            # Llama 4's text model has no `base_model` of its own.
+            raise ConfigError(
+                f"{type(self.causal_lm).__name__} cannot be trained: its base model returns no hidden states "
+                f"({type(output).__name__}). Use llama, qwen2, qwen3, gemma or mistral"
+            )
+        hidden: Tensor = output.last_hidden_state
         return hidden
 
     def _logits(self, inputs: dict[str, Any]) -> Tensor:

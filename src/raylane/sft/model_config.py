@@ -76,7 +76,46 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             "own tokenizer, or remove vocab_size from policy.hf_config_overrides"
         )
     _check_dropout(policy, config)
+    _check_rope(policy, config)
     return config
+
+
+def _check_rope(policy: PolicyConfig, config: Any) -> None:
+    """Raise ConfigError if rotary frequencies depend on what else is in a micro-batch, or was in earlier ones.
+
+    transformers (5.23, modeling_rope_utils.dynamic_rope_update) chooses the frequencies of a whole micro-batch by its
+    largest position: `longrope` (Phi-3) takes others beyond the length of pre-training, `dynamic` keeps those of the
+    longest row so far.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # One entry for all layers, or one for each type of layer (Gemma 3).
+    entries = [entry for entry in (parameters, *parameters.values()) if isinstance(entry, dict)]
+    rows = policy.max_total_sequence_length
+    for entry in entries:
+        kind = entry.get("rope_type")
+        if kind not in ("longrope", "dynamic"):
+            continue
+        limit = entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rows <= limit:
+            continue
+        alone = (
+            policy.train_micro_batch_size == 1
+            and not policy.sequence_packing.enabled
+            and not policy.dynamic_batching.enabled
+            and policy.dtensor_cfg.context_parallel_size == policy.dtensor_cfg.pipeline_parallel_size == 1
+        )
+        if kind == "longrope" and alone:
+            continue
+        instead = (
+            ", or policy.sequence_packing.enabled=false with policy.train_micro_batch_size=1, without context "
+            "or pipeline parallelism"
+        )
+        raise ConfigError(
+            f"the model's rope_type={kind} uses other frequencies for rows of more than {limit} tokens, and documents "
+            f"in the same micro-batch would change each other: policy.max_total_sequence_length={rows}. Set it to at "
+            f"most {limit}{instead if kind == 'longrope' else ''}",
+            key="policy.max_total_sequence_length",
+        )
 
 
 def _check_dropout(policy: PolicyConfig, config: Any) -> None:

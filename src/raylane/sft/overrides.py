@@ -73,7 +73,12 @@ def _unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[B
     if close:
         return f"unknown key {path!r}; did you mean {'.'.join([*parent, close[0]])!r}?"
     elsewhere = [known for known in _paths(root) if known.rpartition(".")[2] == name]
-    elsewhere += difflib.get_close_matches(path, list(_paths(root)), n=2, cutoff=0.7)
+    # A similar path is a suggestion only if its last part is similar: most of a path are its sections.
+    elsewhere += [
+        known
+        for known in difflib.get_close_matches(path, list(_paths(root)), n=2, cutoff=0.7)
+        if difflib.SequenceMatcher(None, known.rpartition(".")[2], name).ratio() > 0.5
+    ]
     if elsewhere:
         return f"unknown key {path!r}; did you mean {' or '.join(repr(one) for one in dict.fromkeys(elsewhere))}?"
     return f"unknown key {path!r}; {'.'.join(parent) or 'the top level'} has {', '.join(model.model_fields)}"

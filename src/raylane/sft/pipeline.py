@@ -93,6 +93,11 @@ class PipelinedModel(RunModel):
         """Return the loss for the backward pass. Called by torch on the last stage, also to find shapes."""
         return output.sum() * self._scale
 
+    def swap_plans(self, plans: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+        """Use other schedules from now on, for stages that compute with other shapes; return those used before."""
+        before, self._plans = self._plans, plans
+        return before
+
     def _plan(self, batch: BatchDict, rows: int, backward: bool) -> Any:
         """Return torch's schedule for batches of this shape."""
         # The caller has padded or checked the batch.

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from raylane.errors import ConfigError
@@ -71,8 +72,14 @@ def _fetched(key: str, text: str, config: RunConfig) -> str:
             # Filled under another name: an interrupted download is never taken for a model.
             draft = folder.with_name(f"{folder.name}.draft-{os.getpid()}")
             shutil.rmtree(draft, ignore_errors=True)
-            storage.download(place, draft)
-            draft.rename(folder)
+            try:
+                storage.download(place, draft)
+                with suppress(OSError):  # another run was first; its copy is the same
+                    draft.rename(folder)
+                if not folder.is_dir():
+                    raise OSError(f"{draft} could not be renamed to {folder}")
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{key}={text} cannot be copied to data.cache_dir={config.data.cache_dir}: {error}. Check the URL, the "

@@ -416,8 +416,30 @@ class Policy:
             ) from error
 
     def save_hf(self, folder: str | Place) -> None:
-        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints."""
-        self._call_one("save_hf", str(storage.at(folder).resolve()))
+        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints.
+
+        A local folder is written beside its place, as FOLDER.partial, and then renamed: it is complete or absent.
+        Raises ConfigError if there are files in it already, CheckpointError if it cannot be written.
+        """
+        target = storage.at(folder).resolve()
+        if not isinstance(target, Path):
+            self._call_one("save_hf", str(target))
+            return
+        if target.exists() and any(target.iterdir()):
+            # Weights of two models would lie side by side.
+            raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
+        draft = target.with_name(f"{target.name}.partial")
+        checkpoint.discard(draft)  # of an interrupted export
+        try:
+            self._call_one("save_hf", str(draft))
+            draft.rename(target)
+        except (OSError, RaylaneError) as error:
+            checkpoint.discard(draft)
+            if isinstance(error, RaylaneError):
+                raise
+            raise CheckpointError(
+                f"{target} could not be written: {error}. Check its free space and permissions", path=str(target)
+            ) from error
 
     def load(self, path: str | Place) -> int:
         """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
@@ -427,7 +449,10 @@ class Policy:
         """
         saved = checkpoint.read(storage.at(path))
         checkpoint.refuse_other_owner(saved.path, self._config.checkpointing)
-        for difference in checkpoint.differences(_with_defaults(saved.config), self._description()):
+        before, now = _with_defaults(saved.config), self._description()
+        if (change := checkpoint.layout_change(before, now)) is not None:
+            _log.warning("%s", change)
+        for difference in checkpoint.differences(before, now):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
         self._next = int(self._call_one("load_state", str((saved.path / "state").resolve())))
         return self._next

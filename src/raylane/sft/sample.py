@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from raylane.sft.cache import TokenCache
+from raylane.sft.defaults import with_own_defaults
 
 __all__ = ["Sample", "answer", "first_prompt"]
 
@@ -36,6 +37,7 @@ def first_prompt(cache: TokenCache) -> np.ndarray:
     return tokens[: max(1, start)]
 
 
+@with_own_defaults
 def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_tokens: int = 64) -> Sample:
     """Return the answer of the model in a Hugging Face folder to these tokens, by greedy decoding."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -96,6 +96,17 @@ class SftConfig(Section):
         description="Maximum number of tokens in each of these answers. Each token takes one forward pass. Not in "
         "NeMo-RL.",
     )
+    skip_nan_grad: bool = Field(
+        default=False,
+        description="Leave out steps whose loss or gradient norm is NaN or infinite: weights, optimizer state and "
+        "learning rate go on as if the step had no gradients. false ends the run at such a step. NeMo has the same "
+        "key, NeMo-RL has none.",
+    )
+    max_skipped_steps: PositiveInt = Field(
+        default=10,
+        description="Number of successive steps that skip_nan_grad may leave out; one more ends the run. Not in "
+        "NeMo-RL.",
+    )
     log_interval: PositiveInt = Field(default=10, description="Number of steps between two progress lines.")
     step_timeout_s: PositiveFloat | None = Field(
         default=None,
@@ -171,6 +182,11 @@ class DataConfig(Section):
     )
     output_key: str | None = Field(
         default=None, description="Key of the assistant's text in lines without messages_key. Needs input_key."
+    )
+    ignore_keys: tuple[str, ...] = Field(
+        default=(),
+        description="Keys of lines whose text may be left out. Without them a line is refused if it holds a text that "
+        "no message has, e.g. the input of Alpaca's instruction, input and output. Not in NeMo-RL.",
     )
 
     @model_validator(mode="after")

@@ -206,7 +206,8 @@ class PackingConfig(Section):
 
     enabled: bool = Field(
         default=True,
-        description="Pack several documents into one row. false puts one document into each row, padded to T tokens.",
+        description="Pack several documents into one row. false puts one document into each row, padded to the longest "
+        "row of its micro-batch.",
     )
     algorithm: Literal["first_fit_decreasing", "best_fit_decreasing", "concatenate"] = Field(
         default="first_fit_decreasing",

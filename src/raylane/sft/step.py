@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raylane.sft.dynamic import TokenBudget, divide
+from raylane.sft.dynamic import Division, FixedRows, cut_together, divide
 from raylane.sft.loss import IGNORED, LossFunction
 from raylane.sft.model import OnHost, RunModel, SupervisedModel, fsdp
 from raylane.sft.on_device import on_device
@@ -57,7 +57,7 @@ def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> Counts:
 def backward(
     model: RunModel,
     batch: BatchDict,
-    rows: int | TokenBudget,
+    how: Division,
     loss_fn: LossFunction,
     counts: Counts,
     device: torch.device,
@@ -65,18 +65,19 @@ def backward(
 ) -> float:
     """Leave the gradients of the global mean loss in `.grad`; return that loss, the same on all workers.
 
-    `rows` is the number of rows in a micro-batch, or the limit of its tokens. With `reduce_each` gradients are reduced
+    `how` is the number of rows in a micro-batch, or the limit of its tokens. With `reduce_each` gradients are reduced
     after every micro-batch, so each worker keeps only its shard of them. Otherwise they are reduced once, after the
     last one, and each worker keeps whole float32 gradients until then.
     """
     mesh = model.mesh
     if isinstance(model, PipelinedModel):
-        assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
-        total = model.run(batch, rows, loss_fn, mesh.fsdp.size() / max(1, counts.supervised))
+        assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
+        scale = mesh.fsdp.size() / max(1, counts.supervised)
+        total = model.run(cut_together(batch, how), how.rows, loss_fn, scale)
         model.sum_tied_gradients()
     else:
         assert isinstance(model, SupervisedModel)
-        total = _backward_each(model, batch, rows, loss_fn, counts, device, reduce_each)
+        total = _backward_each(model, batch, how, loss_fn, counts, device, reduce_each)
         if model.gradient_sum is not None:
             model.gradient_sum(model.parameters())
     return mean_loss(total, counts, mesh.dims)
@@ -85,7 +86,7 @@ def backward(
 def _backward_each(
     model: SupervisedModel,
     batch: BatchDict,
-    rows: int | TokenBudget,
+    how: Division,
     loss_fn: LossFunction,
     counts: Counts,
     device: torch.device,
@@ -97,7 +98,7 @@ def _backward_each(
     scale = (1 if shards is None else model.mesh.fsdp.size()) / max(1, counts.supervised)
     # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
     total = torch.zeros((), dtype=torch.float64, device=device)
-    parts = divide(batch, rows)
+    parts = divide(batch, how)
     # Nothing in this loop waits for a GPU: the CPU runs ahead, and the loss stays on the device until the step's end.
     for i, (part, host) in enumerate(on_device(parts, device)):
         if shards is not None:
@@ -117,13 +118,15 @@ def mean_loss(total: Tensor, counts: Counts, dims: ParallelDims) -> float:
     return float(total) / dims.tp / max(1, counts.supervised)
 
 
-def forward_only(model: RunModel, batch: BatchDict, rows: int, loss_fn: LossFunction, device: torch.device) -> Tensor:
+def forward_only(
+    model: RunModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
+) -> Tensor:
     """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     with torch.no_grad(), evaluating(model):
         if isinstance(model, PipelinedModel):
-            return model.run(batch, rows, loss_fn, None)
-        for part, host in on_device(batch.micro_batches(rows), device):
+            return model.run(cut_together(batch, how), how.rows, loss_fn, None)
+        for part, host in on_device(divide(batch, how), device):
             total += model(part, loss_fn, host=OnHost(host))
     return total
 
@@ -165,19 +168,17 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     return float(norm)
 
 
-def update(model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None) -> float:
-    """Change the weights by the gradients of the global mean loss; return the norm of the gradients. Collective.
+def update(
+    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None
+) -> tuple[float, bool]:
+    """Change the weights by the gradients of the global mean loss. Collective.
 
-    FloatingPointError if loss or norm is not finite; no weight has changed then.
+    Returns the norm of the gradients, and True if loss and norm are finite; otherwise no weight has changed.
     """
     norm = clip(model, max_norm)
-    # All workers have the same loss and norm, so either all raise or none does.
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        optimizer.zero_grad(set_to_none=True)
-        raise FloatingPointError(
-            f"the step failed: loss {loss}, gradient norm {norm}. The weights are unchanged. Use a lower learning rate "
-            "(policy.optimizer.kwargs.lr) or a lower policy.max_grad_norm, or check the data of this step"
-        )
-    optimizer.step()
+    # All workers have the same loss and norm, which are sums over all of them, so all of them decide alike.
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return norm, finite

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft import checkpoint, order, ray_session, sample, storage
 from raylane.sft.cache import TokenCache
 from raylane.sft.checkpoint import Saved
@@ -35,7 +35,9 @@ from raylane.sft.policy import Policy
 from raylane.sft.prompts import Prompts
 from raylane.sft.rows import RowSource
 from raylane.sft.run_record import RunRecord
+from raylane.sft.skipping import SkippedSteps, with_rows
 from raylane.sft.storage import Place
+from raylane.sft.worker import SKIPPED
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
@@ -198,6 +200,7 @@ class Trainer:
         self._restarts = 0
         """Number of restarts of the workers since the last checkpoint was saved."""
         overlaps = config.policy.compiled_graph.overlap_communication
+        self._skipped = SkippedSteps(config.sft.max_skipped_steps)
         self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
 
     @property
@@ -347,11 +350,18 @@ class Trainer:
     def _read_oldest(self) -> None:
         """Wait for the oldest step in flight, record its metrics and show the progress."""
         number, future = self._in_flight.popleft()
-        metrics = self._policy.result(future)
         step = number + 1  # the log and the checkpoints count finished steps
+        try:
+            metrics = self._policy.result(future)
+        except StepNotFiniteError as error:
+            raise with_rows(error, self._config, self._rows) from error
         if self._policy.save_ended:
             self._finish_save()
-        self.losses["train:loss"] = metrics["loss"]
+        if SKIPPED in metrics:
+            self._log.note(step, self._skipped.add(step, metrics))
+        else:
+            self._skipped.end_streak()
+            self.losses["train:loss"] = metrics["loss"]
         # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
         self._log.log(step, metrics, "train")
         shown = {name: metrics[name] for name in _PROGRESS_METRICS}

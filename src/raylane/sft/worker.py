@@ -18,15 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raylane.errors import WorkerCallError
+from raylane.errors import StepNotFiniteError, WorkerCallError
 from raylane.sft import hf_export, order, selfcheck, state, step, storage
 from raylane.sft.ahead import ReadAhead
 from raylane.sft.background import BackgroundSave
 from raylane.sft.build import build_model
 from raylane.sft.config import RunConfig
 from raylane.sft.data import PreparedData
+from raylane.sft.defaults import with_own_defaults
 from raylane.sft.delivery import Copies
-from raylane.sft.dynamic import TokenBudget, division
+from raylane.sft.dynamic import Division, FixedRows, division
 from raylane.sft.edges import EdgeStep
 from raylane.sft.generation import generate
 from raylane.sft.loss import CrossEntropy, LossFunction
@@ -42,8 +43,10 @@ from raylane.sft.sharded import own_part, whole
 from raylane.sft.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
-__all__ = ["SAVE_ENDED", "SftWorker"]
+__all__ = ["SAVE_ENDED", "SKIPPED", "SftWorker"]
 
+SKIPPED = "skipped"
+"""Key in the metrics of a step that was left out because loss or gradients were not finite; its value is 1."""
 SAVE_ENDED = "save_ended"
 """Key in the metrics of a step after which `finish_save` need not wait."""
 
@@ -53,8 +56,9 @@ _log = logging.getLogger(__name__)
 class SftWorker:
     """Model, optimizer and data of one rank: construct, `setup`, run steps, and `teardown` before the process ends.
 
-    Step numbers count from 0. The randomness of a step (dropout, if the model has any) is seeded by run seed, step and
-    rank, so no random state needs to be saved and a resumed run continues exactly.
+    torch's defaults of the process (device, data type, `no_grad`) do not matter. Step numbers count from 0. The
+    randomness of a step (dropout, if the model has any) is seeded by run seed, step and rank, so no random state needs
+    to be saved and a resumed run continues exactly.
     """
 
     def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
@@ -84,6 +88,7 @@ class SftWorker:
         """Read data and model from these folders in the next `setup`."""
         self._copies = copies
 
+    @with_own_defaults
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
@@ -108,7 +113,7 @@ class SftWorker:
         if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
         self._read_ahead = ReadAhead(self._rows_to_move, total_steps)
-        selfcheck.check_model(self._model, self._train, self._device, policy.precision)
+        selfcheck.check_model(self._model, self._train, self._device, policy.precision, division(policy))
         parameters = list(self._model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
         own = [p for p in parameters if p is not self._model.tied_copy]
@@ -124,6 +129,7 @@ class SftWorker:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
+    @with_own_defaults
     def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
 
@@ -138,12 +144,15 @@ class SftWorker:
         batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, division(self._config.policy), started, with_passes)
 
+    @with_own_defaults
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
-        rows_at_once = division(self._config.policy)
-        return self._step(batch, 0, self._loss, rows_at_once, time.perf_counter(), with_passes, undone=True)
+        return self._step(
+            batch, 0, self._loss, division(self._config.policy), time.perf_counter(), with_passes, undone=True
+        )
 
+    @with_own_defaults
     def train_batch(
         self,
         data: BatchDict,
@@ -164,13 +173,15 @@ class SftWorker:
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
-        rows = micro_batch_size or division(self._config.policy)
+        how = division(self._config.policy, micro_batch_size)
+        if not isinstance(loss_fn, CrossEntropy) and isinstance(how, FixedRows):
+            how = FixedRows(how.rows)  # the tensors of another loss may depend on the length of rows
         if not eval_mode:
-            return self._step(data, number, loss_fn, rows, started, with_passes, undone=warm_up)
+            return self._step(data, number, loss_fn, how, started, with_passes, undone=warm_up)
         counts = step.count(data, self._device, self._mesh.dims)
-        total = step.forward_only(
-            self._model, data, micro_batch_size or self._config.policy.micro_batch_divisor, loss_fn, self._device
-        )
+        if not isinstance(how, FixedRows):
+            how = FixedRows(1)  # of a token budget
+        total = step.forward_only(self._model, data, how, loss_fn, self._device)
         mean = step.mean_loss(total, counts, self._mesh.dims)
         self._end_other_work()
         return {"loss": mean, "supervised_tokens": counts.supervised}
@@ -179,14 +190,17 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
+    @with_own_defaults
     def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
         """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
         return self._edges.forward(own_stage, micro_batch, incoming)
 
+    @with_own_defaults
     def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
         """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
         return self._edges.backward(own_stage, micro_batch, gradient)
 
+    @with_own_defaults
     def end_step(self) -> dict[str, float]:
         """End the step whose passes have run; return its metrics."""
         return self._end_step(self._edges.end(), self._edges.counts)
@@ -196,7 +210,7 @@ class SftWorker:
         batch: BatchDict,
         number: int,
         loss_fn: LossFunction,
-        rows: int | TokenBudget,
+        how: Division,
         started: float,
         with_passes: bool,
         undone: bool = False,
@@ -210,7 +224,7 @@ class SftWorker:
             )
         policy, model = self._config.policy, self._model
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
-        self._open = _OpenStep(started, time.perf_counter(), lr, undone)
+        self._open = _OpenStep(number, started, time.perf_counter(), lr, undone)
         if undone:
             self._open.kept.enter_context(state_kept(model, self._optimizer))
         seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
@@ -222,23 +236,34 @@ class SftWorker:
         set_learning_rate(self._optimizer, lr)
         if with_passes:
             assert isinstance(model, PipelinedModel), "only pipelines have passes"
-            assert isinstance(rows, int), "layout refuses a token budget in a pipeline"
-            self._edges = EdgeStep(model, batch, rows, loss_fn, self._device)
+            assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
+            self._edges = EdgeStep(model, batch, how, loss_fn, self._device)
             return {}
         counts = step.count(batch, self._device, self._mesh.dims)
         each = policy.dtensor_cfg.reduce_every_micro_batch
-        return self._end_step(step.backward(model, batch, rows, loss_fn, counts, self._device, each), counts)
+        return self._end_step(step.backward(model, batch, how, loss_fn, counts, self._device, each), counts)
 
     def _end_step(self, loss: float, counts: step.Counts) -> dict[str, float]:
-        """Update the weights, undo the step if it is a warm-up, and return its metrics."""
+        """Update the weights, undo the step if it is a warm-up, and return its metrics.
+
+        StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
+        """
         assert self._open is not None, "train_step comes first"
         opened = self._open
         with opened.kept:
-            try:
-                norm = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
-            finally:  # also after FloatingPointError, which leaves no gradients
-                self._open = None
-            return self._metrics(opened, loss, norm, counts)
+            norm, finite = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
+            self._open = None  # no gradients remain, whether finite or not
+            if not finite and not self._config.sft.skip_nan_grad:
+                raise StepNotFiniteError(
+                    f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
+                    "Lower policy.optimizer.kwargs.lr, check the data of this step, or set sft.skip_nan_grad=true to "
+                    "leave out such steps",
+                    step=opened.number + 1,
+                    loss=loss,
+                    grad_norm=norm,
+                )
+            skipped = {} if finite else {SKIPPED: 1.0}
+            return {**self._metrics(opened, loss, norm, counts), **skipped}
 
     def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.Counts) -> dict[str, float]:
         """Return the metrics of a step that has ended."""
@@ -265,6 +290,7 @@ class SftWorker:
             self._end_other_work()
         return metrics
 
+    @with_own_defaults
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
@@ -272,14 +298,17 @@ class SftWorker:
         sft = self._config.sft
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         supervised, dims = 0, self._mesh.dims
+        how = division(self._config.policy, sft.val_micro_batch_size)
+        assert isinstance(how, FixedRows)
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
             batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
             supervised += step.count(batch, self._device, dims).supervised
-            total += step.forward_only(self._model, batch, sft.val_micro_batch_size, self._loss, self._device)
+            total += step.forward_only(self._model, batch, how, self._loss, self._device)
         loss = step.mean_loss(total, step.Counts(supervised, 0), dims)
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
+    @with_own_defaults
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
         ends, new_tokens = self._prepared.end_ids, self._config.sft.sample_tokens
@@ -287,6 +316,7 @@ class SftWorker:
         self._end_other_work()
         return answers
 
+    @with_own_defaults
     def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
@@ -294,8 +324,8 @@ class SftWorker:
         """
         counts = step.count(data, self._device, self._mesh.dims)
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
-        rows = micro_batch_size or division(self._config.policy)
-        loss = step.backward(self._model, data, rows, self._loss, counts, self._device, reduce_each)
+        how = division(self._config.policy, micro_batch_size)
+        loss = step.backward(self._model, data, how, self._loss, counts, self._device, reduce_each)
         found = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
@@ -308,6 +338,7 @@ class SftWorker:
         self._end_other_work()
         return loss, found
 
+    @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self._config.policy
@@ -323,12 +354,14 @@ class SftWorker:
 
     # State ----------------------------------------------------------------------------------------------------------
 
+    @with_own_defaults
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
         state.save_state(storage.at(folder), self._model, optimizer, next_step)
         self._end_other_work()
 
+    @with_own_defaults
     def begin_save(self, folder: str, next_step: int) -> None:
         """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
         if self._background is None:
@@ -343,6 +376,7 @@ class SftWorker:
         self._background.finish()
         self._idle_since = None
 
+    @with_own_defaults
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
         path = storage.at(folder)
@@ -354,6 +388,7 @@ class SftWorker:
         self._end_other_work()
         return next_step
 
+    @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
         policy = self._config.policy
@@ -395,6 +430,8 @@ class SftWorker:
 class _OpenStep:
     """A step from its beginning to its end."""
 
+    number: int
+    """Number of the step, counted from 0."""
     started: float
     """Time at which the call came, before the rows were read (`time.perf_counter` seconds)."""
     ready: float

@@ -1,0 +1,120 @@
+"""Which files of a Hugging Face folder are read: the index decides, and nothing is chosen by the order of a listing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from raylane.errors import CheckpointError
+from raylane.sft.build import read_weights
+from raylane.sft.hf_reader import INDEX, IndexedReader
+from sft import tiny_run
+
+ONE = {"a": torch.full((2, 2), 1.0)}
+TWO = {"b": torch.full((3,), 2.0)}
+
+
+def write(folder: Path, files: dict[str, dict[str, torch.Tensor]], index: dict[str, str] | None) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, tensors in files.items():
+        save_file(tensors, folder / name, {"format": "pt"})
+    if index is not None:
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+    return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    reader = IndexedReader(folder)
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    values = {name: torch.full(tuple(one.size), torch.nan) for name, one in stored.items()}
+    load(values, storage_reader=reader, no_dist=True)
+    return values
+
+
+STRAY = {"zz.safetensors": {"a": torch.zeros(2, 2), "b": torch.zeros(3), "c": torch.zeros(1)}}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("stray", ["zz.safetensors", "consolidated.safetensors", "model.safetensors"])
+def test_file_beside_an_index_is_not_read(tmp_path, caplog, stray):
+    files = {"model-1.safetensors": ONE, "model-2.safetensors": TWO, stray: STRAY["zz.safetensors"]}
+    found = read(write(tmp_path, files, {"a": "model-1.safetensors", "b": "model-2.safetensors"}))
+    assert {name: set(values.flatten().tolist()) for name, values in found.items()} == {"a": {1.0}, "b": {2.0}}
+    # transformers reads this one first, so both programs would not train the same model.
+    assert ("holds model.safetensors beside" in caplog.text) is (stray == "model.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weight_in_two_indexed_files_is_read_from_its_own(tmp_path):
+    files = {"model-1.safetensors": ONE, "model-2.safetensors": {**TWO, "a": torch.zeros(2, 2)}}
+    for file, expected in (("model-1.safetensors", 1.0), ("model-2.safetensors", 0.0)):
+        found = read(write(tmp_path, files, {"a": file, "b": "model-2.safetensors"}))
+        assert set(found["a"].flatten().tolist()) == {expected}
+
+
+def test_unreadable_stray_file_is_not_opened(tmp_path):
+    folder = write(tmp_path, {"model-1.safetensors": ONE}, {"a": "model-1.safetensors"})
+    (folder / "broken.safetensors").write_bytes(b"not safetensors")
+    assert set(IndexedReader(folder).read_metadata().state_dict_metadata) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("files", "index", "message"),
+    [
+        ({"x.safetensors": ONE, "y.safetensors": ONE}, None, r"holds a twice, in x\.safetensors and in y\.safetensors"),
+        ({"model-1.safetensors": ONE}, {"a": "model-1.safetensors", "b": "gone.safetensors"}, r"names the file gone\."),
+        ({"model-1.safetensors": ONE}, {"a": "model-1.safetensors", "b": "model-1.safetensors"}, r"does not hold b"),
+        ({"model-1.safetensors": ONE}, {"a": "../model-1.safetensors"}, r"names '\.\./model-1\.safetensors', which is"),
+        ({"model-1.safetensors": ONE}, {}, r"names no weights"),
+        ({}, None, r"holds no \.safetensors file"),
+    ],
+)
+def test_folder_without_a_clear_file_is_refused(tmp_path, files, index, message):
+    with pytest.raises(CheckpointError, match=message):
+        IndexedReader(write(tmp_path, files, index)).read_metadata()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_damaged_index_is_refused(tmp_path, text):
+    write(tmp_path, {"model-1.safetensors": ONE}, None)
+    (tmp_path / INDEX).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
+        IndexedReader(tmp_path)
+
+
+def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path):
+    """Zeros in a file that sorts last were trained without a word."""
+    config = tiny_run.config_of(folder)
+    prepared = tiny_run.prepared_in(folder)
+    worker.setup(config, prepared, 8)
+    worker.save_hf(str(tmp_path / "hf"))
+    weights = {name: one.detach().clone() for name, one in worker._model.causal_lm.named_parameters()}
+    save_file({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "hf/zz.safetensors")
+    for one in worker._model.causal_lm.parameters():
+        torch.nn.init.constant_(one, 5.0)
+    read_weights(worker._model.causal_lm, tmp_path / "hf")
+    assert all(torch.equal(one, weights[name]) for name, one in worker._model.causal_lm.named_parameters())
+
+
+def test_folder_with_one_weight_per_expert_names_the_cause(worker, folder, tmp_path):
+    """transformers 5 keeps the experts of a layer in one tensor."""
+    shape = {"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    config = tiny_run.config_of(folder, {"policy.hf_config_overrides": shape})
+    worker.setup(config, tiny_run.prepared_in(folder), 8)
+    causal_lm = worker._model.causal_lm
+    published = {
+        name: one.detach()
+        for name, one in causal_lm.named_parameters()
+        if ".experts." not in name and "gate" not in name
+    }
+    expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
+    write(tmp_path, {"model.safetensors": {**published, expert: torch.zeros(48, 32)}}, None)
+    with pytest.raises(CheckpointError, match=r"a weight for each expert, .* stacked in one, .* cannot load yet"):
+        read_weights(causal_lm, tmp_path)
