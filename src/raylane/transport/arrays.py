@@ -40,7 +40,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
         raise ValueError(f"empty: {kind} holds Python objects, which another process cannot see; use a plain dtype")
     # Nothing to hand over, and a region cannot be empty.
     if not count * kind.itemsize:
-        return torch.empty(lengths, dtype=kind) if tensor else np.empty(lengths, kind)
+        return torch.empty(lengths, dtype=kind, device="cpu") if tensor else np.empty(lengths, kind)
     # The array refers to this memory, which keeps the region and its descriptor alive.
     memory = handover.make(count * kind.itemsize)
     if tensor:

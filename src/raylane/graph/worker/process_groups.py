@@ -31,7 +31,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphError, GraphPlanError
 from raylane.graph.collectives import Collective
-from raylane.graph.values.shares import Spec, cut, part_shape, wide_dtype
+from raylane.graph.values.shares import Spec, cut, native_dtype, part_shape, plain, wide_dtype
 from raylane.transport.tls import cleartext_refusal
 
 __all__ = ["Group", "check_available"]
@@ -46,6 +46,8 @@ ASK_S = 0.002
 """Interval in seconds at which a member asks whether the others have come, when a group opens."""
 GRACE_S = 3.0
 """Seconds after an error in which the end of the graph, its likely cause, may become known."""
+_GLOO_WIDE = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that gloo does not reduce, with the dtype that is reduced instead: overflow drops the same high bits."""
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 
 
@@ -205,11 +207,13 @@ class Group:
         flat = _flat(given, size if collective.kind == "reducescatter" else 1)
         if collective.kind == "allgather":
             out = torch.empty(size * flat.numel(), dtype=dtype, device=flat.device)
-            group._allgather_base(out, flat).wait()
+            # As bytes: gloo knows fewer dtypes than torch.
+            group._allgather_base(out.view(torch.uint8), flat.view(torch.uint8)).wait()
             parts = [cut(one, shapes) for one in out.chunk(size)] if out.numel() else [cut(out, shapes)] * size
             return [torch.cat(found) for found in zip(*parts, strict=True)]
         # Sums of halves in single precision, as over the graph's own channels.
-        flat = flat.to(wide_dtype(torch, dtype, collective.op))
+        wide = wide_dtype(torch, dtype, collective.op)
+        flat = flat.to(_GLOO_WIDE.get(wide, wide) if self._transport == "gloo" else wide)
         options: Any = dist.AllreduceOptions() if collective.kind == "allreduce" else dist.ReduceScatterOptions()
         options.reduceOp = getattr(dist.ReduceOp, _OPS[collective.op])
         if collective.kind == "allreduce":
@@ -237,7 +241,10 @@ def _serve(open_group: Callable[[], Any], work: queue.SimpleQueue[Any]) -> None:
 
 
 def _as_torch(tensor: Any, transport: str) -> Any:
-    found = tensor.detach() if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor.copy())
+    if isinstance(tensor, torch.Tensor):
+        found = plain(tensor)
+    else:
+        found = torch.from_numpy(tensor.astype(native_dtype(tensor), order="C"))  # a copy: arrays may be read-only
     return found.cuda() if transport == "nccl" else found.cpu()
 
 
