@@ -288,6 +288,7 @@ class CompiledGraph:
         # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
         self._connections.close(timeout)
+        self._submitter.release_memory(timeout)
 
     def __enter__(self) -> CompiledGraph:
         return self

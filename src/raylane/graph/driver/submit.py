@@ -149,6 +149,15 @@ class Submitter:
         if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
             lock.release()
 
+    def release_memory(self, timeout_s: float) -> None:
+        """Free the memory of an ended graph. Waits a second, or `timeout_s`, for a thread that submits."""
+        lock = self.lock.lock
+        if lock.acquire(timeout=min(timeout_s, CHECK_S)):
+            try:
+                self._connections.release_memory()
+            finally:
+                lock.release()
+
     def _wait_for_capacity(self, timeout_s: float | None) -> None:
         executions = self.executions
 
