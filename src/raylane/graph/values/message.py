@@ -12,10 +12,8 @@ A value is encoded by the first of these that can do it:
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import pickletools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -28,6 +26,8 @@ from raylane import _ray
 from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
+from raylane.graph.values import references
+from raylane.graph.values.references import ReferenceInside, refused
 
 VALUE, TENSORS, ERROR, NOTHING, TICKET = 0, 1, 2, 3, 4
 KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET)
@@ -73,14 +73,6 @@ def _stop(_: Any) -> NoReturn:
     raise TensorInside
 
 
-def _refuse(_: Any) -> NoReturn:
-    """Refuse an ObjectRef. Ray counts refs in its own messages only, so the object could vanish before it is used."""
-    raise GraphValueError(
-        "an ObjectRef cannot travel in a graph, because Ray would not count it: pass the value, ray.get(ref), or the "
-        "result of another graph"
-    )
-
-
 class Encoder:
     """Encoder of values into messages. Used by one thread at a time.
 
@@ -120,6 +112,9 @@ class Encoder:
         except TensorInside:
             self.renew()  # the pickler stopped half way: its state is undefined
             return _with_tensors(value)
+        except ReferenceInside as found:
+            self.renew()
+            raise refused(value, found.reference) from None
         except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
             self.renew()
             if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
@@ -149,7 +144,7 @@ class Encoder:
 
 def _table() -> dict[type, Callable[[Any], Any]]:
     """Return the reducers for types that need special treatment. torch is used only if it is imported."""
-    table: dict[type, Any] = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
+    table: dict[type, Any] = references.dispatch_table()
     if "torch" in sys.modules:
         import torch
 
@@ -185,13 +180,14 @@ def _by_cloudpickle(value: Any) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        _ray.CloudPickler(file, protocol=5, buffer_callback=_limited(buffers)).dump(value)
+        references.pickler(file, buffer_callback=_limited(buffers)).dump(value)
         raw = [buffer.raw() for buffer in buffers]
     except ray.exceptions.RayError:
         raise
+    except ReferenceInside as found:
+        raise refused(value, found.reference) from None
     except Exception as error:
         raise _unpicklable(value, error) from error
-    _check_for_refs(file.getvalue())
     return Message(VALUE, file.getvalue(), raw, value)
 
 
@@ -203,15 +199,14 @@ def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tu
     from raylane.transport import codec
 
     try:
-        skeleton, leaves = codec.encode_value(value)
-        found = leaves if layout_of is None else layout_of(leaves)
+        skeleton, leaves = codec.encode_value(value, references.refuse)
+        return skeleton, leaves if layout_of is None else layout_of(leaves)
     except ray.exceptions.RayError:
         raise
+    except ReferenceInside as inside:
+        raise refused(value, inside.reference) from None
     except Exception as error:
         raise _unpicklable(value, error) from error
-    # The dispatch table of the fast pickler refuses refs; cloudpickle has a reducer of its own for them.
-    _check_for_refs(skeleton)
-    return skeleton, found
 
 
 def join(skeleton: bytes, leaves: list[Any]) -> Any:
@@ -245,40 +240,6 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
         for spec in specs
     ]
     return moved, [joined]
-
-
-def _check_for_refs(data: bytes) -> None:
-    """Raise GraphValueError if a pickle holds an ObjectRef.
-
-    cloudpickle pickles a ref as a call of Ray's REF_MAKER function. The name alone may also be a text of the user.
-    """
-    module, name = _ray.REF_MAKER
-    if name.encode() in data and _names_global(data, module, name):
-        _refuse(None)
-
-
-def _names_global(data: bytes, module: str, name: str) -> bool:
-    """Return True if a pickle refers to the global `module.name`. Costs about 1 us for each operation of the pickle."""
-    # Strings reach STACK_GLOBAL either directly or through the memo, so both are followed.
-    memo: dict[int, Any] = {}
-    argument: Any
-    below: Any = None
-    top: Any = None  # the two values that were pushed last; None stands for anything but a string
-    for operation, argument, _ in pickletools.genops(data):
-        kind = operation.name
-        if kind == "STACK_GLOBAL" and (below, top) == (module, name):
-            return True
-        if kind in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
-            below, top = top, argument
-        elif kind == "MEMOIZE":
-            memo[len(memo)] = top
-        elif kind in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = top
-        elif kind in ("BINGET", "LONG_BINGET"):
-            below, top = top, memo.get(argument)
-        elif kind != "FRAME":
-            below, top = top, None
-    return False
 
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:

@@ -41,22 +41,20 @@ class Share:
 
     __slots__ = ("arrays", "like", "meeting", "specs")
 
-    def __init__(
-        self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: tuple[str, int] | None = None
-    ) -> None:
+    def __init__(self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: Any = None) -> None:
         self.specs = specs
         self.arrays = arrays
         """Bytes of all tensors of one dtype, for each dtype in order of first use."""
         self.like = like
         """(values, tensors): the member's own."""
         self.meeting = meeting
-        """Address at which the members of a process group meet, in the share of rank 0."""
+        """What a member of a process group tells the others, so that they meet (`worker.process_groups.Meeting`)."""
 
     def __reduce__(self) -> Any:
         return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)
 
 
-def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: tuple[str, int] | None) -> Share:
+def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: Any) -> Share:
     return Share(tuple(Spec(*spec) for spec in specs), arrays, meeting=meeting)
 
 
@@ -104,7 +102,9 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
         spec = own.specs[places[0]]
         shapes = [part_shape(collective, own.specs[place].shape) for place in places]
         if group is not None:
-            results = group.exchange(shares[0].meeting, collective, spec, [tensors[place] for place in places])
+            results = group.exchange(
+                [one.meeting for one in shares], collective, spec, [tensors[place] for place in places]
+            )
         elif collective.kind == "allgather":
             results = _gathered(spec, _flat(spec, shares, number), shapes)
         else:

@@ -357,8 +357,13 @@ class Executor:
         return Failure(self._failed(error_message(error, me), inbound.fatal))
 
     def unreadable(self, error: BaseException, inbound: InboundEdge) -> Failure[Message]:
+        """Return the Failure of a message that could not be unpickled."""
         me = self.plan.members[self.member]
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
+        # Other readers may have read the message: their part of a collective must not wait for this actor.
+        for task in self.tasks:
+            if inbound.value in task.reads:
+                self.collectives.miss(task.task, refused)
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
     def run(self, task: PreparedTask) -> None:
