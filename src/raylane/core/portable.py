@@ -34,6 +34,8 @@ HEADER = struct.Struct("<QIBBH")
 """Header of a slot: sequence number, bytes of the body, kind, flags, number of buffers."""
 WAKE = 4
 """Flag of a message: its execution is awaited in asyncio."""
+_SCRIPT = b"\x8c\x08__main__"
+"""Name of the module `__main__` as a pickle of protocol 4 and later has it."""
 LOGGED = 32
 """Number of waits between two looks of the policy."""
 
@@ -272,7 +274,7 @@ class SmallPickler:
         if len(output) != 1 or self._buffers:
             return None
         body: bytes = output[0]
-        if type(body) is not bytes or len(body) >= self._limit or b"__main__" in body:
+        if type(body) is not bytes or len(body) >= self._limit or _SCRIPT in body:
             return None
         del output[0]
         return body
