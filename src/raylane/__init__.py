@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
-    from raylane.transport.arrays import empty, empty_like
+    from raylane.transport.arrays import empty, empty_like, in_use
     from raylane.transport.calls import options
     from raylane.transport.groups import (
         CollectiveGroup,
@@ -44,6 +44,7 @@ _HOME = {  # module of each public name
     "get_collective_groups": "raylane.transport.groups",
     "empty": "raylane.transport.arrays",
     "empty_like": "raylane.transport.arrays",
+    "in_use": "raylane.transport.arrays",
     "get": "raylane.transport.api",
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
@@ -96,6 +97,7 @@ __all__ = [
     "get_async",
     "get_collective_groups",
     "graph",
+    "in_use",
     "method",
     "open",
     "options",

@@ -24,7 +24,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | _private.state.actors | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
 | ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
-| serialization._object_ref_deserializer, by name | find refs in a pickle, which graphs refuse |
+| ActorHandle._ray_weak_ref | find out whether a handle keeps its actor alive |
 | ray.experimental.internal_kv, gcs_client.internal_kv_multi_get | share the cluster's secret and producers' addresses |
 
 This module keeps no state of its own.
@@ -37,6 +37,7 @@ import inspect
 import io
 import os
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -53,7 +54,6 @@ __all__ = [
     "INVOCATION_HOOK",
     "METHOD_OPTIONS",
     "OPTIONS_KEYWORD",
-    "REF_MAKER",
     "CloudPickler",
     "actor_id_of",
     "actor_loop",
@@ -82,6 +82,7 @@ __all__ = [
     "hook_of",
     "is_actor_call",
     "is_canceled",
+    "is_counted_handle",
     "is_dead_for_good",
     "is_generator_method",
     "is_handle",
@@ -117,8 +118,6 @@ METHOD_OPTIONS = (
 """Options that `ray.method` may write on a function, as `__ray_<name>__`."""
 OPTIONS_KEYWORD = "_raylane_options"
 """Keyword that `raylane.method` adds to a method: options for one call."""
-REF_MAKER = "ray._private.serialization", "_object_ref_deserializer"
-"""Module and name of the function that restores a ref which cloudpickle has pickled."""
 _KV_NAMESPACE = b"raylane"
 
 
@@ -389,6 +388,11 @@ def is_handle(actor: Any) -> bool:
     return isinstance(actor, ray.actor.ActorHandle)
 
 
+def is_counted_handle(value: Any) -> bool:
+    """Return True for an actor handle that keeps its actor alive, as those of `ray.get_actor` do not."""
+    return is_handle(value) and not value._ray_weak_ref
+
+
 def class_name_of(actor: Any) -> str:
     """Return the class name of an actor (given its handle) or of a plain object."""
     if not is_handle(actor):
@@ -407,21 +411,22 @@ def has_modules_by_value() -> bool:
     return bool(ray.cloudpickle.list_registry_pickle_by_value())
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, persistent_id: Callable[[Any], Any] | None = None) -> bytes:
     """Pickle a value with cloudpickle, which accepts classes and functions of a script, refs and handles.
 
-    TypeError for a node of `ray.dag` in the value, which no execution would replace by a value.
+    `persistent_id` as of `pickle.Pickler`. TypeError for a node of `ray.dag` in the value, which no execution would
+    replace by a value.
     """
-    import sys
-
-    # Without an import of ray.dag no node can exist, and the plain function is enough.
-    dag: Any = sys.modules.get("ray.dag")
-    if dag is None:
+    dag: Any = sys.modules.get("ray.dag")  # without an import of it no node can exist
+    if dag is None and persistent_id is None:
         return bytes(ray.cloudpickle.dumps(value))
 
     class Refusing(CloudPickler):  # type: ignore[misc]  # Ray gives mypy no types
+        def persistent_id(self, found: Any) -> Any:
+            return None if persistent_id is None else persistent_id(found)
+
         def reducer_override(self, found: Any) -> Any:
-            if isinstance(found, dag.DAGNode):
+            if dag is not None and isinstance(found, dag.DAGNode):
                 raise TypeError(
                     f"could not pickle a value: {type(found).__name__} of ray.dag has no value yet. Pass nodes "
                     "directly or in lists, tuples and values of dicts, not inside other objects"
@@ -511,8 +516,6 @@ def dag_node(node: Any) -> tuple[Any, ...] | None:
     number of calls bound before on this handle), ("output", call, index), ("multiple", nodes), ("collective",
     operation, inputs, that number) and ("other",).
     """
-    import sys
-
     if "ray.dag" not in sys.modules:  # without the import no node can exist
         return None
     from ray import dag

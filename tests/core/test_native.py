@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from core.processes import start_code
 from raylane.core import native, portable, semaphore
 from raylane.core.copying import ThreadChoice
-from raylane.core.portable import HEADER, PAGE_BYTES, WAKE
+from raylane.core.portable import HEADER, LOGGED, PAGE_BYTES, WAKE
 from raylane.core.semaphore import Segment, value
 from raylane.core.waiting import Patience
 
@@ -192,6 +193,50 @@ def test_pickler_raises_what_pickling_raises(kind: Any) -> None:
     small, _, _ = pickler(kind)
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         small.encode(lambda: None)
+
+
+WITHOUT_MEMORY = """
+import _testcapi
+from raylane.core import _native, semaphore
+from raylane.core.portable import LOGGED, PAGE_BYTES
+from raylane.core.semaphore import Segment
+
+class Policy:
+    budget_ns = slow_ns = 0
+    def __init__(self):
+        self.counts = []
+    def review(self, waits, now):
+        self.counts.append(len(waits))
+        assert all(0 <= length < 10**9 and worst == 0 for length, worst in waits), waits
+        return 0, 0
+
+answer = []
+for failing in range(2 * LOGGED + 8):
+    page, policy = Segment.make(PAGE_BYTES), Policy()
+    semaphore.init(page.address)
+    bell = _native.Doorbell(page.memory, policy)
+    for _ in range(LOGGED - 1):
+        bell.wait(0)
+    _testcapi.set_nomemory(failing, failing + 1)
+    try:
+        bell.wait(0)
+    except MemoryError:
+        pass
+    finally:
+        _testcapi.remove_mem_hooks()
+    for _ in range(4 * LOGGED):
+        bell.wait(0)
+    answer.append(policy.counts)
+"""
+
+
+@pytest.mark.skipif(len(KINDS) == 1, reason="there is no native module")
+@pytest.mark.processes
+def test_doorbell_without_memory_for_a_review_goes_on() -> None:
+    pytest.importorskip("_testcapi")
+    for counts in start_code(WITHOUT_MEMORY).result():
+        assert max(counts) == LOGGED
+        assert len(counts) >= 4
 
 
 @EACH

@@ -25,6 +25,17 @@ class NoPickle(Exception):
         raise RuntimeError("no pickle")
 
 
+class Heavy(ValueError):
+    """Exception that carries a payload."""
+
+    def __init__(self, text: str, payload: bytes = b"") -> None:
+        super().__init__(text, payload)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Explosive:
     """Object that raises a BaseException when it is pickled."""
 
@@ -132,6 +143,12 @@ class Worker:
         if how == "another graph":
             raise GraphClosedError("another graph was torn down")
         return Explosive() if how == "result" else how
+
+    def fail_heavily(self, nbytes: int) -> Any:
+        """Fail with an exception of this size: in its payload, or for a negative number in its text."""
+        if nbytes:
+            raise Heavy("heavy", bytes(nbytes)) if nbytes > 0 else Heavy("heavy " + "x" * -nbytes)
+        return 0
 
     def unpicklable(self, x: Any) -> Any:
         return threading.Lock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import threading
 from collections.abc import Callable
@@ -198,3 +199,26 @@ def test_coroutine_methods_run_on_their_actors_loop(ray_session: None, graph: Co
     with pytest.raises(GraphPlanError, match=r"exclusive=True: .* is an asyncio actor"):
         raylane.compile(failing, exclusive=True)
     ray.kill(actor)
+
+
+def test_execute_async_pickles_its_argument_once(workers: list[Any], graph: Compile) -> None:
+    pickled: collections.Counter[int] = collections.Counter()
+
+    class Counted:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __reduce__(self) -> Any:
+            pickled[self.number] += 1
+            return int, (self.number,)
+
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=2)
+
+    async def run(number: int) -> int:
+        return int(await (await g.execute_async(Counted(number))))
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(run(number) for number in range(60)))
+
+    assert sorted(asyncio.run(main())) == list(range(60))
+    assert set(pickled.values()) == {1}

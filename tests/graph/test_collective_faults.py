@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,14 @@ from tests.graph.hosts import connections, start, wait_until_gone
 
 import raylane
 from raylane import MultiOutputNode, bind
-from raylane.errors import GraphActorDiedError, GraphClosedError, GraphDeadlockError, GraphPlanError, GraphTimeoutError
+from raylane.errors import (
+    GraphActorDiedError,
+    GraphClosedError,
+    GraphDeadlockError,
+    GraphPlanError,
+    GraphTimeoutError,
+    GraphValueError,
+)
 from raylane.graph import allgather, allreduce
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -31,6 +39,16 @@ def three() -> Iterator[list[Any]]:
     for worker in made:
         ray.kill(worker)
     made.clear()
+
+
+@pytest.fixture(scope="module")
+def pair_and_one(ray_session: None) -> Iterator[list[Any]]:
+    """Start three actors for all tests that leave them healthy."""
+    made = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(3)]
+    ray.get([worker.__ray_ready__.remote() for worker in made])
+    yield made
+    for worker in made:
+        ray.kill(worker)
 
 
 def _reduced(workers: list[Any], method: str, **options: Any) -> Any:
@@ -150,6 +168,60 @@ def test_teardown_frees_the_members_of_a_process_group(three: list[Any]) -> None
     with pytest.raises(GraphClosedError):
         result.get()
     ray.get(three[2].release.remote())
+
+
+def _fail_once(module: str, name: str, after: bool) -> Callable[[Any], None]:
+    """Return a function that makes a function of a module raise MemoryError once, in the actor that calls it."""
+
+    def patch(instance: Any) -> None:
+        import importlib
+
+        home = importlib.import_module(module)
+        function = getattr(home, name)
+
+        def failing(*args: Any) -> Any:
+            if after and threading.current_thread().name != "raylane-collective":
+                return function(*args)
+            setattr(home, name, function)
+            raise MemoryError("injected")
+
+        setattr(home, name, failing)
+
+    return patch
+
+
+IN_GROUP, IN_SHARES = "raylane.graph.worker.process_groups", "raylane.graph.values.shares"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("module", "name", "text"),
+    [
+        (IN_GROUP, "_as_torch", "injected"),
+        (IN_GROUP, "cut", "injected"),
+        (IN_SHARES, "_received", "could not be unpickled"),
+    ],
+    ids=["before the exchange", "after the exchange", "instead of the exchange"],
+)
+@pytest.mark.parametrize("is_open", [True, False])
+def test_group_member_that_fails_keeps_nobody_waiting(
+    pair_and_one: list[Any], module: str, name: str, text: str, rank: int, is_open: bool
+) -> None:
+    workers = pair_and_one
+    with raylane.InputNode() as x:
+        given = [bind(worker.echo, x) for worker in workers]
+        both = [*allreduce.bind(given, transport="gloo"), *allgather.bind(given, transport="gloo")]
+    with raylane.compile(MultiOutputNode(both), timeout_s=60) as g:
+        for _ in range(is_open):
+            assert len(g.execute(torch.ones(2)).get()) == 6
+        if name == "_received" and not is_open:  # nobody knows the address of the others yet
+            return
+        ray.get(workers[rank].__ray_call__.remote(_fail_once(module, name, name == "cut")))
+        with pytest.raises((MemoryError, GraphValueError), match=text):
+            g.execute(torch.ones(2)).get(timeout=20)
+        assert g.drain(20), "an actor still waits for the one that has failed"
+        for _ in range(2):
+            assert [one.tolist() for one in g.execute(torch.ones(2)).get(timeout=20)] == [[3] * 2] * 3 + [[1] * 6] * 3
 
 
 def test_an_error_does_not_reach_the_process_group(three: list[Any]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+import numpy as np
 
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.worker.loop import GraphLoop
@@ -79,3 +82,30 @@ def test_loop_session_whose_fail_raises_leaves_others_running() -> None:
     assert not stays.closed.is_set()
     stays.lifecycle.advance(Event.LEAVE)
     assert stays.closed.wait(20)
+
+
+def test_loop_graph_joining_during_an_end_has_its_settings() -> None:
+    seen: list[str] = []
+
+    class Seen(Busy):
+        hook: Callable[[], None] = staticmethod(lambda: None)
+
+        def advance(self) -> bool:
+            self.hook()
+            seen.append(np.geterr()["divide"])
+            self.lifecycle.advance(Event.LEAVE)
+            return True
+
+        def call_before_user_code(self, hook: Callable[[], None]) -> None:
+            self.hook = hook
+
+    loop, last = GraphLoop(), Seen("last")
+
+    class Joined(Seen):
+        def close(self) -> None:
+            loop.add(last, ThreadState(errstate={"divide": "ignore"}))
+            super().close()
+
+    loop.add(Joined("first"), ThreadState(errstate={"divide": "raise"}))
+    assert last.closed.wait(20)
+    assert seen == ["raise", "ignore"]

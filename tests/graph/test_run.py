@@ -565,3 +565,23 @@ answer = g.execute(*range(300)).get()
 g.teardown()
 ray.shutdown()
 """
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [2 * MB, 70 * MB, -70 * MB])
+def test_large_exception_fails_its_execution_alone(workers: list[Any], graph: Compile, nbytes: int) -> None:
+    first, second = workers[:2]
+    direct = graph(lambda x: raylane.bind(first.fail_heavily, x), max_lent_bytes=MB)
+    chain = graph(lambda x: raylane.bind(second.echo, raylane.bind(first.fail_heavily, x)), max_lent_bytes=MB)
+    leaf = graph(
+        lambda x: raylane.MultiOutputNode([raylane.bind(first.echo, x), raylane.bind(second.fail_heavily, x)]),
+        max_lent_bytes=MB,
+        fail_fast="leaves",
+    )
+    for g in (direct, chain, leaf):
+        for _ in range(2):
+            with pytest.raises(ray.exceptions.RayTaskError, match="heavy"):
+                g.execute(nbytes).get(timeout=30)
+            g.execute(0).get(timeout=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import ray
 import torch
 
 import raylane
-from raylane.errors import GraphPlanError, GraphTimeoutError, GraphValueError
+from raylane.errors import GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 
 pytestmark = pytest.mark.usefixtures("clean")
 Compile = Callable[..., Any]
@@ -206,16 +207,6 @@ def test_broadcast_is_serialised_once(workers: list[Any], graph: Compile) -> Non
     assert Counted.pickled == 1
 
 
-def test_handles_travel_and_refs_are_refused(workers: list[Any], graph: Compile) -> None:
-    g = graph(lambda x: raylane.bind(workers[0].echo, x))
-    ref = ray.put(1)
-    for value in (ref, {"ref": ref, "tensor": torch.ones(3)}, [lambda: 1, ref]):
-        with pytest.raises(GraphValueError, match="an ObjectRef cannot travel in a graph"):
-            g.execute(value)
-    handle = g.execute(workers[1]).get()
-    assert ray.get(handle.add.remote(1, 2)) == 3
-
-
 def _object_ref_deserializer() -> int:
     return 5
 
@@ -230,3 +221,50 @@ def test_text_of_rays_source_travels(workers: list[Any], graph: Compile) -> None
     assert g.execute([lambda: _object_ref_deserializer()]).get()[0]() == 5  # a function that uses the name
     with pytest.raises(GraphValueError, match="an ObjectRef cannot travel in a graph"):
         g.execute([name, text, torch.ones(3), ray.put(1)])
+
+
+def test_execute_while_an_input_is_pickled_is_refused(workers: list[Any], graph: Compile) -> None:
+    class Nested:
+        def __init__(self, use: Callable[[], Any]) -> None:
+            self.use = use
+
+        def __reduce__(self) -> Any:
+            return str, (str(self.use()),)
+
+    g = graph(lambda x: raylane.bind(workers[0].echo, x))
+    other = graph(lambda x: raylane.bind(workers[1].echo, x))
+    for use in (lambda: g.execute(1), lambda: g.execute_nowait(1)):
+        for value in (Nested(use), [torch.ones(1), Nested(use)]):
+            with pytest.raises(GraphError, match=r"execute was called while the same thread.*__reduce__"):
+                g.execute(value)
+    assert g.execute(Nested(lambda: other.execute(3).get())).get() == "3"
+    assert g.execute(2).get() == 2
+
+
+@pytest.mark.slow
+def test_get_while_a_result_is_unpickled_is_refused(workers: list[Any], graph: Compile) -> None:
+    g = graph(lambda x: raylane.bind(workers[0].echo, x), max_inflight=3)
+    box = types.SimpleNamespace()
+    _USES.append(lambda: box.second.get())
+    try:
+        first, box.second = g.execute(Using()), g.execute(2)
+        with pytest.raises(GraphError, match=r"get was called while the same thread reads a result"):
+            first.get(timeout=20)
+    finally:
+        _USES.clear()
+    assert box.second.get() == 2
+    assert g.execute(3).get() == 3
+
+
+_USES: list[Callable[[], Any]] = []
+
+
+def _use() -> Any:
+    return [use() for use in _USES] or Using()
+
+
+class Using:
+    """Object whose unpickling uses what the test has put into `_USES`, in the process of the test alone."""
+
+    def __reduce__(self) -> Any:
+        return _use, ()

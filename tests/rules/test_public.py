@@ -43,6 +43,7 @@ def test_public_names() -> None:
         "get_async",
         "get_collective_groups",
         "graph",
+        "in_use",
         "method",
         "open",
         "options",

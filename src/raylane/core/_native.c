@@ -101,28 +101,35 @@ static void doorbell_dealloc(Doorbell *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Return the waits that were noted, as a list of (length, longest yield). */
+static PyObject *noted(Doorbell *self, int logged) {
+    PyObject *waits = PyList_New(logged);
+    for (int i = 0; waits && i < logged; i++) {
+        PyObject *pair = Py_BuildValue("(LL)", (long long)self->lengths_ns[i], (long long)self->worst_ns[i]);
+        if (pair)
+            PyList_SET_ITEM(waits, i, pair);
+        else
+            Py_CLEAR(waits);
+    }
+    return waits;
+}
+
 /* Let the policy look at the waits that were noted since its last look. */
 static int review(Doorbell *self, int64_t now) {
-    PyObject *waits = PyList_New(self->logged);
-    if (!waits) return -1;
-    for (int i = 0; i < self->logged; i++) {
-        PyObject *pair = Py_BuildValue("(LL)", (long long)self->lengths_ns[i], (long long)self->worst_ns[i]);
-        if (!pair) {
-            Py_DECREF(waits);
-            return -1;
-        }
-        PyList_SET_ITEM(waits, i, pair);
-    }
-    self->logged = 0;
-    PyObject *found = PyObject_CallMethod(self->policy, "review", "OL", waits, (long long)now);
-    Py_DECREF(waits);
-    if (!found) return -1;
-    long long budget, resume;
-    int ok = PyArg_ParseTuple(found, "LL", &budget, &resume);
-    Py_DECREF(found);
-    if (!ok) return -1;
+    int logged = self->logged;
+    self->logged = 0; /* before anything can fail: the next wait is noted at the start of the arrays */
+    PyObject *waits = noted(self, logged);
+    PyObject *found = waits ? PyObject_CallMethod(self->policy, "review", "OL", waits, (long long)now) : NULL;
+    Py_XDECREF(waits);
+    long long budget = self->budget_ns, resume = self->resume_ns;
+    int ok = found && PyArg_ParseTuple(found, "LL", &budget, &resume);
+    Py_XDECREF(found);
     self->budget_ns = budget;
     self->resume_ns = resume;
+    if (ok) return 0;
+    /* Without memory the policy misses these waits. The wait itself has succeeded, and its post is consumed. */
+    if (!PyErr_ExceptionMatches(PyExc_MemoryError)) return -1;
+    PyErr_Clear();
     return 0;
 }
 
@@ -562,6 +569,19 @@ static void pickler_dealloc(SmallPickler *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
+/* Return 1 if a pickle has the string `__main__`: opcode SHORT_BINUNICODE, length 8. The opcode occurs in no ASCII text,
+ * so memchr goes through text at the speed of memory. */
+static int names_script(const char *body, size_t size) {
+    static const char name[] = "\x8c\x08__main__";
+    const size_t length = sizeof(name) - 1;
+    const char *end = body + size, *at = body;
+    while ((size_t)(end - at) >= length && (at = memchr(at, name[0], (size_t)(end - at) - length + 1))) {
+        if (!memcmp(at, name, length)) return 1;
+        at++;
+    }
+    return 0;
+}
+
 static PyObject *pickler_encode(SmallPickler *self, PyObject *value) {
     if (!self->dump) Py_RETURN_NONE;
     PyObject *done = PyObject_CallOneArg(self->dump, value);
@@ -573,7 +593,7 @@ static PyObject *pickler_encode(SmallPickler *self, PyObject *value) {
     if (PyList_GET_SIZE(self->output) != 1 || PyList_GET_SIZE(self->buffers)) Py_RETURN_NONE;
     PyObject *body = PyList_GET_ITEM(self->output, 0);
     if (!PyBytes_Check(body) || PyBytes_GET_SIZE(body) >= self->limit) Py_RETURN_NONE;
-    if (memmem(PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body), "__main__", 8)) Py_RETURN_NONE;
+    if (names_script(PyBytes_AS_STRING(body), (size_t)PyBytes_GET_SIZE(body))) Py_RETURN_NONE;
     Py_INCREF(body);
     if (PyList_SetSlice(self->output, 0, 1, NULL)) Py_CLEAR(body);
     return body;

@@ -1,13 +1,20 @@
 """Memory that is handed to other processes as it is: arrays made by `raylane.empty`. Knows neither NumPy nor torch.
 
-A region is a memfd segment of its own, laid out like one of `graph.channels.lease`, so that readers map it and return
-it in the same way:
+A region is a memfd segment of its own:
 
-    0      semaphores of readers: each is posted when a reader has dropped what it received
-    16384  the data
+    0      semaphore: number of references, one for the arrays of the maker and one for each value that a reader holds
+    4096   the data
 
-The region is registered by its address, so that a sender finds out whether a buffer lies in one (`find`). It exists
-until the last array over it, in any process, is garbage.
+    maker                                      reader
+    post once for each reader of a message
+    send (path, offset, nbytes)       --->     map the region, build arrays inside of it
+                                               last array of the message is garbage: take one
+    last array is garbage: take one
+
+Whoever takes the last reference returns the pages to the system: other processes may keep the region mapped for the
+next message, and then hold no memory. The count belongs to the region, so that any number of graphs may send it.
+
+A region is registered by its address, so that a sender finds out whether a buffer lies in one (`find`).
 """
 
 from __future__ import annotations
@@ -20,11 +27,10 @@ import weakref
 from typing import Any, NamedTuple
 
 from raylane.core import semaphore
-from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
+from raylane.core.semaphore import Segment, map_file
 
-RETURN_SEMAPHORES = 256
-"""Maximum number of readers of one message within a host: every segment reserves a semaphore for each."""
-DATA_OFFSET = RETURN_SEMAPHORES * SEMAPHORE_BYTES
+DATA_OFFSET = 4096
+"""Offset of the data in a region, in bytes: pages can be mapped alone."""
 
 
 class Place(NamedTuple):
@@ -36,16 +42,47 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class _Region(NamedTuple):
-    end: int
-    path: str
-    memory: weakref.ref[Any]
+class Region:
+    """Descriptor and count of a region in the process that made it. Readers can open `path` while this exists."""
+
+    __slots__ = ("__weakref__", "_fd", "_header", "_made_by", "_references", "end", "memory", "path", "start")
+
+    def __init__(self, segment: Segment, memory: Any) -> None:
+        """Take over the descriptor of a segment. `memory` is what the arrays of the user keep alive."""
+        assert segment.fd is not None
+        self.path = segment.path
+        self.start = segment.address + DATA_OFFSET
+        """Address of the data."""
+        self.end = segment.address + segment.nbytes
+        self.memory = weakref.ref(memory)
+        """Weak, because this object must not keep the arrays' memory."""
+        self._made_by = os.getpid()
+        # A mapping of its own: the count is read after the arrays are garbage.
+        self._header = map_file(segment.fd, DATA_OFFSET)
+        self._references = ctypes.addressof(self._header)
+        semaphore.init(self._references, 1)
+        self._fd, segment.fd = segment.fd, None
+
+    @property
+    def reader_count(self) -> int:
+        """Number of values in this region that readers hold or are about to receive."""
+        return semaphore.value(self._references) - (self.memory() is not None)
+
+    def hand_over(self, readers: int) -> None:
+        """Count the readers of one message. Call before the message is sent, while an array of the region exists."""
+        for _ in range(readers):
+            semaphore.post(self._references)
+
+    def __del__(self) -> None:
+        # In a forked child the number may belong to another file.
+        if os.getpid() == self._made_by:
+            os.close(self._fd)
 
 
 _lock = threading.RLock()  # guards the two below; reentrant, because finalizers change them
 _starts: list[int] = []
 """Addresses of the data of all regions, ascending."""
-_regions: dict[int, _Region] = {}
+_regions: dict[int, Region] = {}
 
 
 def make(nbytes: int) -> Any:
@@ -54,52 +91,55 @@ def make(nbytes: int) -> Any:
     OSError if there are no descriptors, or no memory for the mapping; pages take memory when they are first written.
     """
     segment = Segment.make(DATA_OFFSET + nbytes)
-    init_semaphores(segment)
-    fd, segment.fd = segment.fd, None  # the descriptor lives as long as the memory, not as this object
-    assert fd is not None
-    start = segment.address + DATA_OFFSET
-    # A weak reference: the registry must not keep the memory of arrays that are garbage.
+    memory = (ctypes.c_char * segment.nbytes).from_buffer(segment.memory)
+    region = Region(segment, memory)
     with _lock:
-        bisect.insort(_starts, start)
-        _regions[start] = _Region(start + nbytes, segment.path, weakref.ref(segment.memory))
-    weakref.finalize(segment.memory, _forget, start, fd, os.getpid()).atexit = False
-    return segment.memory
+        bisect.insort(_starts, region.start)
+        _regions[region.start] = region
+    # The finalizer has the segment, so that the memory is unmapped after it.
+    weakref.finalize(memory, _forget, region.start, segment, os.getpid()).atexit = False
+    return memory
 
 
-def init_semaphores(segment: Segment) -> None:
-    """Create the semaphores at the head of a new segment, whatever the number of its readers will be."""
-    for index in range(RETURN_SEMAPHORES):
-        semaphore.init(segment.address + index * SEMAPHORE_BYTES)
-
-
-def _forget(start: int, fd: int, pid: int) -> None:
+def _forget(start: int, segment: Segment, pid: int) -> None:
+    """Remove a region whose last array in this process is garbage."""
     with _lock:
         _starts.remove(start)
         del _regions[start]
-    if os.getpid() == pid:  # in a forked child the number may belong to another file
-        os.close(fd)
+    if os.getpid() == pid:  # in a forked child the reference is that of the parent
+        release(segment)
 
 
-def find(buffer: Any) -> tuple[Place, Any] | None:
-    """Return (place, memory of the region) of a contiguous buffer; None if it does not lie in a region.
+def release(segment: Segment) -> None:
+    """Take one reference of a region; after the last one its pages are freed. For finalizers too: never waits."""
+    semaphore.try_wait(segment.address)
+    # Two processes may both see zero. Then nobody can add a reference any more, and the second call frees nothing.
+    if not semaphore.value(segment.address):
+        segment.discard()
 
-    The caller keeps `memory` until the readers have returned it.
+
+def find(buffer: Any) -> tuple[Place, Region] | None:
+    """Return (place, region) of a contiguous buffer; None if it does not lie in a region of this process.
+
+    The caller keeps the region until the readers have opened it.
     """
     if not _starts:  # nobody uses regions
         return None
     view = memoryview(buffer)
     start = _address_of(view)
-    # Regions do not overlap, so only the one that begins at or before the buffer can hold it.
-    with _lock:
-        index = bisect.bisect_right(_starts, start) - 1
-        if index < 0:
-            return None
-        base = _starts[index]
-        region = _regions[base]
-        memory = region.memory()
-    if memory is None or start + view.nbytes > region.end:
+    region = region_at(start)
+    if region is None or start + view.nbytes > region.end:
         return None
-    return Place(region.path, DATA_OFFSET + start - base, view.nbytes), memory
+    return Place(region.path, DATA_OFFSET + start - region.start, view.nbytes), region
+
+
+def region_at(address: int) -> Region | None:
+    """Return the region of this process in whose data an address lies, or None."""
+    # Regions do not overlap, so only the one that begins at or before the address can hold it.
+    with _lock:
+        index = bisect.bisect_right(_starts, address) - 1
+        region = _regions[_starts[index]] if index >= 0 else None
+    return None if region is None or address >= region.end or region.memory() is None else region
 
 
 class _PyBuffer(ctypes.Structure):

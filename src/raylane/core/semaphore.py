@@ -145,11 +145,11 @@ class Segment:
 
     __slots__ = ("address", "fd", "memory", "nbytes", "path", "view")
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        """Map `fd`. The descriptor stays the caller's, also if this fails."""
+    def __init__(self, fd: int, nbytes: int, *, private: bool = False) -> None:
+        """Map `fd`, copied on write with `private`. The descriptor stays the caller's, also if this fails."""
         self.fd: int | None = None
         self.nbytes = nbytes
-        self.memory = map_file(fd, nbytes)
+        self.memory = map_file(fd, nbytes, private=private)
         self.address = ctypes.addressof(self.memory)
         self.view = memoryview(self.memory).cast("B")
         self.path = ""
@@ -173,8 +173,8 @@ class Segment:
         return segment
 
     @classmethod
-    def open(cls, path: str) -> Segment:
-        """Map a segment that another process made.
+    def open(cls, path: str, *, private: bool = False) -> Segment:
+        """Map a segment that another process made. With `private`, writes stay in this mapping (copy on write).
 
         FileNotFoundError if the segment is gone, PermissionError if it belongs to another user, OSError if the path has
         not the form that `make` gives it.
@@ -188,7 +188,7 @@ class Segment:
             nbytes = os.fstat(fd).st_size
             # Map only files of a sealed size: access to memory that another process truncated raises SIGBUS.
             if nbytes >= _KEY_AT + _KEY.size and _is_segment(fd):
-                segment = cls(fd, nbytes)
+                segment = cls(fd, nbytes, private=private)
                 if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
                     return segment
         finally:
@@ -201,10 +201,13 @@ class Segment:
         if fd is not None:
             os.close(fd)
 
-    def discard(self) -> None:
-        """Return the segment's pages to the system. Every process that maps the segment reads zeros from now on."""
+    def discard(self, offset: int = 0) -> None:
+        """Return the pages from `offset` on to the system. Every process that maps the segment reads zeros there now.
+
+        `offset` is a multiple of 4096.
+        """
         # Where MADV_REMOVE is not supported, the pages are freed with the last mapping.
-        _madvise(self.address, self.nbytes, mmap.MADV_REMOVE)
+        _madvise(self.address + offset, self.nbytes - offset, mmap.MADV_REMOVE)
 
     def __del__(self) -> None:
         self.close_fd()

@@ -11,7 +11,6 @@ import asyncio
 import collections
 import functools
 import inspect
-import pickle
 import threading
 import time
 import weakref
@@ -19,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
 from raylane.graph.channels import ring
@@ -32,6 +30,7 @@ from raylane.graph.inspect.arrivals import Arrivals, CallRecord
 from raylane.graph.inspect.text import describe
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
 from raylane.graph.values import message as messages
+from raylane.graph.values import references
 from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import Failure
 from raylane.graph.worker.executor import KEPT_RECORDS, Executor
@@ -100,9 +99,8 @@ class InlineGraph:
 
     def _executor(self, member: int, instance: Any, readers: dict[int, RingReader]) -> Executor:
         try:
-            plan: Plan = pickle.loads(
-                _ray.dumps(without_groups(share_of(self.plan, member)))
-            )  # each object has its own constants
+            # Each object has its own constants.
+            plan: Plan = references.unpack(*references.pack(without_groups(share_of(self.plan, member))))
         except Exception as error:
             raise GraphPlanError(
                 f"a constant in the calls of {self.plan.members[member]} cannot be pickled: {error}. Pass a value that "

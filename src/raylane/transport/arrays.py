@@ -1,4 +1,4 @@
-"""`raylane.empty` and `empty_like`: arrays and tensors whose memory is handed over without a copy."""
+"""`raylane.empty`, `empty_like` and `in_use`: arrays and tensors whose memory is handed over without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from raylane.core import handover
 
-__all__ = ["empty", "empty_like"]
+__all__ = ["empty", "empty_like", "in_use"]
 
 
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
@@ -21,12 +21,13 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     axis are handed over as well. Everywhere else it behaves like any other array: `raylane.put` keeps it and its
     readers fetch it, other hosts get a copy.
 
-    **Do not write to it while an execution that got it is under way**, nor while a receiver keeps it: all of them see
-    the same memory. Receivers get read-only NumPy arrays; a tensor is received in place by a single reader, which must
-    not write to it either, and copied by each of several readers of one host.
+    **Do not write to it while `in_use` is above 0**: receivers see the same memory. They cannot change it: NumPy
+    arrays arrive read-only, and what the one receiver of a tensor writes into it stays in that process (copy on write);
+    each of several receivers of one host gets a copy of a tensor.
 
-    The memory is freed when the last array over it is garbage, in any process. Each array takes a file descriptor, and
-    writing the pages of new memory for the first time costs about 0.8 ms per MB: create it once and use it again.
+    The memory is freed when the last array over it is garbage, in all processes; only the descriptor may stay until the
+    graph sends again or ends. Each array takes a file descriptor, and writing the pages of new memory for the first
+    time costs about 0.8 ms per MB: create it once and use it again.
 
     ValueError if a length is negative, or if the dtype holds Python objects; OSError if there is no descriptor left.
     """
@@ -58,3 +59,31 @@ def empty_like(array: Any) -> Any:
     if not isinstance(array, torch.Tensor | np.ndarray):
         raise TypeError(f"empty_like: {type(array).__name__} is neither a NumPy array nor a tensor")
     return empty(tuple(array.shape), array.dtype)
+
+
+def in_use(array: Any) -> int:
+    """Return how many values in the memory of an array of `empty` are held by receivers or on their way. Does not wait.
+
+    Counted for the whole memory, also where `array` is a part of it; in every graph; once for each receiver of each
+    message. At 0 the memory may be written. Otherwise take new memory:
+
+        if raylane.in_use(self.buffer):
+            self.buffer = raylane.empty_like(self.buffer)
+
+    A receiver that died counts for ever. ValueError if the array does not lie in memory of `empty` that this process
+    has made, TypeError if it is no array or CPU tensor.
+    """
+    if isinstance(array, torch.Tensor) and array.is_cpu:
+        address = array.data_ptr()
+    elif isinstance(array, np.ndarray):
+        address = array.__array_interface__["data"][0]
+    else:
+        raise TypeError(f"in_use: {type(array).__name__} is neither a NumPy array nor a CPU tensor")
+    if 0 in array.shape:  # without elements nothing is handed over
+        return 0
+    region = handover.region_at(address)
+    if region is None:
+        raise ValueError(
+            "in_use: the memory of this array was not made by raylane.empty in this process. Pass such an array"
+        )
+    return region.reader_count

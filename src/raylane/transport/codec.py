@@ -123,12 +123,15 @@ def is_leaf(value: Any) -> bool:
 class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
     """A pickler that replaces each leaf by its number and collects the leaves."""
 
-    def __init__(self, file: io.BytesIO, leaves: list[Any]) -> None:
+    def __init__(self, file: io.BytesIO, leaves: list[Any], refuse: Callable[[Any], None] | None = None) -> None:
         super().__init__(file, protocol=5)
         self.leaves = leaves
+        self._refuse = refuse
 
     def reducer_override(self, obj: Any) -> Any:
         if not is_leaf(obj):
+            if self._refuse is not None:
+                self._refuse(obj)
             return super().reducer_override(obj)
         # Pickle's memo calls this once for each object, so a tensor that occurs twice is one leaf.
         self.leaves.append(obj)
@@ -137,8 +140,10 @@ class _SkeletonPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
         return (_leaf_with_state, (index, dict(state))) if state else (_leaf, (index,))
 
 
-def encode_value(value: Any) -> tuple[bytes, list[Any]]:
+def encode_value(value: Any, refuse: Callable[[Any], None] | None = None) -> tuple[bytes, list[Any]]:
     """Return (skeleton, leaves). An empty skeleton means that the value is leaf 0 itself.
+
+    `refuse` is called with each object of the rest, and may raise.
 
     Call this while Ray pickles the result, not before: Ray records the ObjectRefs and actor handles that are pickled
     here as contained in the object that it is serialising. Raises the errors of pickling the value.
@@ -147,7 +152,7 @@ def encode_value(value: Any) -> tuple[bytes, list[Any]]:
         return b"", [value]  # the common case, a single tensor, needs no pickle at all
     leaves: list[Any] = []
     file = io.BytesIO()
-    _SkeletonPickler(file, leaves).dump(value)
+    _SkeletonPickler(file, leaves, refuse).dump(value)
     return file.getvalue(), leaves
 
 

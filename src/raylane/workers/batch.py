@@ -73,7 +73,7 @@ class BatchDict(dict[str, Any]):
         outside = [row for row in picked if not 0 <= row < size]
         if outside:
             raise ValueError(f"rows {outside[:5]} are not in a batch of {size} rows")
-        index = torch.tensor(picked, dtype=torch.long)
+        index = torch.tensor(picked, dtype=torch.long, device="cpu")
         return self._map(
             lambda value: (
                 value[index.to(value.device)] if isinstance(value, torch.Tensor) else [value[row] for row in picked]

@@ -45,6 +45,7 @@ from raylane.graph.api import compile as compile_graph
 from raylane.graph.driver.graph import CompiledGraph
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
+from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from raylane.workers.future import Pending, lost, translated
@@ -392,12 +393,19 @@ class _PickledByValue:
 
     def __init__(self, value: Any) -> None:
         try:
-            self._pickled = _ray.dumps(value)
+            self._pickled = _ray.dumps(value, _refused)
+        except references.ReferenceInside as inside:
+            raise references.refused(value, inside.reference) from None
         except Exception as error:  # of any __reduce__
             raise GraphValueError(str(error)) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickle.loads, (self._pickled,)
+
+
+def _refused(item: Any) -> None:
+    """Refuse a reference, which Ray would not count; pickle everything else."""
+    references.refuse(item)
 
 
 def _value(argument: Any) -> Any:

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WorkerCallError, WorkerGroupError
+from raylane.graph.values import references
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_sharded, plan_some, take
@@ -339,10 +340,14 @@ class WorkerGroup:
         self._env, self._node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
         self._first_results(self._construct(range(self.size)), deadline)
 
-    def _construct(self, ranks: Iterable[int]) -> GroupFuture:
+    def _construct(self, ranks: Sequence[int]) -> GroupFuture:
         """Construct the workers of these ranks, each with its own environment variables."""
         # Pickled once for all ranks, and as Ray does it: classes of scripts and of modules registered by value travel.
-        packed = _ray.dumps((self._class, *self._init))
+        packed, held = references.pack((self._class, *self._init))
+        if held:  # by a plain call in any group: Ray counts the references of its own calls alone
+            with suppress(RayActorError, ray.exceptions.GetTimeoutError):  # the call below reports the reason
+                sent = [self._actors[rank].hold.remote(held) for rank in ranks]
+                ray.get(sent, timeout=self._options.start_timeout_s)
         plan = DispatchPlan(tuple(WorkerCall(rank, (rank,), returns=True) for rank in ranks), ())
         slices: dict[Path, Arguments] = {(rank,): ((), {"env": self._env[rank]}) for rank in plan.called_ranks}
         return self._future(CONSTRUCT, plan, slices, {"packed": packed})
@@ -462,13 +467,13 @@ class _NullFile:
 
 
 class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
-    """A pickler that only tests whether a value can be pickled; it skips ObjectRefs.
+    """A pickler that only tests whether a value can be pickled; it skips ObjectRefs and actor handles.
 
-    Ray never frees an object whose ref was pickled outside of Ray's own serialisation.
+    Ray never frees an object or actor whose reference was pickled outside of Ray's own serialisation.
     """
 
     def persistent_id(self, value: Any) -> str | None:
-        return "" if isinstance(value, ray.ObjectRef) else None
+        return "" if references.is_counted(value) else None
 
 
 def _release(placement: PlacementGroup) -> None:

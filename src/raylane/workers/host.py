@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from raylane import _ray
 from raylane.errors import WorkerCallError, WorkerLostError
+from raylane.graph.values import references
 
 __all__ = ["CONSTRUCT", "Arguments", "Head", "Seat", "WorkerHost"]
 
@@ -64,6 +65,8 @@ class WorkerHost:
         """(generation, method) of the last call that raised here."""
         self._oldest_accepted = 0
         """Generation of the oldest calls that may still run (`fence`)."""
+        self._held: list[Any] = []
+        """References in the arguments of the constructor, until it runs."""
         self._idle = threading.Event()
         """Set while no method of the worker runs."""
         self._idle.set()
@@ -77,6 +80,10 @@ class WorkerHost:
             self._store = _open_store(address)
         port = self._store.port if self._store else None
         return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
+
+    def hold(self, references: list[Any]) -> None:
+        """Keep the references in the arguments of the constructor, which runs next."""
+        self._held = references
 
     def call(self, head: Head, returns: bool, own: Arguments, common: Mapping[str, Any]) -> Any:
         """Run a method with this worker's own arguments and the common ones; return its result only if `returns`.
@@ -166,11 +173,15 @@ class WorkerHost:
         raise WorkerCallError(f"rank {self._rank} refused {method}: {reason}", rank=self._rank, from_host=True)
 
     def _construct(self, env: Mapping[str, str], packed: bytes) -> None:
-        """Set the rank variables in this process and construct the worker; `packed` holds class and arguments."""
+        """Set the rank variables in this process and construct the worker.
+
+        `packed` holds class and arguments, packed by `graph.values.references`; `hold` has brought the references.
+        """
         os.environ.update(env)
         self._failed = None
         with _raised_as_sendable():
-            worker_class, args, kwargs = pickle.loads(packed)
+            held, self._held = self._held, []
+            worker_class, args, kwargs = references.unpack(packed, held)
             self._worker = worker_class(*args, **kwargs)
 
 

@@ -16,8 +16,9 @@ the reader's last array of that message is garbage. After all posts the writer u
     find all semaphores posted          <---
     use the segment for the next message
 
-Creating and populating 10 MB costs 8 ms, copying into warm memory 0.9 ms: so segments and their mappings are kept.
-Called by `ring`.
+Creating and populating 10 MB costs 8 ms, copying into warm memory 0.9 ms: so segments and their mappings are kept. But
+a writer without messages never looks at its segments, and readers may keep gigabytes and then drop them. So only
+KEPT_BYTES are for reuse; of a segment beyond them the last reader frees the pages (`_post`). Called by `ring`.
 """
 
 from __future__ import annotations
@@ -27,26 +28,33 @@ import ctypes
 import errno
 import itertools
 import os
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import copying, handover, semaphore
 from raylane.core.deadline import Deadline
-from raylane.core.handover import DATA_OFFSET, Place, init_semaphores
+from raylane.core.handover import Place, Region
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
 from raylane.graph.lifecycle import Lifecycle
 
-MAX_READERS = handover.RETURN_SEMAPHORES
+MAX_READERS = 256
 """Maximum number of readers of one message within a host; rings and segments reserve a semaphore for each."""
+DATA_OFFSET = MAX_READERS * SEMAPHORE_BYTES
 HANDED = -1
 """Number of a segment that belongs to no pool but to an array of `raylane.empty`."""
 MAX_IDLE = 8
 """Maximum number of idle segments in a pool; the segment that was idle for longest is discarded first."""
+KEPT_BYTES = 512 << 20
+"""Bytes of segments that are leased or idle and will be used again; the pages of others are freed when the last reader
+has returned them."""
+KEPT_SEGMENTS = 4
+"""Number of segments that are used again whatever their size."""
 MAX_MAPPED = 64
 """Maximum number of mappings that a reader keeps for reuse. A mapping of a discarded segment holds no memory."""
 MAX_OPEN_LEASES = 64
@@ -56,6 +64,10 @@ Readers may keep arrays for ever, and `ulimit -n` is 1024 in many places. A segm
 """
 POLL_INTERVAL_S = 0.01
 """Seconds between two checks for returned memory: readers post no doorbell when they return a lease."""
+_FREE_AFTER_AT = 4080
+"""Offset in a segment of the number of readers after whose return the last of them frees the pages; 0 for reuse. The
+place is free: a semaphore takes 32 of its 64 bytes, and the segment's key the last 8 of this page."""
+_FREE_AFTER = struct.Struct("<H")
 RECLAIM_CHECKS = 16
 """Number of segments that each `lend` checks for their return.
 
@@ -92,7 +104,7 @@ class SegmentGone(FileNotFoundError):
 
 
 class _Lease:
-    __slots__ = ("capacity", "number", "outstanding", "readers", "segment", "serial")
+    __slots__ = ("capacity", "number", "outstanding", "readers", "reused", "segment", "serial")
 
     def __init__(self, segment: Segment, capacity: int, number: int) -> None:
         self.segment = segment
@@ -105,33 +117,24 @@ class _Lease:
         self.readers: tuple[str, ...] = ()
         self.outstanding: list[int] = []
         """Indices of the readers that have not returned the lease."""
+        self.reused = True
+        """False if the last reader frees the pages."""
+
+    def grant(self, readers: tuple[str, ...], serial: int, *, reused: bool) -> None:
+        """Begin a lease to these readers."""
+        self.readers, self.serial, self.reused = readers, serial, reused
+        self.outstanding = list(range(len(readers)))
+        # Before the message is sent: a reader looks at this after its post.
+        _FREE_AFTER.pack_into(self.segment.view, _FREE_AFTER_AT, 0 if reused else len(readers))
 
     def returned(self) -> bool:
         """Return True if every reader has returned the lease."""
-        self.outstanding = _not_returned(self.segment.address, self.outstanding)
+        address = self.segment.address
+        if self.reused:
+            self.outstanding = [i for i in self.outstanding if semaphore.try_wait(address + i * SEMAPHORE_BYTES)]
+        else:  # the last reader counts the posts, so they stay
+            self.outstanding = [i for i in self.outstanding if not semaphore.value(address + i * SEMAPHORE_BYTES)]
         return not self.outstanding
-
-
-class _Handed:
-    """Lease of a region of `core.handover`: memory of the sender's own array."""
-
-    __slots__ = ("address", "memory", "outstanding")
-
-    def __init__(self, memory: Any, readers: int) -> None:
-        self.memory = memory
-        """Keeps the region, and its path, while a reader may still open it."""
-        self.address = ctypes.addressof(memory)
-        self.outstanding = list(range(readers))
-
-    def returned(self) -> bool:
-        """Return True if every reader has returned the lease."""
-        self.outstanding = _not_returned(self.address, self.outstanding)
-        return not self.outstanding
-
-
-def _not_returned(address: int, readers: list[int]) -> list[int]:
-    """Return the readers whose semaphore, in the segment at `address`, was not posted; take the posts of the others."""
-    return [index for index in readers if semaphore.try_wait(address + index * SEMAPHORE_BYTES)]  # -1: not posted
 
 
 class LeasePool:
@@ -169,22 +172,24 @@ class LeasePool:
         """Leased segments whose file descriptor is closed."""
         self._leased_bytes = 0
         self._idle: collections.deque[_Lease] = collections.deque()
-        self._handed: collections.deque[_Handed] = collections.deque()
+        self._handed: collections.OrderedDict[Region, None] = collections.OrderedDict()
+        """Regions of the user's arrays that readers may still have to open."""
 
-    def hand_over(self, memory: Any, readers: int) -> None:
-        """Keep a region of `core.handover` until all its readers have returned it. Does not wait.
+    def hand_over(self, region: Region, readers: int) -> None:
+        """Count the readers of a message in a region, and keep its path until they have dropped it. Does not wait.
 
         The memory is the user's own: it counts toward no limit.
         """
         # A few checks in each call, as in `_allocate`.
         self._reclaim_handed(RECLAIM_CHECKS)
-        self._handed.append(_Handed(memory, readers))
+        region.hand_over(readers)
+        self._handed[region] = None
 
     def _reclaim_handed(self, limit: int) -> None:
         for _ in range(min(limit, len(self._handed))):
-            handed = self._handed.popleft()
-            if not handed.returned():
-                self._handed.append(handed)
+            region, _ = self._handed.popitem(last=False)
+            if region.reader_count > 0:
+                self._handed[region] = None
 
     def lend(self, parts: Sequence[Any], readers: tuple[str, ...]) -> Descriptor:
         """Copy buffers into a segment and lease it to `readers` (names for error messages, in order of their index).
@@ -207,7 +212,8 @@ class LeasePool:
         offsets, total = segment_offsets(sizes)
         lease = self._allocate(size_class(max(total, 1)))
         memory = lease.segment.view[DATA_OFFSET:]
-        lease.readers, lease.outstanding, lease.serial = readers, list(range(len(readers))), self._granted
+        within = self._leased_bytes + lease.capacity <= KEPT_BYTES or self.leased_count < KEPT_SEGMENTS
+        lease.grant(readers, self._granted, reused=within)
         self._granted += 1
         # Counted before the caller fills the memory: a failure of the caller must not lose track of the segment.
         self._leased.append(lease)
@@ -289,7 +295,8 @@ class LeasePool:
             except OSError as error:
                 error.add_note(f"{self.leased_count} segments are leased: {self._holders() or 'to no reader'}")
                 raise
-        init_semaphores(segment)
+        for index in range(MAX_READERS):
+            semaphore.init(segment.address + index * SEMAPHORE_BYTES)
         return _Lease(segment, capacity, next(self._numbers))
 
     def reclaim(self, limit: int | None = None) -> bool:
@@ -304,7 +311,10 @@ class LeasePool:
             lease = self._leased.popleft()
             if lease.returned():
                 self._leased_bytes -= lease.capacity
-                self._idle.append(lease)
+                if lease.reused:
+                    self._idle.append(lease)
+                else:
+                    lease.segment.discard()  # again: a reader that died after its post has not done so
                 found = True
             elif len(self._leased) >= MAX_OPEN_LEASES and (
                 # So many later messages were read that every reader must have mapped this segment: no reader needs
@@ -324,9 +334,17 @@ class LeasePool:
             else:
                 self._without_fd.append(lease)
         # Idle memory is bounded: a burst of large messages must not keep its memory for ever.
-        while len(self._idle) > MAX_IDLE:
+        while len(self._idle) > MAX_IDLE or (len(self._idle) > KEPT_SEGMENTS and self.idle_bytes > KEPT_BYTES):
             self._discard_oldest()
         return found
+
+    def close(self) -> None:
+        """Free what is idle and forget what is leased, of a graph that has ended. Readers keep their arrays."""
+        while self._idle:
+            self._discard_oldest()
+        for held in (self._leased, self._without_fd, self._handed):
+            held.clear()
+        self._leased_bytes = 0
 
     def _discard_oldest(self) -> int:
         """Discard the segment that was idle for longest and return its capacity in bytes.
@@ -372,15 +390,27 @@ class LeaseReader:
         offsets, needed = segment_offsets(descriptor.sizes)
         if total < needed or total <= 0:
             raise OSError(errno.EINVAL, f"{descriptor.path} is smaller than the message that it should hold")
-        view = _lease_view(segment, DATA_OFFSET, total, reader, writable=writable)
+        # Post the semaphore of this reader; the segment keeps its memory mapped until then.
+        address = segment.address + reader * SEMAPHORE_BYTES
+        view = _watched(segment, DATA_OFFSET, total, _post, segment, address, writable=writable)
         return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
 
-    def borrow_place(self, place: Place, reader: int, *, writable: bool) -> memoryview:
-        """Return bytes of a region of `core.handover` in place, with the errors of `borrow`."""
+    def borrow_place(self, place: Place, *, private: bool) -> memoryview:
+        """Return bytes of a region of `core.handover` in place, with the errors of `borrow`.
+
+        Read-only; with `private` writable, and what this process writes stays in this process.
+        """
         segment = self._map(place.path, HANDED)
-        if not DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
+        if not handover.DATA_OFFSET <= place.offset <= segment.nbytes - place.nbytes or place.nbytes <= 0:
             raise OSError(errno.EINVAL, f"{place.path} is smaller than the array that it should hold")
-        return _lease_view(segment, place.offset, place.nbytes, reader, writable=writable)
+        # A mapping for each value: two values of one region must not see what the reader writes into the other.
+        mapped = _opened(place.path, private=True) if private else segment
+        return _watched(mapped, place.offset, place.nbytes, handover.release, segment, writable=private)
+
+    def close(self) -> None:
+        """Forget all mappings, of a graph that has ended. Arrays stay valid."""
+        with self._lock:
+            self._mapped.clear()
 
     @property
     def mapped_count(self) -> int:
@@ -394,11 +424,7 @@ class LeaseReader:
         with self._lock:
             segment = self._mapped.get(key)
             if segment is None:
-                try:
-                    segment = self._mapped[key] = Segment.open(path)
-                except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
-                    # PermissionError is what /proc reports for a zombie process.
-                    raise SegmentGone(f"{path} cannot be opened any more: {error}") from error
+                segment = self._mapped[key] = _opened(path)
                 if len(self._mapped) > MAX_MAPPED:
                     self._mapped.popitem(last=False)
             else:
@@ -406,20 +432,41 @@ class LeaseReader:
             return segment
 
 
-def _lease_view(segment: Segment, offset: int, nbytes: int, reader: int, *, writable: bool) -> memoryview:
-    """Return bytes of a mapped segment. When the last view of them is garbage, `reader` returns its lease."""
+def _opened(path: str, *, private: bool = False) -> Segment:
+    """Map a segment of another process. SegmentGone if it no longer exists."""
+    try:
+        return Segment.open(path, private=private)
+    except (FileNotFoundError, PermissionError, ProcessLookupError) as error:
+        # PermissionError is what /proc reports for a zombie process.
+        raise SegmentGone(f"{path} cannot be opened any more: {error}") from error
+
+
+def _watched(
+    segment: Segment, offset: int, nbytes: int, on_end: Callable[..., object], *args: Any, writable: bool
+) -> memoryview:
+    """Return bytes of a mapped segment. When the last view of them is garbage, `on_end(*args)` is called.
+
+    `on_end` may run in any thread and must not wait. A forked child has copies of the arrays, but does not call it.
+    """
     memory = (ctypes.c_char * nbytes).from_buffer(segment.memory, offset)
-    # Views keep `memory` alive, so its finalizer marks the end of the lease.
-    end = weakref.finalize(memory, _return_lease, segment, segment.address + reader * SEMAPHORE_BYTES, os.getpid())
+    # Views keep `memory` alive, so its finalizer marks the end of the use.
+    end = weakref.finalize(memory, _call_in, os.getpid(), on_end, *args)
     end.atexit = False  # at exit the kernel unmaps the segment, and other finalizers may run in any order
     view = memoryview(memory).cast("B")
     return view if writable else view.toreadonly()
 
 
-def _return_lease(segment: Segment, address: int, pid: int) -> None:
-    """Post the semaphore of a reader. A finalizer: runs in any thread, never waits.
+def _call_in(pid: int, function: Callable[..., object], *args: Any) -> None:
+    if os.getpid() == pid:
+        function(*args)
 
-    `segment` is an argument only to keep the memory of the semaphore mapped until now.
-    """
-    if os.getpid() == pid:  # a forked child has a copy of the array, but the lease belongs to its parent
-        semaphore.post(address)
+
+def _post(segment: Segment, address: int) -> None:
+    """Post the semaphore of a reader; free the pages if the writer will not use them and this was the last reader."""
+    semaphore.post(address)
+    (readers,) = _FREE_AFTER.unpack_from(segment.view, _FREE_AFTER_AT)
+    # The head stays: the writer reads the semaphores. Two last readers may both free the pages, once is enough.
+    if readers and all(
+        semaphore.value(segment.address + i * SEMAPHORE_BYTES) for i in range(min(readers, MAX_READERS))
+    ):
+        segment.discard(DATA_OFFSET)

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import handover, native, portable, semaphore
-from raylane.core.handover import Place
+from raylane.core.handover import Place, Region
 from raylane.core.segment import segment_offsets
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.core.waiting import patience
@@ -240,9 +240,9 @@ class RingWriter:
             at += len(part)
 
 
-def _handed_over(buffers: Sequence[Any]) -> list[tuple[Place, Any] | None]:
-    """Return (place, memory of its region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
-    found: list[tuple[Place, Any] | None] = []
+def _handed_over(buffers: Sequence[Any]) -> list[tuple[Place, Region] | None]:
+    """Return (place, region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
+    found: list[tuple[Place, Region] | None] = []
     count = 0
     for buffer in buffers:
         place = handover.find(buffer) if count < MAX_PLACES else None
@@ -326,9 +326,9 @@ class RingReader:
         for index, place in enumerate(places):
             # The others are in `borrowed` already, in their order.
             if place is not None:
-                # The sender keeps the array, so NumPy's are read-only; a tensor cannot be.
-                in_place = writable and kind == TENSORS
-                borrowed.insert(index, self._leases.borrow_place(Place(*place), self._index, writable=in_place))
+                # The sender keeps the array, so NumPy's are read-only; tensors, which cannot be, are copied on write.
+                private = writable and kind == TENSORS
+                borrowed.insert(index, self._leases.borrow_place(Place(*place), private=private))
         return Received(kind, flags & WAKE, whole, borrowed, self._shared)
 
 

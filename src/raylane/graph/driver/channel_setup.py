@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
@@ -28,6 +29,7 @@ from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route
 from raylane.graph.values import message as messages
+from raylane.graph.values import references
 from raylane.graph.worker.program import HOST_VARIABLE, Program, share_of
 from raylane.transport import endpoint as endpoints
 from raylane.transport.source import Source
@@ -163,8 +165,11 @@ class ChannelSetup:
             reader = ends.reader(reports.channel, connections.leases, connections.doorbell)
             connections.control.add(ends.writer(orders.channel, pool), reader)
 
-    def programs(self) -> list[bytes]:
-        """Return the pickled programs of members 1, 2, ... GraphPlanError if a constant cannot be pickled."""
+    def programs(self) -> list[tuple[bytes, list[Any]]]:
+        """Return the programs of members 1, 2, ..., packed by `values.references`.
+
+        GraphPlanError if a constant cannot be pickled.
+        """
         packed = []
         for member in range(1, len(self._plan.members)):
             program = Program(
@@ -176,7 +181,7 @@ class ChannelSetup:
                 wake_fd=self._connections.wake_fd,
             )
             try:
-                packed.append(_ray.dumps(program))
+                packed.append(references.pack(program))
             except Exception as error:
                 raise GraphPlanError(
                     f"a constant in the calls of {self._plan.members[member]} cannot be pickled: "

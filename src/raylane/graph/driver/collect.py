@@ -32,7 +32,7 @@ from raylane.graph.driver.asyncio_bridge import AsyncioBridge
 from raylane.graph.driver.completion import complete_result
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
-from raylane.graph.driver.locks import RecoverableLock
+from raylane.graph.driver.locks import RecoverableLock, entered_twice
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.lifecycle import Event
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
@@ -183,6 +183,11 @@ class Collector:
                 notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
                 if notified or (left is not None and left < CHECK_S):
                     return
+                if entered_twice(self.lock):
+                    raise GraphError(
+                        "get was called while the same thread reads a result of the same graph: the code that "
+                        "unpickles a value (__setstate__) uses the graph. Do so after the first get has returned"
+                    )
                 if self.lock.recover(seen):
                     self.fail(GraphClosedError("reading results was interrupted; compile the graph again"))
             finally:

@@ -156,6 +156,12 @@ class Connections:
         self.lifecycle.fork(error)
         self.control.disown()
 
+    def release_memory(self) -> None:
+        """Free the memory for inputs and the mappings of results. Call after `close`, while no thread submits."""
+        if self.pool is not None:
+            self.pool.close()
+        self.leases.close()
+
     def close(self, timeout_s: float) -> None:
         """Let the actors leave the graph, waiting for them at most `timeout_s` seconds. A second call does nothing."""
         # From here on no pool waits for memory and no link reconnects, so the orders below do not wait for either.

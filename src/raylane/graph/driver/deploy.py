@@ -94,7 +94,7 @@ def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Dead
             setup.add_peers(_call_all(plan, actors, calls, deadline))
         # The driver's own links before the actors join: an actor's link to the driver needs the driver ready.
         setup.open_own_ends(deadline)
-        joins = {member: (bootstrap.join_graph, program) for member, program in enumerate(setup.programs(), 1)}
+        joins = {member: (bootstrap.join_graph, *program) for member, program in enumerate(setup.programs(), 1)}
         answers = _call_all(plan, actors, joins, deadline)
         connections.wake_refused = next((refused for refused, _ in answers.values() if refused), None)
         connections.with_gpus = {member for member, (_, gpus) in answers.items() if gpus}

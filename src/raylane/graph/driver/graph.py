@@ -23,7 +23,7 @@ from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.metrics import Publisher
 from raylane.graph.driver.restart import wait_until_alive
 from raylane.graph.driver.result import ExecutionEnd, GraphResult
-from raylane.graph.driver.submit import NoMemory, SubmitBusy, Submitter
+from raylane.graph.driver.submit import NoMemory, NotAdmitted, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.inspect.text import describe
@@ -113,11 +113,17 @@ class CompiledGraph:
     async def execute_async(self, *args: Any, **kwargs: Any) -> GraphResult:
         """Start one execution like `execute`, but let the event loop run during the wait. Await the result as well."""
         deadline = Deadline(self.timeout_s)
+        prepared: Prepared | None = None
         while True:
             try:
+                # The inputs are encoded once, however often this waits.
+                if prepared is not None:
+                    return self._submitter.submit_prepared(prepared)
                 return self._submit(args, kwargs, 0)
             except GraphFullError as error:
                 reason = type(error)
+                if isinstance(error, NotAdmitted):
+                    prepared = error.prepared
             left = deadline.left_s()
             if left is not None and left <= 0:
                 raise self._submitter.timeout_error() from None
@@ -288,6 +294,7 @@ class CompiledGraph:
         # Results first, then the actors: a pending `get` must not wait for an actor that is busy.
         self._collector.close(timeout)
         self._connections.close(timeout)
+        self._submitter.release_memory(timeout)
 
     def __enter__(self) -> CompiledGraph:
         return self

@@ -22,7 +22,7 @@ from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.connections import Connections
 from raylane.graph.driver.executions import Executions
-from raylane.graph.driver.locks import RecoverableLock
+from raylane.graph.driver.locks import RecoverableLock, entered_twice
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.plan.ir import INPUT, Plan
 from raylane.graph.values import message as messages
@@ -32,13 +32,21 @@ from raylane.graph.values.message import Encoder, Message
 
 InputMessage: TypeAlias = tuple[Writer | PublishingWriter, Message, int]
 """(writer, message, index of the value)."""
+Prepared: TypeAlias = tuple[list[InputMessage], list[Any]]
+"""(messages, initial values of the result)."""
+
+
+class NotAdmitted(GraphFullError):
+    """There is no capacity, or no memory. `prepared` are the encoded inputs, for `submit_prepared`."""
+
+    prepared: Prepared | None = None
 
 
 class SubmitBusy(GraphFullError):
     """Another thread is submitting an execution. There may be capacity."""
 
 
-class NoMemory(GraphFullError):
+class NoMemory(NotAdmitted):
     """There is capacity for an execution, but no memory for the input: readers keep too much."""
 
 
@@ -98,15 +106,32 @@ class Submitter:
             lock.held = False
             lock.lock.release()
 
+    def submit_prepared(self, prepared: Prepared) -> GraphResult:
+        """Start an execution whose inputs an earlier attempt has encoded. Does not wait, and raises like `submit`."""
+        lock = self.lock
+        if not lock.lock.acquire(False):
+            self._wait_for_lock(0)
+        try:
+            lock.entries += 1
+            lock.held = True
+            return self.admit(*prepared, 0)
+        finally:
+            lock.held = False
+            lock.lock.release()
+
     def admit(self, inputs: list[InputMessage], values: list[Any], timeout_s: float | None) -> GraphResult:
         """Wait for capacity, then send the inputs of one execution. Call with the lock held."""
-        # Inputs were encoded before the wait for capacity: an error in them is raised at once.
-        if self.executions.inflight >= self.max_inflight:
-            self._wait_for_capacity(timeout_s)
-        if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
-            raise NoMemory(
-                "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
-            )
+        try:
+            # Inputs were encoded before the wait for capacity: an error in them is raised at once.
+            if self.executions.inflight >= self.max_inflight:
+                self._wait_for_capacity(timeout_s)
+            if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
+                raise NoMemory(
+                    "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
+                )
+        except NotAdmitted as error:
+            error.prepared = inputs, values
+            raise
         if self.lifecycle.error is not None:  # again: the graph may have ended during the wait
             raise self._ended()
         return self._send(inputs, values)
@@ -127,6 +152,11 @@ class Submitter:
 
     def _wait_for_lock(self, timeout_s: float | None) -> None:
         """Wait for the submit lock and take it."""
+        if entered_twice(self.lock):
+            raise GraphError(
+                "execute was called while the same thread sends an input of the same graph: the code that pickles an "
+                "input (__reduce__ or __getstate__) uses the graph. Execute before, and pass the result"
+            )
         if timeout_s == 0:
             raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
         deadline = Deadline(timeout_s)
@@ -149,6 +179,15 @@ class Submitter:
         if lock.acquire(timeout=CHECK_S if timeout_s is None else min(timeout_s, CHECK_S)):
             lock.release()
 
+    def release_memory(self, timeout_s: float) -> None:
+        """Free the memory of an ended graph. Waits a second, or `timeout_s`, for a thread that submits."""
+        lock = self.lock.lock
+        if lock.acquire(timeout=min(timeout_s, CHECK_S)):
+            try:
+                self._connections.release_memory()
+            finally:
+                lock.release()
+
     def _wait_for_capacity(self, timeout_s: float | None) -> None:
         executions = self.executions
 
@@ -158,7 +197,7 @@ class Submitter:
         if not self._collector.collect_until(has_capacity, Deadline(timeout_s)):
             if timeout_s != 0:
                 raise self.timeout_error()
-            raise GraphFullError(
+            raise NotAdmitted(
                 f"{self.max_inflight} executions are under way, which is max_inflight: get a result first, or call "
                 "execute, which waits"
             )

@@ -12,10 +12,8 @@ A value is encoded by the first of these that can do it:
 
 from __future__ import annotations
 
-import copyreg
 import io
 import pickle
-import pickletools
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -28,11 +26,13 @@ from raylane import _ray
 from raylane.core import native
 from raylane.core.segment import bytes_at, segment_offsets
 from raylane.errors import GraphValueError
+from raylane.graph.values import references
+from raylane.graph.values.references import ReferenceInside, refused
 
-VALUE, TENSORS, ERROR, NOTHING, TICKET = 0, 1, 2, 3, 4
-KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET)
+VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT = 0, 1, 2, 3, 4, 5, 6
+KINDS = (VALUE, TENSORS, ERROR, NOTHING, TICKET, BYTES, TEXT)
 """Kinds of messages: plain pickle; (skeleton, specs) of the codec; a pickled exception; None or a signal; the ticket of
-published tensors (`channels.published`)."""
+published tensors (`channels.published`); the content of large bytes, or of a large string (UTF-8)."""
 
 
 class Message(NamedTuple):
@@ -65,20 +65,28 @@ _KEPT_BYTES = 1 << 20
 """Size of a pickle from which the encoder does not keep it as working memory."""
 
 
+MAX_ERROR_BYTES = 16 << 20
+"""Size of the largest exception that travels as it is."""
+MAX_SMALL_ERROR_BYTES = 1 << 15
+"""Size of an exception where readers keep too much memory for a larger one."""
+MAX_TEXT = 4000
+"""Number of characters of an error's text that other messages repeat."""
+_SCRIPT = b"\x8c\x08__main__"
+"""Name of the module `__main__` as a pickle of protocol 4 and later has it."""
+_PAYLOAD_BYTES = 1 << 16
+"""Size from which the pickler writes the content of a string apart (FRAME_SIZE_TARGET of CPython's _pickle.c)."""
+
+
+_SHORT_OPCODES, _LONG_OPCODES = (b"X", b"B"), (b"\x8d", b"\x8e", b"\x96")
+"""Opcodes of strings, bytes and bytearrays that are followed by a length of 4 or of 8 bytes."""
+
+
 class TensorInside(Exception):
     """A tensor was found during pickling."""
 
 
 def _stop(_: Any) -> NoReturn:
     raise TensorInside
-
-
-def _refuse(_: Any) -> NoReturn:
-    """Refuse an ObjectRef. Ray counts refs in its own messages only, so the object could vanish before it is used."""
-    raise GraphValueError(
-        "an ObjectRef cannot travel in a graph, because Ray would not count it: pass the value, ray.get(ref), or the "
-        "result of another graph"
-    )
 
 
 class Encoder:
@@ -120,6 +128,9 @@ class Encoder:
         except TensorInside:
             self.renew()  # the pickler stopped half way: its state is undefined
             return _with_tensors(value)
+        except ReferenceInside as found:
+            self.renew()
+            raise refused(value, found.reference) from None
         except Exception as error:  # of any __reduce__: cloudpickle may succeed, and otherwise raises the same
             self.renew()
             if isinstance(error, ray.exceptions.RayError):  # a GraphResult inside has failed or has timed out
@@ -136,20 +147,42 @@ class Encoder:
 
     def rest(self, value: Any) -> Message:
         """Return the message of a value for which `small` has returned None."""
-        body, buffers = b"".join(self._output), self._buffers
+        parts, buffers = self._output, self._buffers
+        if len(parts) > 1 and type(value) in (bytes, str):
+            self.renew()
+            return Message(BYTES if type(value) is bytes else TEXT, max(parts, key=len))  # one copy less than a pickle
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
         self.renew()  # drop references to the value, and the memory of a large pickle
         # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
         # the class itself. The text may also be the user's own; then cloudpickle is only slower.
-        if b"__main__" in body:
+        if any(_SCRIPT in part for part in _without_contents(parts)):
             return _by_cloudpickle(value)
         if len(buffers) > MAX_BUFFERS:
             return _with_few_buffers(value)
         return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
 
 
+def _without_contents(parts: list[bytes]) -> list[bytes]:
+    """Return the parts of a pickle without the contents of large strings, which name no class.
+
+    The pickler writes such a content by itself, after its opcode and length.
+    """
+    found, header = [], b""
+    for part in parts:
+        size = len(part)
+        is_content = size >= _PAYLOAD_BYTES and (
+            (header[-9:-8] in _LONG_OPCODES and header[-8:] == size.to_bytes(8, "little"))
+            or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
+        )
+        if not is_content:
+            found.append(part)
+        header = part[-9:]
+    return found
+
+
 def _table() -> dict[type, Callable[[Any], Any]]:
     """Return the reducers for types that need special treatment. torch is used only if it is imported."""
-    table: dict[type, Any] = {**copyreg.dispatch_table, ray.ObjectRef: _refuse}
+    table: dict[type, Any] = references.dispatch_table()
     if "torch" in sys.modules:
         import torch
 
@@ -185,13 +218,14 @@ def _by_cloudpickle(value: Any) -> Message:
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
     try:
-        _ray.CloudPickler(file, protocol=5, buffer_callback=_limited(buffers)).dump(value)
+        references.pickler(file, buffer_callback=_limited(buffers)).dump(value)
         raw = [buffer.raw() for buffer in buffers]
     except ray.exceptions.RayError:
         raise
+    except ReferenceInside as found:
+        raise refused(value, found.reference) from None
     except Exception as error:
         raise _unpicklable(value, error) from error
-    _check_for_refs(file.getvalue())
     return Message(VALUE, file.getvalue(), raw, value)
 
 
@@ -203,15 +237,14 @@ def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tu
     from raylane.transport import codec
 
     try:
-        skeleton, leaves = codec.encode_value(value)
-        found = leaves if layout_of is None else layout_of(leaves)
+        skeleton, leaves = codec.encode_value(value, references.refuse)
+        return skeleton, leaves if layout_of is None else layout_of(leaves)
     except ray.exceptions.RayError:
         raise
+    except ReferenceInside as inside:
+        raise refused(value, inside.reference) from None
     except Exception as error:
         raise _unpicklable(value, error) from error
-    # The dispatch table of the fast pickler refuses refs; cloudpickle has a reducer of its own for them.
-    _check_for_refs(skeleton)
-    return skeleton, found
 
 
 def join(skeleton: bytes, leaves: list[Any]) -> Any:
@@ -247,40 +280,6 @@ def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[An
     return moved, [joined]
 
 
-def _check_for_refs(data: bytes) -> None:
-    """Raise GraphValueError if a pickle holds an ObjectRef.
-
-    cloudpickle pickles a ref as a call of Ray's REF_MAKER function. The name alone may also be a text of the user.
-    """
-    module, name = _ray.REF_MAKER
-    if name.encode() in data and _names_global(data, module, name):
-        _refuse(None)
-
-
-def _names_global(data: bytes, module: str, name: str) -> bool:
-    """Return True if a pickle refers to the global `module.name`. Costs about 1 us for each operation of the pickle."""
-    # Strings reach STACK_GLOBAL either directly or through the memo, so both are followed.
-    memo: dict[int, Any] = {}
-    argument: Any
-    below: Any = None
-    top: Any = None  # the two values that were pushed last; None stands for anything but a string
-    for operation, argument, _ in pickletools.genops(data):
-        kind = operation.name
-        if kind == "STACK_GLOBAL" and (below, top) == (module, name):
-            return True
-        if kind in ("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"):
-            below, top = top, argument
-        elif kind == "MEMOIZE":
-            memo[len(memo)] = top
-        elif kind in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = top
-        elif kind in ("BINGET", "LONG_BINGET"):
-            below, top = top, memo.get(argument)
-        elif kind != "FRAME":
-            below, top = top, None
-    return False
-
-
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:
     return GraphValueError(
         f"a value of type {type(value).__name__} cannot be pickled, so it cannot travel in a graph: {error_text(error)}"
@@ -299,6 +298,10 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
         return None
     if kind == ERROR:
         return pickle.loads(body)
+    if kind == BYTES:
+        return bytes(body)
+    if kind == TEXT:
+        return str(body, "utf-8", "surrogatepass")  # as pickle does
     from raylane.transport import codec
 
     skeleton, packed = pickle.loads(body)
@@ -315,22 +318,56 @@ def duplicate(message: Message) -> Any:
 
 
 def error_text(error: BaseException, to_text: Callable[[BaseException], str] | None = None) -> str:
-    """Return an error as `Class: message`, or as `to_text(error)`; the class alone if the error's own code raises."""
+    """Return an error as `Class: message`, or as `to_text(error)`; the class alone if the error's own code raises.
+
+    At most MAX_TEXT characters.
+    """
     try:
-        return f"{type(error).__name__}: {error}" if to_text is None else to_text(error)
+        return _shortened(f"{type(error).__name__}: {error}" if to_text is None else to_text(error))
     except Exception:
         return type(error).__name__
 
 
-def encode_error(error: BaseException) -> Message:
-    """Return an exception as a message. An exception that cannot be pickled is replaced by a GraphValueError."""
-    for attempt in (error, GraphValueError(error_text(error))):
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_TEXT:
+        return text
+    return f"{text[: MAX_TEXT // 2]} ... [{len(text) - MAX_TEXT} characters] ... {text[-MAX_TEXT // 2 :]}"
+
+
+def encode_error(error: BaseException, limit_bytes: int | None = None) -> Message:
+    """Return an exception as a message of at most `limit_bytes` (None: MAX_ERROR_BYTES).
+
+    An exception that is larger, or cannot be pickled, is replaced by one with its text: a RayTaskError if it is one.
+    """
+    limit = MAX_ERROR_BYTES if limit_bytes is None else limit_bytes
+    for replaced in (False, True):
         file = io.BytesIO()
         try:
-            _ray.CloudPickler(file, protocol=5).dump(attempt)
+            _ray.CloudPickler(file, protocol=5).dump(_replacement(error) if replaced else error)
+            if file.tell() > limit:
+                continue
             # Try it here: an error that cannot be unpickled would raise a second error in every reader.
             pickle.loads(file.getvalue())
         except Exception:
             continue
         return Message(ERROR, file.getvalue())
     raise AssertionError("an error of raylane cannot be pickled")
+
+
+def _replacement(error: BaseException) -> BaseException:
+    """Return an exception with the text of another one."""
+    where = _ray.raised_at(error)
+    if where is None:
+        return GraphValueError(error_text(error))
+    cause = error_text(error.cause)  # type: ignore[attr-defined]
+    text = _shortened(error.traceback_str)  # type: ignore[attr-defined]
+    return _ray.task_error(where, text, GraphValueError(f"{cause} (the error itself was too large to travel)"))
+
+
+def small_error(message: Message) -> Message:
+    """Return the message of an error in a size that fits into a slot of a ring."""
+    try:
+        error = pickle.loads(message.body)
+    except Exception as obstacle:  # this process lacks the class of the error
+        error = GraphValueError(f"an error of {len(message.body)} bytes, too large to travel: {error_text(obstacle)}")
+    return encode_error(error, MAX_SMALL_ERROR_BYTES)

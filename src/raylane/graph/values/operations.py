@@ -241,7 +241,10 @@ def _concatenated(values: Sequence[Any], axis: int) -> Any:
         if hasattr(first, "__torch_function__"):
             return sys.modules["torch"].cat(list(values), axis)
         if _is_of("numpy", "ndarray", first):
-            return sys.modules["numpy"].concatenate(values, axis)
+            numpy = sys.modules["numpy"]
+            # numpy.concatenate drops masks.
+            masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
+            return (numpy.ma if masked else numpy).concatenate(values, axis)
         return first.__array_namespace__().concat(list(values), axis=axis)
     except (ValueError, TypeError, RuntimeError) as error:
         shown = ", ".join(_described(value) for value in values)
@@ -297,6 +300,12 @@ def _mean_array(values: Sequence[Any]) -> Any:
     if not _is_of("numpy", "ndarray", values[0]):
         return sum(values[1:], values[0]) / len(values)
     np = sys.modules["numpy"]
+    masked = next((value for value in values if isinstance(value, np.ma.MaskedArray)), None)
+    if masked is not None:
+        raise TypeError(
+            f"mean of {_described(masked)}: whether masked items count is not known. Pass array.filled(value), or use "
+            "gather and numpy.ma"
+        )
     dtype = np.result_type(*(value.dtype for value in values))
     if dtype.kind not in "biufc":
         raise TypeError(f"mean of {_described(values[0])}: only numbers have a mean")

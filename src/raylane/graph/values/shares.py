@@ -4,7 +4,11 @@
     combine()  the Shares of all members  ->  new tensors
 
 Bytes, because NumPy knows no bfloat16, and because a message with NumPy arrays is read in place: the tensors of others
-are added from the memory where their sender has written them. Many small tensors travel as one array.
+are added from the memory where their sender has written them. Many small tensors travel as one array. Bytes are in the
+byte order of the machine, whatever the order of the array.
+
+So a value must be nothing but its memory: masked arrays, subclasses, and sparse, quantised or nested tensors are
+refused (`_refusal`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from raylane.core.segment import bytes_at
-from raylane.graph.collectives import Collective
+from raylane.graph.collectives import GROUPS, Collective
 
 
 class Spec(NamedTuple):
@@ -37,22 +41,20 @@ class Share:
 
     __slots__ = ("arrays", "like", "meeting", "specs")
 
-    def __init__(
-        self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: tuple[str, int] | None = None
-    ) -> None:
+    def __init__(self, specs: tuple[Spec, ...], arrays: Sequence[Any], like: Any = None, meeting: Any = None) -> None:
         self.specs = specs
         self.arrays = arrays
         """Bytes of all tensors of one dtype, for each dtype in order of first use."""
         self.like = like
         """(values, tensors): the member's own."""
         self.meeting = meeting
-        """Address at which the members of a process group meet, in the share of rank 0."""
+        """What a member of a process group tells the others, so that they meet (`worker.process_groups.Meeting`)."""
 
     def __reduce__(self) -> Any:
         return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)
 
 
-def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: tuple[str, int] | None) -> Share:
+def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: Any) -> Share:
     return Share(tuple(Spec(*spec) for spec in specs), arrays, meeting=meeting)
 
 
@@ -60,8 +62,8 @@ def share(collective: Collective, group: Any, *values: Any) -> Any:
     """Return what this member gives: one Share for all, or for a reducescatter one for each member.
 
     With `group` (a `worker.process_groups.Group`) the shares hold no tensors, which travel through the group.
-    TypeError if a value holds anything but tensors and arrays, or has no such reduction; ValueError if it has no such
-    parts.
+    TypeError if a value holds anything but tensors and arrays that are nothing but their memory, or has no such
+    reduction; ValueError if it has no such parts.
     """
     several = len(values) > 1  # inputs are named in messages where there are several
     tensors = [
@@ -100,7 +102,9 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
         spec = own.specs[places[0]]
         shapes = [part_shape(collective, own.specs[place].shape) for place in places]
         if group is not None:
-            results = group.exchange(shares[0].meeting, collective, spec, [tensors[place] for place in places])
+            results = group.exchange(
+                [one.meeting for one in shares], collective, spec, [tensors[place] for place in places]
+            )
         elif collective.kind == "allgather":
             results = _gathered(spec, _flat(spec, shares, number), shapes)
         else:
@@ -118,10 +122,13 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
 def _tensors(value: Any, name: str, path: str) -> Iterator[tuple[Spec, Any]]:
     """Yield the tensors and arrays in a value, in order."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
-        yield Spec(path, "torch", str(value.dtype).removeprefix("torch."), tuple(value.shape)), value
-    elif numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        yield Spec(path, "numpy", value.dtype.name, tuple(value.shape)), value
+    is_tensor = torch is not None and isinstance(value, torch.Tensor)
+    if is_tensor or (numpy is not None and isinstance(value, numpy.ndarray)):
+        refusal = _tensor_refusal(value) if is_tensor else _array_refusal(value)
+        if refusal is not None:
+            raise TypeError(f"{name} of a {refusal[0]}{f' at {path}' if path else ''}: {refusal[1]}")
+        module, dtype = ("torch", _name_of(value.dtype)) if is_tensor else ("numpy", value.dtype.name)
+        yield Spec(path, module, dtype, tuple(value.shape)), value
     elif type(value) in (list, tuple, dict):
         items = value.items() if type(value) is dict else enumerate(value)
         for key, item in items:
@@ -134,6 +141,54 @@ def _tensors(value: Any, name: str, path: str) -> Iterator[tuple[Spec, Any]]:
             "or arrays of numbers, and lists, tuples and dicts of those. Return such a value, or use "
             "raylane.graph.gather or mean"
         )
+
+
+def _array_refusal(array: Any) -> tuple[str, str] | None:
+    """Return (kind, cause and remedy) of an array that is more than its memory, or no numbers; else None."""
+    numpy, kind = sys.modules["numpy"], type(array)
+    if isinstance(array, numpy.ma.MaskedArray):
+        return "masked array", "its mask would be lost. Return array.filled(value), and the mask as an array of its own"
+    if kind not in (numpy.ndarray, numpy.memmap):
+        return (
+            f"subclass {kind.__module__}.{kind.__qualname__} of numpy.ndarray",
+            "only the memory of an array travels. Return numpy.asarray(array)",
+        )
+    if array.dtype.kind not in "biufc":
+        return f"numpy array of dtype {array.dtype}", "only numbers have a reduction. Convert it to a dtype of numbers"
+    return None
+
+
+def _tensor_refusal(tensor: Any) -> tuple[str, str] | None:
+    """Return (kind, cause and remedy) of a tensor that is more than its memory, or has none; else None."""
+    torch, kind = sys.modules["torch"], type(tensor)
+    # Nested tensors first: they have no shape, and other attributes raise.
+    if tensor.is_nested:
+        return "nested tensor", "it has no one shape. Return its parts, tensor.unbind()"
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"subclass {kind.__module__}.{kind.__qualname__} of torch.Tensor",
+            "only the memory of a tensor travels. Return a plain tensor, such as to_local() of a DTensor",
+        )
+    if tensor.layout is not torch.strided:
+        return f"tensor of the layout {_name_of(tensor.layout)}", "only dense tensors travel. Return tensor.to_dense()"
+    if tensor.is_quantized:
+        return "quantised tensor", "its scale would be lost. Return tensor.dequantize()"
+    if tensor.is_meta:
+        return "tensor on the device meta", "it has no data. Return a tensor of another device"
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed_bytes = (tensor.storage_offset() + elements) * tensor.element_size() if tensor.numel() else 0
+    if needed_bytes > tensor.untyped_storage().nbytes():
+        return (
+            f"tensor of shape {tuple(tensor.shape)} without memory",
+            f"its storage has {tensor.untyped_storage().nbytes()} bytes of {needed_bytes} (resize_, or sharded "
+            "parameters that are not gathered now). Fill the tensor before it is returned",
+        )
+    return None
+
+
+def _name_of(member: Any) -> str:
+    """Return the name of a dtype or layout of torch."""
+    return str(member).removeprefix("torch.")
 
 
 def _rebuilt(value: Any, tensors: Iterator[Any]) -> Any:
@@ -157,6 +212,13 @@ def _check(collective: Collective, spec: Spec) -> None:
         raise TypeError(f"{text}: complex numbers have no order; use sum, prod or avg")
     if collective.op == "avg" and not spec.dtype.startswith(("float", "bfloat", "complex")):
         raise TypeError(f"{text}: the mean of integers is none; convert them to a float dtype")
+    if collective.op and not _is_reducible(spec.module, spec.dtype, collective.op):
+        raise TypeError(f"{text}: {spec.module} has no {collective.op} of {spec.dtype}; convert it to another dtype")
+    if collective.transport in GROUPS and not _is_known_to_groups(spec.dtype, collective.op):
+        raise TypeError(
+            f"{text}: {collective.transport} cannot take {spec.dtype}; use the transport 'auto', or convert it to "
+            "another dtype"
+        )
     if collective.kind != "allreduce" and not spec.shape:
         raise ValueError(f"{text}: it has no dimensions; reshape it to (1,)")
     if collective.kind == "reducescatter" and spec.shape[0] % collective.size:
@@ -164,6 +226,31 @@ def _check(collective: Collective, spec: Spec) -> None:
             f"{text}: the length {spec.shape[0]} along axis 0 must be divisible by the number of actors, "
             f"{collective.size}; pad the tensor"
         )
+
+
+@functools.cache
+def _is_reducible(module: str, dtype: str, op: str) -> bool:
+    """Return True if a reduction of this dtype can be computed; asked of NumPy or torch with one element."""
+    if module == "numpy":
+        one = sys.modules["numpy"].ones(1, dtype)
+    else:
+        torch = sys.modules["torch"]
+        try:
+            one = torch.ones(1, dtype=torch.float32, device="cpu").to(getattr(torch, dtype))
+        except (RuntimeError, NotImplementedError):
+            return False
+    try:
+        _reduced(Spec("", module, dtype, (1,)), op, [one, one])
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+    return True
+
+
+def _is_known_to_groups(dtype: str, op: str) -> bool:
+    """Return True if process groups of torch take this dtype for a reduction (empty: for an allgather)."""
+    if dtype in ("longdouble", "float128", "clongdouble", "complex256"):  # torch has no such dtypes
+        return False
+    return not op or not (dtype == "uint64" or (dtype.startswith("complex") and op not in ("sum", "avg")))
 
 
 def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[Share]) -> None:
@@ -203,12 +290,22 @@ def _bytes_of(module: str, tensors: Sequence[Any]) -> Any:
     if module == "numpy":
         numpy = sys.modules["numpy"]
         # No copy for one contiguous array: the encoder of the message copies it once, to its readers.
-        flat = [numpy.ascontiguousarray(tensor).reshape(-1) for tensor in tensors]
+        flat = [numpy.ascontiguousarray(tensor, native_dtype(tensor)).reshape(-1) for tensor in tensors]
         return (flat[0] if len(flat) == 1 else numpy.concatenate(flat)).view(numpy.uint8)
     torch = sys.modules["torch"]
     # Tensors of a GPU go through host memory.
-    flat = [tensor.detach().contiguous().reshape(-1).cpu() for tensor in tensors]
+    flat = [plain(tensor).contiguous().reshape(-1).cpu() for tensor in tensors]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).view(torch.uint8).numpy()
+
+
+def native_dtype(array: Any) -> Any:
+    """Return the dtype of a NumPy array in the byte order of the machine."""
+    return array.dtype.newbyteorder("=")
+
+
+def plain(tensor: Any) -> Any:
+    """Return a tensor without gradient and without lazy conjugation or negation, which are not in its memory."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _flat(spec: Spec, shares: Sequence[Share], number: int) -> list[Any]:
@@ -222,7 +319,7 @@ def _typed(spec: Spec, data: Any) -> Any:
     torch = sys.modules["torch"]
     dtype = getattr(torch, spec.dtype)
     if not data.nbytes:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
     # By address: torch warns about memory that is read-only, as that of other members is. `data` outlives the tensor.
     return torch.frombuffer(bytes_at(data.ctypes.data, data.nbytes), dtype=dtype)
 
@@ -277,8 +374,12 @@ _FUNCTIONS = {"sum": "add", "avg": "add", "prod": "multiply", "min": "minimum", 
 
 
 def wide_dtype(module: Any, dtype: Any, op: str) -> Any:
-    """Return the dtype in which a reduction computes: single precision for halves, whose largest number is 65,504."""
-    halves = "float" in str(dtype) and dtype.itemsize < 4 and op in ("sum", "prod", "avg")
+    """Return the dtype in which a reduction computes: single precision for halves, whose largest number is 65,504.
+
+    Also for the order of floats of one byte, which torch does not compare.
+    """
+    least = 4 if op in ("sum", "prod", "avg") else 2
+    halves = "float" in str(dtype) and dtype.itemsize < least
     return module.dtype("float32") if halves and module.__name__ == "numpy" else module.float32 if halves else dtype
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 from typing import Any
 
 from raylane import _ray
@@ -19,6 +18,7 @@ from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import RingSpec
+from raylane.graph.values import references
 from raylane.graph.worker import exclusive, thread_state
 from raylane.graph.worker.loop import graph_loop
 from raylane.graph.worker.program import HOST_VARIABLE, ActorInfo, Program
@@ -68,13 +68,14 @@ def abandon_network(instance: Any, graph: str) -> None:
         network.close()
 
 
-def join_graph(instance: Any, packed: bytes) -> tuple[str | None, bool]:
+def join_graph(instance: Any, packed: bytes, held: list[Any]) -> tuple[str | None, bool]:
     """Run a share of a graph from now on.
 
     Return the reason why this process cannot wake the driver's asyncio loop, and True if its torch sees a GPU.
-    `packed` is a pickled `Program`. GraphPlanError if a method is missing or cannot be used.
+    `packed` and `held` are a `Program`, packed by `values.references`. GraphPlanError if a method is missing or cannot
+    be used.
     """
-    program: Program = pickle.loads(packed)
+    program: Program = references.unpack(packed, held)
     loop = _ray.actor_loop()
     if program.exclusive and loop is not None:
         raise GraphPlanError(

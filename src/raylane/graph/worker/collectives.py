@@ -47,6 +47,12 @@ class Collectives:
     def _has_ended(self) -> bool:
         return self.ended is not None and self.ended()
 
+    def miss(self, task: Task, error: BaseException) -> None:
+        """Leave the process group of a call that will not run here, because of an error that only this actor has."""
+        collective = task.collective
+        if collective is not None and collective.transport in GROUPS and collective.role == "combine":
+            self._groups[collective.transport, collective.members].leave(error)
+
     def close(self) -> None:
         """Close the process groups, without waiting for a member that does not answer."""
         self.ended = None

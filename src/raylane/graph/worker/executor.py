@@ -357,8 +357,13 @@ class Executor:
         return Failure(self._failed(error_message(error, me), inbound.fatal))
 
     def unreadable(self, error: BaseException, inbound: InboundEdge) -> Failure[Message]:
+        """Return the Failure of a message that could not be unpickled."""
         me = self.plan.members[self.member]
         refused = GraphValueError(f"{inbound.label} could not be unpickled by {me}: {messages.error_text(error, repr)}")
+        # Other readers may have read the message: their part of a collective must not wait for this actor.
+        for task in self.tasks:
+            if inbound.value in task.reads:
+                self.collectives.miss(task.task, refused)
         return Failure(self._failed(error_message(refused, me), inbound.fatal))
 
     def run(self, task: PreparedTask) -> None:
@@ -414,9 +419,11 @@ class Executor:
                 message = self._failed(error_message(timeout, blocked.task.label), edge.fatal)
                 edge.write(self.execution, message, self.flags)
             except BaseException as error:
-                # Even the error cannot be written: the loop ends this graph.
+                # Even a small error cannot be written: the loop ends this graph.
                 if message.kind == ERROR:
-                    raise
+                    edge.write(self.execution, messages.small_error(message), self.flags)
+                    blocked.waiting.pop(0)
+                    continue
                 blocked.waiting[0] = edge, self._failed(error_message(error, blocked.task.label), edge.fatal)
                 continue
             blocked.waiting.pop(0)
@@ -475,6 +482,9 @@ class Executor:
         except PoolFull:
             raise
         except BaseException as error:
+            if type(result) is Failure:  # an error above max_lent_bytes
+                edge.write(self.execution, messages.small_error(result.error), self.flags)
+                return
             # The value cannot be pickled, is too large, or there is no memory. The readers wait for a message of this
             # execution, so they get the error.
             edge.write(self.execution, self.unsendable(error, task, edge).error, self.flags)

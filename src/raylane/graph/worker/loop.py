@@ -136,7 +136,8 @@ class GraphLoop:
         self.sessions = (*self.sessions, session)
         self._by_flag.setdefault(session.flag, []).append(session)
         self._active.append(session)  # its messages may have come before
-        if self._applied is None:
+        # The settings in effect may be those of a graph that has left meanwhile.
+        if self._applied not in self._thread_states.values():
             self._apply(own)
         # Hooks cost time in every task, so they are set only once there are graphs of different settings.
         if any(shared is not own for shared in self._thread_states.values()):

@@ -2,10 +2,20 @@
 
 A process group belongs to one set of actors in one graph, and to no one else: it is not torch's default group. It opens
 when it is first used. By then every member has told the others what it gives (`values.shares`), so no member waits for
-one that has failed before; and what rank 0 tells includes the address at which the members meet.
+one that has failed before; and what rank 0 tells includes the address of the store through which the members meet.
 
 Each group has a thread, which alone uses the process group: gloo cannot be interrupted, so the graph loop waits for the
 thread instead, and leaves it behind when the graph ends. The thread ends when its peers close their connections.
+
+A member whose part fails leaves the group: it writes its error into the store and closes its connections, so that the
+others raise the same error at once. Each share says how often its member has left. When a number has changed, all
+members open a new group:
+
+    Group (graph loop)                                thread
+    State: (address, times that each member left)
+    other than before? a new thread           --->    open: keys of this state in the store, then connections
+    task                                      --->    run; on an error write it, drop the process group
+    result or error                           <---
 
 NCCL is written after torch's documentation and was never run: the machines of this project's tests have no GPU.
 
@@ -15,9 +25,9 @@ Imports torch, so it is loaded on first use.
 from __future__ import annotations
 
 import contextlib
-import functools
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,19 +35,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphError, GraphPlanError
 from raylane.graph.collectives import Collective
-from raylane.graph.values.shares import Spec, cut, part_shape, wide_dtype
+from raylane.graph.values import message as messages
+from raylane.graph.values.shares import Spec, cut, native_dtype, part_shape, plain, wide_dtype
 from raylane.transport.tls import cleartext_refusal
 
 __all__ = ["Group", "check_available"]
 
-Meeting = tuple[str, int]
-"""Address of the store through which the members of a group find each other."""
+Address = tuple[str, int]
+"""Host and port of the store through which the members of a group find each other."""
+Meeting = tuple[Address | None, int]
+"""What a share says: the address (rank 0 only), and how often the member has left the group."""
+State = tuple[Address, tuple[int, ...]]
+"""Identity of an open group: the address, and how often each member had left."""
+_LEFT = "left"
+"""Key in the store: the pickled error because of which a member has left the group of this state."""
 NO_LIMIT_S = 10 * 365 * 86400.0
 """Limit in seconds that stands for none: torch takes no infinite time."""
 LOOK_S = 0.02
@@ -46,6 +63,8 @@ ASK_S = 0.002
 """Interval in seconds at which a member asks whether the others have come, when a group opens."""
 GRACE_S = 3.0
 """Seconds after an error in which the end of the graph, its likely cause, may become known."""
+_GLOO_WIDE = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that gloo does not reduce, with the dtype that is reduced instead: overflow drops the same high bits."""
 _OPS = {"sum": "SUM", "avg": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 
 
@@ -74,41 +93,63 @@ class Group:
         self._size = size
         self._timeout = timedelta(seconds=NO_LIMIT_S if timeout_s is None else max(timeout_s, 1.0))
         self._ended = ended
-        self._meeting: Meeting | None = None
+        self._address: Address | None = None
+        """Address of the store, which rank 0 keeps."""
+        self._departures = 0
+        """How often this member has left."""
+        self._state: State | None = None
+        """State for which the thread runs."""
+        self._broken: State | None = None
+        """State in which a member has failed; its keys in the store are used up."""
         self._store: Any = None
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[_Member], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def meeting(self) -> Meeting | None:
-        """Return the address for the share of rank 0, which creates the store; None for any other rank."""
+    def meeting(self) -> Meeting:
+        """Return what the share of this member tells the others. Rank 0 creates the store first."""
         # A port that the system chooses: several graphs of an actor have groups at the same time.
-        if self._rank == 0 and self._meeting is None:
+        if self._rank == 0 and self._store is None:
             host = _ray.node_ip()
             self._store = TCPStore(host, 0, self._size, True, self._timeout, wait_for_workers=False)
-            self._meeting = host, self._store.port
-        return self._meeting if self._rank == 0 else None
+            self._address = host, self._store.port
+        return self._address, self._departures
 
-    def exchange(self, meeting: Meeting, collective: Collective, spec: Spec, tensors: Sequence[Any]) -> list[Any]:
-        """Return the results for tensors of one dtype; wait for all other members.
+    def exchange(
+        self, meetings: Sequence[Meeting], collective: Collective, spec: Spec, tensors: Sequence[Any]
+    ) -> list[Any]:
+        """Return the results for tensors of one dtype; wait for all other members, whose `meetings` the shares had.
 
         GraphError if a member or the graph has ended, or after the time limit.
         """
         # The others may have left while this actor was in another method: then nobody answers.
         if self._ended():
             raise GraphError(f"{collective.name}: the graph has ended")
-        if self._thread is None or meeting != self._meeting:
-            self._start(meeting)
+        address = meetings[0][0]
+        assert address is not None
+        state = address, tuple(departures for _, departures in meetings)
+        if state == self._broken:  # another collective of the same execution
+            raise GraphError(f"{collective.name}: the members have left their group after an error in this execution")
+        if self._thread is None or state != self._state:
+            self._start(state)
         # What the calls of this actor have started on the GPU comes before the collective.
         ready = torch.cuda.current_stream().record_event() if self._transport == "nccl" else None
-        future = self._submit(lambda group: self._run(group, collective, spec, tensors, ready))
+        future = self._submit(lambda member: self._run(member.group(), collective, spec, tensors, ready))
         found: list[Any] = self._finish(future, collective)
         return found
+
+    def leave(self, error: BaseException) -> None:
+        """Take no further part in the group that is open, because of an error, which the others raise at once too."""
+        if self._thread is not None:
+            self._submit(lambda member: member.leave(error))
+        self._broken = self._state
+        self._departures += 1
+        self.close()
 
     def close(self) -> None:
         """Let the thread end after what it does. A second call does nothing."""
         thread, self._thread = self._thread, None
-        self._meeting = self._store = None
+        self._state = None
         if thread is not None:
             self._closed.set()
             self._work.put(None)
@@ -116,20 +157,17 @@ class Group:
 
     # Waiting
 
-    def _start(self, meeting: Meeting) -> None:
-        store = self._store  # rank 0 has made it already, and told the others its address
+    def _start(self, state: State) -> None:
         self.close()
-        self._meeting, self._store = meeting, store
+        self._state = state
         self._work, self._closed = queue.SimpleQueue(), threading.Event()
+        member = _Member(self._transport, self._rank, self._size, self._timeout, state, self._store, self._closed)
         self._thread = threading.Thread(
-            target=_serve,
-            args=(functools.partial(self._open, self._closed), self._work),
-            name="raylane-collective",
-            daemon=True,
+            target=_serve, args=(member, self._work), name="raylane-collective", daemon=True
         )
         self._thread.start()
 
-    def _submit(self, function: Callable[[Any], Any]) -> Future[Any]:
+    def _submit(self, function: Callable[[_Member], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self._work.put((future, function))
         return future
@@ -145,9 +183,11 @@ class Group:
                 raise GraphError(f"{collective.name}: the graph has ended during the collective")
         if error is None:
             return future.result()
-        # After an error the members may no longer be in step: the next execution opens a new group.
+        # The members are no longer in step: all open a new group in the next execution.
+        self._broken = self._state
+        self._departures += 1
         self.close()
-        if not isinstance(error, RuntimeError):
+        if not _is_of_network(error):
             raise error
         # Usually a member has died, and the driver is about to end the graph with the name of the actor.
         still = threading.Event()
@@ -157,32 +197,6 @@ class Group:
         raise GraphError(f"{collective.name}: a member has left the collective, or was late: {error}") from error
 
     # On the thread
-
-    def _open(self, closed: threading.Event) -> Any:
-        assert self._meeting is not None
-        host, port = self._meeting
-        store = self._store
-        if store is None:
-            store = TCPStore(host, port, self._size, False, self._timeout, wait_for_workers=False)
-        # Ask until all are here: a wait of torch's own would go on after the graph has ended.
-        here = [f"here/{rank}" for rank in range(self._size)]
-        store.set(here[self._rank], b"")
-        deadline = Deadline(self._timeout.total_seconds())
-        while not store.check(here):
-            if closed.wait(ASK_S) or deadline.left_s() == 0:
-                raise RuntimeError("not all members came")
-        if self._transport == "gloo":
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
-            options._devices = [gloo.create_device(hostname=_ray.node_ip())]
-            options._timeout = self._timeout
-            options._threads = 1  # one collective at a time; more threads would only sleep
-            return gloo(store, self._rank, self._size, options)
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = self._timeout
-        return nccl(store, self._rank, self._size, options)
 
     def _run(self, group: Any, collective: Collective, spec: Spec, tensors: Sequence[Any], ready: Any) -> list[Any]:
         if self._transport == "gloo":
@@ -205,11 +219,13 @@ class Group:
         flat = _flat(given, size if collective.kind == "reducescatter" else 1)
         if collective.kind == "allgather":
             out = torch.empty(size * flat.numel(), dtype=dtype, device=flat.device)
-            group._allgather_base(out, flat).wait()
+            # As bytes: gloo knows fewer dtypes than torch.
+            group._allgather_base(out.view(torch.uint8), flat.view(torch.uint8)).wait()
             parts = [cut(one, shapes) for one in out.chunk(size)] if out.numel() else [cut(out, shapes)] * size
             return [torch.cat(found) for found in zip(*parts, strict=True)]
         # Sums of halves in single precision, as over the graph's own channels.
-        flat = flat.to(wide_dtype(torch, dtype, collective.op))
+        wide = wide_dtype(torch, dtype, collective.op)
+        flat = flat.to(_GLOO_WIDE.get(wide, wide) if self._transport == "gloo" else wide)
         options: Any = dist.AllreduceOptions() if collective.kind == "allreduce" else dist.ReduceScatterOptions()
         options.reduceOp = getattr(dist.ReduceOp, _OPS[collective.op])
         if collective.kind == "allreduce":
@@ -223,21 +239,128 @@ class Group:
         return cut(out.to(dtype), shapes)
 
 
-def _serve(open_group: Callable[[], Any], work: queue.SimpleQueue[Any]) -> None:
-    """Open the group and do what is asked for, until None."""
-    group: Any = None
+class _Member:
+    """The process group of one state, and the store behind it. Used by the thread of the group alone."""
+
+    def __init__(
+        self,
+        transport: str,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        state: State,
+        store: Any,
+        closed: threading.Event,
+    ) -> None:
+        self._transport, self._rank, self._size, self._timeout = transport, rank, size, timeout
+        (self._host, self._port), departures = state
+        self._server = store
+        """Store of rank 0 itself; None in the others, which connect to it."""
+        self._prefix = ".".join(map(str, departures))
+        self._closed = closed
+        self._keys: Any = None
+        """Keys of this state in the store."""
+        self._group: Any = None
+
+    def run(self, function: Callable[[_Member], Any]) -> Any:
+        """Return what a function of this member returns. After an error the group is closed.
+
+        The others are told an error that is not of the network, and raise the same one: here too it is raised instead
+        of the broken connection that follows from it.
+        """
+        try:
+            return function(self)
+        except BaseException as error:
+            # The frames of the error hold the process group, and with it the connections.
+            self._group = None
+            traceback.clear_frames(error.__traceback__)
+            if not _is_of_network(error):
+                self.leave(error)
+                raise
+            cause = self._error_of_another()
+            if cause is None:
+                raise
+            raise cause from None
+
+    def group(self) -> Any:
+        """Return the process group; open it when all members are here.
+
+        RuntimeError if not all come, or if one of them has left.
+        """
+        if self._group is not None:
+            return self._group
+        keys = self._open_keys()
+        # Ask until all are here: a wait of torch's own would go on after the graph has ended.
+        here = [f"here/{rank}" for rank in range(self._size)]
+        keys.set(here[self._rank], b"")
+        deadline = Deadline(self._timeout.total_seconds())
+        while True:
+            if keys.check([_LEFT]):
+                raise RuntimeError("a member has left before all had come")
+            if keys.check(here):
+                break
+            if self._closed.wait(ASK_S) or deadline.left_s() == 0:
+                raise RuntimeError("not all members came")
+        self._group = self._process_group(keys)
+        return self._group
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others that this member takes no further part, because of an error."""
+        with contextlib.suppress(RuntimeError):  # rank 0, and with it the store, has ended
+            self._open_keys().set(_LEFT, bytes(messages.encode_error(error).body))
+
+    def _error_of_another(self) -> BaseException | None:
+        """Return the error because of which another member has left, or None."""
+        try:
+            keys = self._open_keys()
+            return messages.decode(messages.ERROR, keys.get(_LEFT), ()) if keys.check([_LEFT]) else None
+        except RuntimeError:  # rank 0, and with it the store, has ended
+            return None
+
+    def _open_keys(self) -> Any:
+        if self._keys is None:
+            store = self._server
+            if store is None:
+                store = TCPStore(self._host, self._port, self._size, False, self._timeout, wait_for_workers=False)
+            self._keys = PrefixStore(self._prefix, store)
+        return self._keys
+
+    def _process_group(self, keys: Any) -> Any:
+        if self._transport == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
+            options._devices = [gloo.create_device(hostname=_ray.node_ip())]
+            options._timeout = self._timeout
+            options._threads = 1  # one collective at a time; more threads would only sleep
+            return gloo(keys, self._rank, self._size, options)
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = self._timeout
+        return nccl(keys, self._rank, self._size, options)
+
+
+def _serve(member: _Member, work: queue.SimpleQueue[Any]) -> None:
+    """Do what is asked for, until None."""
     while (task := work.get()) is not None:
         future, function = task
         try:
-            group = open_group() if group is None else group
-            future.set_result(function(group))
+            future.set_result(member.run(function))
         except BaseException as error:
             future.set_exception(error)
         del task, future, function  # the thread must not keep tensors while it waits
 
 
+def _is_of_network(error: BaseException) -> bool:
+    """Return True for the error of a broken connection or of a time limit. torch has no class of its own for gloo's."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
 def _as_torch(tensor: Any, transport: str) -> Any:
-    found = tensor.detach() if isinstance(tensor, torch.Tensor) else torch.from_numpy(tensor.copy())
+    if isinstance(tensor, torch.Tensor):
+        found = plain(tensor)
+    else:
+        found = torch.from_numpy(tensor.astype(native_dtype(tensor), order="C"))  # a copy: arrays may be read-only
     return found.cuda() if transport == "nccl" else found.cpu()
 
 

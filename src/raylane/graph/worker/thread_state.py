@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ThreadState:
-    """Settings of one thread. Those of torch are defaults if torch is not imported."""
+    """Settings of one thread. Those of torch are its defaults if torch was not imported when they were captured."""
 
     grad: bool = True
     inference: bool = False
@@ -76,7 +76,7 @@ def apply(state: ThreadState) -> None:
         numpy.seterr(**state.errstate)
         numpy.seterrcall(state.errcall)
     torch = loaded("torch")
-    if torch is None or state.num_threads is None:
+    if torch is None:
         return
     if state.inference != torch.is_inference_mode_enabled():
         _toggle_inference(torch, state.inference)
@@ -85,7 +85,7 @@ def apply(state: ThreadState) -> None:
         torch.set_default_device(state.device)
     if state.cuda_device is not None:
         torch.cuda.set_device(state.cuda_device)
-    if state.num_threads != torch.get_num_threads():
+    if state.num_threads not in (None, torch.get_num_threads()):
         torch.set_num_threads(state.num_threads)
     for device, enabled, dtype in state.autocast:
         torch.set_autocast_enabled(device, enabled)
