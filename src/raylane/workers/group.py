@@ -417,6 +417,7 @@ class WorkerGroup:
                 _log.warning("%r: cleanup before shutdown failed: %s", self, error)
                 clean = False
         self._closed = True
+        self._init = ((), {})  # a closed group keeps no actor alive that was an argument
         return self._end_processes(deadline) and clean
 
     def _end_processes(self, deadline: float) -> bool:
