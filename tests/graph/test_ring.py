@@ -75,7 +75,7 @@ def whole(taken: Received) -> tuple[bytes, list[bytes]]:
 # Sizes
 
 
-BODIES = [0, 1, LEND_FROM_BYTES, BODY_ROOM - 1100, BODY_ROOM, BODY_ROOM + 1, SLOT_BYTES, 300_000]
+BODIES = [0, 1, LEND_FROM_BYTES, BODY_ROOM - 1100, BODY_ROOM, BODY_ROOM + 1, SLOT_BYTES, 4 * SLOT_BYTES]
 FEW = [
     [],
     [0],
@@ -90,7 +90,7 @@ FEW = [
 ]
 MANY = [[8] * 3000, [8] * 4000, [5] * 6000, [5] * 7900, [5] * 8100, [300] * 9000, [1] * 20000]
 SIZES = [(body, sizes) for body in BODIES for sizes in FEW]
-SIZES += [(body, sizes) for body in (0, 5000, 70_000) for sizes in MANY]
+SIZES += [(body, sizes) for body in (0, 5000, SLOT_BYTES) for sizes in MANY]
 
 
 def _name(value: Any) -> str:
@@ -262,7 +262,7 @@ def test_ring_write_failure_leaves_the_slot_writable() -> None:
 def test_reserved_memory_is_handed_over() -> None:
     made = Ring()
     assert made.writer.reserve(100, [1000]) is None  # goes into a slot
-    for body, sizes in ((100, [50_000]), (0, [50_000]), (70_000, []), (70_000, [10, 50_000])):
+    for body, sizes in ((100, [50_000]), (0, [50_000]), (BODY_ROOM + 1, []), (BODY_ROOM + 1, [10, 50_000])):
         reserved = made.writer.reserve(body, sizes)
         assert reserved is not None
         inside = len(reserved.parts) > len(sizes)

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -157,7 +158,12 @@ class Segment:
 
     @classmethod
     def make(cls, nbytes: int) -> Segment:
-        """Return a new segment of `nbytes` (at least 4096), zero but for its key; pages take memory when touched."""
+        """Return a new segment of `nbytes` (at least 4096), zero but for its key; pages take memory when touched.
+
+        OSError if the system has no descriptor, mapping or address space for it.
+        """
+        if nbytes > sys.maxsize:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, nbytes)

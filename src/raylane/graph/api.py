@@ -33,7 +33,7 @@ def compile(
 
     Args:
         node: The output: a node, a `MultiOutputNode`, or a node of Ray's own (`actor.method.bind`).
-        max_inflight: Maximum number of executions under way; also the number of slots (64 KB each) of every channel.
+        max_inflight: Maximum number of executions under way; also the number of slots of every channel.
         timeout_s: Limit in seconds of every wait of this graph (None: `RAYLANE_TIMEOUT_S`, 60 s).
         backend: "ray", or "inline" to run plain objects in this process, without Ray, for tests.
         exclusive: Methods of the graph and ordinary calls of the same actor never run at the same time.
