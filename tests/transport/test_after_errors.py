@@ -219,6 +219,14 @@ def test_cancel_waits_for_writers_and_refuses_new_ones() -> None:
     writer.join()
 
 
+def test_cancel_by_the_interrupted_writer_itself_returns() -> None:
+    cancellation = Cancellation()
+    block = cancellation.writing()
+    block.__enter__()  # as if Ctrl-C had come before the `try` of the block
+    cancellation.cancel()
+    assert cancellation.cancelled
+
+
 def test_cancel_interrupts_what_waits_and_nothing_later() -> None:
     cancellation = Cancellation()
     calls: list[str] = []

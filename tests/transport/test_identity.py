@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import random
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -107,6 +108,13 @@ def sharing(tensors: list[Any]) -> list[tuple[bool, bool]]:
     ]
 
 
+class OneShot:
+    """Can be pickled once: what arrives holds a lock."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
 class Maker:
     @raylane.method
     def direct(self, seed: int) -> Any:
@@ -124,6 +132,9 @@ class Maker:
         model = torch.nn.Linear(300, 200)
         torch.nn.init.constant_(model.weight, scale)
         return collections.OrderedDict(model=model, state=torch.nn.Linear(300, 200).state_dict(), ref=ray.put(3))
+
+    def one_shot(self) -> Any:
+        return {"lock": OneShot(), "t": torch.ones(3), "list": [np.zeros(2)]}
 
     @raylane.method
     def windows(self) -> Any:
@@ -227,6 +238,17 @@ def test_ordinary_values_with_modules_are_converted(maker: Any) -> None:
     assert float(opened.read(("state", "weight")).abs().sum()) > 0
 
 
+def test_values_that_cannot_be_pickled_again_can_be_opened(maker: Any) -> None:
+    opened = raylane.open(maker.one_shot.remote())
+    assert [info.path for info in opened.tensors] == [("t",), ("list", 0)]
+    assert opened.read("t").tolist() == [1, 1, 1]
+    into = {"a": torch.zeros(50_000)}
+    lists = raylane.get([maker.tied.remote(), maker.one_shot.remote()], into=[into, None])
+    assert lists[1]["t"].tolist() == [1, 1, 1]
+    with pytest.raises(TypeError, match="could not look for tensors in a value of dict"):
+        raylane.get(maker.one_shot.remote(), dtype=torch.float64)
+
+
 def test_windows_arrive_read_only_and_masks_keep_their_meaning(maker: Any) -> None:
     for transport in TRANSPORTS:
         windows = raylane.get(maker.windows.remote(), tensor_transport=transport)
@@ -319,6 +341,28 @@ def test_negated_views_are_converted_alone() -> None:
     value = {"base": base, "imag": base.conj().imag}
     assert value["imag"].is_neg()
     assert present(value, dtype=torch.float64)["imag"].tolist() == [0, -1, -2, -3, -4]
+
+
+def test_tied_leaves_are_those_for_which_numpy_finds_a_common_byte() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        base = np.zeros((12, 30), np.int16)
+        views = []
+        for _ in range(draw.randrange(3, 9)):
+            view = base[draw.randrange(4) :: draw.randrange(1, 4), draw.randrange(29) :: draw.randrange(1, 9)]
+            view = draw.choice([view, view, view.T, view[:, : draw.randrange(1, 4)], view[0]])
+            views.append(view)
+        group = {i: number for number, members in enumerate(codec.tied(views)) for i in members}
+        shared = {(i, j) for i in range(len(views)) for j in range(i) if np.shares_memory(views[i], views[j])}
+        assert all(group[i] == group[j] for i, j in shared), seed
+        for members in codec.tied(views):  # and nobody is there without a reason
+            assert len(members) == 1 or all(any({(i, j), (j, i)} & shared for j in members) for i in members), seed
+
+
+def test_many_columns_of_a_wide_matrix_are_packed_each() -> None:
+    matrix = torch.zeros(500, 4000)
+    layout = codec.plan_layout([matrix[:, 20 * i] for i in range(200)])
+    assert [block.nbytes for block in layout.blocks] == [2000] * 200
 
 
 @pytest.mark.parametrize("columns", [2, 300])

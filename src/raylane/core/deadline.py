@@ -60,8 +60,8 @@ class Cancellation:
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards everything below
         self._interrupts: list[Callable[[], object]] = []
-        self._writers = 0
-        """Number of threads in `writing`."""
+        self._writers: set[int] = set()
+        """Identities of the threads in `writing`."""
         self.cancelled = False
 
     def cancel(self) -> None:
@@ -75,7 +75,8 @@ class Cancellation:
                 # With the lock: an interrupt must not reach a connection that was returned to its pool meanwhile.
                 while self._interrupts:
                     self._interrupts.pop()()
-                self._changed.wait_for(lambda: not self._writers)
+                # Not for this thread itself: Ctrl-C may have left its mark behind.
+                self._changed.wait_for(lambda: self._writers <= {threading.get_ident()})
         except KeyboardInterrupt:
             # The promise holds for a second Ctrl-C as well.
             self.cancel()
@@ -84,15 +85,16 @@ class Cancellation:
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Permit this thread to write into memory of the caller within the block; Cancelled if the call has ended."""
+        this_thread = threading.get_ident()
         with self._changed:
             if self.cancelled:
                 raise Cancelled
-            self._writers += 1
+            self._writers.add(this_thread)
         try:
             yield
         finally:
             with self._changed:
-                self._writers -= 1
+                self._writers.discard(this_thread)
                 self._changed.notify_all()
 
     @contextlib.contextmanager

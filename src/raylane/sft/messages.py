@@ -167,7 +167,7 @@ def parse_conversation(
         raise DataError(f"{where}: 'tools' must be a list of tool descriptions (objects){hint}")
     used = {messages_key, "tools", "functions", *(pair_keys or ())}
     rest = {key: value for key, value in record.items() if key not in used and key not in ignore_keys}
-    _refuse_unused(rest, [message["content"] for message in parsed], is_pair, where)
+    _refuse_unused(rest, [(message["role"], message["content"]) for message in parsed], is_pair, where)
     return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
 
 
@@ -190,17 +190,23 @@ def _other_layout(line: str) -> str:
     return ""
 
 
-def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[str], is_pair: bool, where: str) -> None:
+def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is_pair: bool, where: str) -> None:
     """Raise DataError for a key of a line whose text belongs to the conversation and is in none of its messages.
 
+    `texts` has (role, content) of each message.
     Of lines with a question and an answer every text of several words counts, unless the key is a usual one of
     descriptions: such lines have no other place for content.
     """
     for key, value in rest.items():
         name = key.lower()
         if isinstance(value, str):
-            # Alpaca's `text` repeats the others; `prompt` beside messages repeats the first one.
-            repeats = any(value.strip() in text for text in texts) or all(text in value for text in texts)
+            # Alpaca's `text` repeats all others. An input repeats the question that it was joined to; an answer that
+            # contains it by chance does not count.
+            asked = [text for role, text in texts if role != "assistant"]
+            if name in _CONTENT:
+                repeats = any(value.strip() in text for text in asked)
+            else:
+                repeats = any(value.strip() in text for _, text in texts) or all(text in value for _, text in texts)
             content = bool(value.strip()) and not repeats
             content = content and (name in _CONTENT or (is_pair and name not in _DESCRIPTIVE and " " in value.strip()))
         else:

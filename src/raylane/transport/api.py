@@ -223,7 +223,7 @@ def _get(
     began_ns = time.perf_counter_ns()
     try:
         values = collect_within(
-            [refs] if single else list(refs), deadline.left_s(), leaves=not all(wish.plain for wish in wishes)
+            [refs] if single else list(refs), deadline.left_s(), [not wish.plain for wish in wishes]
         )
     except ray.exceptions.GetTimeoutError as error:
         raise TransferTimeoutError(
@@ -294,13 +294,13 @@ async def get_async(
     deadline = Deadline(timeout, cancellation)
     wishes = _wishes(refs, into, device, dtype)
 
-    def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, *, leaves: bool) -> list[Any]:
+    def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, inside: Sequence[bool]) -> list[Any]:
         # A waiting ray.get cannot be interrupted, so wait in short steps and check for the cancellation in between.
         while True:
             left = deadline.left_s()
             last = left is not None and left <= ABANDONED_AFTER_S
             try:
-                return collect(refs, left if last else ABANDONED_AFTER_S, leaves=leaves)
+                return collect(refs, left if last else ABANDONED_AFTER_S, inside)
             except ray.exceptions.GetTimeoutError:
                 if last or cancellation.cancelled:
                     raise

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import functools
 import io
+import math
 import pickle
 import threading
 import types
@@ -166,29 +167,38 @@ class _ObjectPickler(_SkeletonPickler):
     classes and modules, which need no copy.
     """
 
+    containers_only = False
+    """True to take every object but builtin containers as a leaf."""
+
     def reducer_override(self, obj: Any) -> Any:
         if obj is _leaf or obj is _leaf_with_state:
             return NotImplemented
-        if isinstance(obj, _OPAQUE) or type(obj).__module__.partition(".")[0] == "ray":
+        if self.containers_only or isinstance(obj, _OPAQUE) or type(obj).__module__.partition(".")[0] == "ray":
             self.leaves.append(obj)
             return _leaf, (len(self.leaves) - 1,)
         return super().reducer_override(obj)
 
 
-def encode_objects(value: Any) -> tuple[bytes, list[Any]]:
+def encode_objects(value: Any, *, lenient: bool = False) -> tuple[bytes, list[Any]]:
     """Return (skeleton, leaves) of a value that is in this process already; only this process can decode the result.
 
     Leaves that are no tensors are in it too: pickling has no effect on refs and handles. TypeError if an object of the
-    value cannot be pickled.
+    value cannot be pickled; with `lenient`, only builtin containers are looked into then.
     """
     leaves: list[Any] = []
     file = io.BytesIO()
     try:
         _ObjectPickler(file, leaves).dump(value)
     except Exception as error:
+        if lenient:
+            leaves, file = [], io.BytesIO()
+            pickler = _ObjectPickler(file, leaves)
+            pickler.containers_only = True
+            pickler.dump(value)
+            return file.getvalue(), leaves
         raise TypeError(
-            f"could not look for tensors in a value of {type(value).__name__}: {error}. Get it without into, device "
-            "and dtype"
+            f"could not look for tensors in a value of {type(value).__name__}, which no raylane method returned: "
+            f"{error}. Decorate its method with raylane.method, or get the whole value without into, device and dtype"
         ) from error
     return file.getvalue(), leaves
 
@@ -287,12 +297,66 @@ def tied(leaves: Sequence[Any], *, dense: bool = False) -> list[list[int]]:
             clusters.setdefault(block, []).append(i)
     groups = []
     for block, cluster in clusters.items():
-        full = dense and SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes
-        if full or len(cluster) * (len(cluster) - 1) // 2 > _MOST_PAIRS:
+        if dense and SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes:
             groups.append(cluster)
-        else:
-            groups += _components(cluster, lambda i, j: share_memory(leaves[i], leaves[j]))
+            continue
+        for part in _by_residue(leaves, cluster):
+            if len(part) * (len(part) - 1) // 2 > _MOST_PAIRS:
+                groups.append(part)
+            else:
+                groups += _components(part, lambda i, j: share_memory(leaves[i], leaves[j]))
     return groups
+
+
+def _by_residue(leaves: Sequence[Any], cluster: list[int]) -> list[list[int]]:
+    """Divide leaves into groups that share no memory with each other, such as the columns of a matrix. Quick.
+
+    All bytes of a leaf lie in runs that begin at its address plus multiples of a common divisor of its strides. So two
+    leaves share nothing if their runs do not overlap modulo a divisor of the strides of both.
+    """
+    if len(cluster) < 3:
+        return [cluster]
+    runs, divisor = [], 0
+    for i in cluster:
+        run = leaves[i].itemsize
+        strides = sorted(
+            (abs(stride), size)
+            for stride, size in zip(strides_bytes(leaves[i]), leaves[i].shape, strict=True)
+            if size > 1
+        )
+        for stride, size in strides:
+            if stride == run:
+                run *= size
+            else:
+                divisor = math.gcd(divisor, stride)
+        runs.append(run)
+    if not divisor or max(runs) > divisor:
+        return [cluster]
+    starts = [leaf_address(leaves[i]) % divisor for i in cluster]
+    # A run may go on behind the divisor, that is at 0: twice, so that one of the two spans meets all others.
+    spans = [
+        Span(start + turn, start + turn + run) for start, run in zip(starts, runs, strict=True) for turn in (0, divisor)
+    ]
+    _, home = merge(spans)
+    return _components_of(home, cluster)
+
+
+def _components_of(home: Sequence[int], cluster: Sequence[int]) -> list[list[int]]:
+    """Return the members of a cluster in groups; member k is in the groups `home[2 * k]` and `home[2 * k + 1]`."""
+    parent = list(range(max(home) + 1))
+
+    def root(group: int) -> int:
+        while parent[group] != group:
+            parent[group] = parent[parent[group]]
+            group = parent[group]
+        return group
+
+    for k in range(len(cluster)):
+        parent[root(home[2 * k])] = root(home[2 * k + 1])
+    groups: dict[int, list[int]] = {}
+    for k, i in enumerate(cluster):
+        groups.setdefault(root(home[2 * k]), []).append(i)
+    return list(groups.values())
 
 
 def _components(members: Sequence[int], are_tied: Callable[[int, int], bool]) -> list[list[int]]:

@@ -201,7 +201,8 @@ def open_value(ref: ray.ObjectRef, *, timeout: float | None = None) -> OpenedVal
     """Return the value of a ref for reads of parts: its tensors stay in the producer until they are read.
 
     Works for every ref; a value that Ray carries, or that travelled inside Ray's reply, is in this process already.
-    In values that no raylane method returned, tensors are found in dicts, lists and tuples.
+    In values that no raylane method returned, tensors are found where pickle finds them; if such a value cannot be
+    pickled again (it holds a lock, for example), in dicts, lists and tuples only.
 
     Args:
         ref: The ref; the result keeps it.
@@ -215,7 +216,7 @@ def open_value(ref: ray.ObjectRef, *, timeout: float | None = None) -> OpenedVal
     if not isinstance(ref, ray.ObjectRef):
         raise TypeError(f"raylane.open takes one ObjectRef, got {type(ref).__name__}")
     try:
-        found = collect([ref], timeout, leaves=True)[0]
+        found = collect([ref], timeout, [True], lenient=True)[0]
     except ray.exceptions.GetTimeoutError as error:
         raise TransferTimeoutError(
             f"raylane.open: the value was not produced within {timeout} s. Its call is still running, or waiting for "

@@ -164,25 +164,29 @@ def _enclosing_gets() -> int:
     return found
 
 
-def collect(refs: list[Any], timeout_s: float | None, *, leaves: bool = False) -> list[Any]:
+def collect(
+    refs: list[Any], timeout_s: float | None, looks_inside: Sequence[bool] = (), *, lenient: bool = False
+) -> list[Any]:
     """Return the values of refs as `ray.get` does, unredeemed tickets as Pending. Raises the errors of `ray.get`.
 
-    With `leaves`, all other values are returned as Present.
+    Where `looks_inside` is True, every other value is returned as Present. TypeError if it cannot be pickled again, or
+    with `lenient`, tensors are found in its dicts, lists and tuples only.
     """
     import ray
 
     # Ray may unpickle a user's object inside this ray.get, and that object may call raylane.get again.
     outer = _collecting.depth, _collecting.leaves
-    _collecting.depth, _collecting.leaves = _enclosing_gets() + 1, leaves
+    _collecting.depth, _collecting.leaves = _enclosing_gets() + 1, any(looks_inside)
     try:
         values: list[Any] = ray.get(refs, timeout=timeout_s)
     finally:
         _collecting.depth, _collecting.leaves = outer
-    if leaves:
-        return [
-            value if type(value) in (Pending, Present) else Present(*codec.encode_objects(value)) for value in values
-        ]
-    return values
+    return [
+        Present(*codec.encode_objects(value, lenient=lenient))
+        if inside and type(value) not in (Pending, Present)
+        else value
+        for value, inside in zip(values, looks_inside or [False] * len(values), strict=True)
+    ]
 
 
 def fit(values: Sequence[Any], wishes: Sequence[Delivery]) -> list[Delivery]:

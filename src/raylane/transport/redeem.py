@@ -61,14 +61,14 @@ class Present:
         if wish.plain:
             return codec.decode_value(self.skeleton, self.leaves, own=self.own)
         if wish.targets is None:
-            return codec.decode_value(self.skeleton, convert(self.leaves, wish))
+            return codec.decode_value(self.skeleton, convert(self.leaves, wish), own=self.own)
         with deadline.writing():
             leaves = list(self.leaves)
             sources = _apart(self.leaves, wish.targets) if self.own else self.leaves
             for number, target in enumerate(wish.targets.first):
                 if target is not None:
                     leaves[number] = copy_into(target, sources[number])
-            return _with_targets(self.skeleton, leaves, wish.targets)
+            return _with_targets(self.skeleton, leaves, wish.targets, own=self.own)
 
     def destinations(self, targets: Targets) -> list[Destination]:
         """Return the targets of this value with the places of their leaves. ValueError if one does not fit its leaf."""
@@ -106,12 +106,12 @@ def _apart(leaves: list[Any], targets: Targets) -> list[Any]:
     return [copied(leaf) if codec.is_leaf(leaf) and is_written(leaf) else leaf for leaf in leaves]
 
 
-def _with_targets(skeleton: bytes, leaves: list[Any], targets: Targets) -> Any:
+def _with_targets(skeleton: bytes, leaves: list[Any], targets: Targets, *, own: bool = False) -> Any:
     """Return the value with its targets in it."""
     for placed in targets.further:
         if leaves[placed.number] is not placed.target:
             copy_into(placed.target, leaves[placed.number])
-    value = codec.decode_value(skeleton, leaves)
+    value = codec.decode_value(skeleton, leaves, own=own)
     for placed in targets.further:
         value = with_part(value, placed.path, placed.target)
     return value

@@ -200,16 +200,12 @@ def check_apart(destinations: Sequence[Destination]) -> None:
     # Only these types: the elements of a subclass may lie elsewhere.
     types = (torch.Tensor, torch.nn.Parameter, np.ndarray)
     plain = [destination for destination in destinations if type(destination.target) in types]
-    spans = [codec.leaf_span(destination.target) for destination in plain]
-    order = sorted((i for i, span in enumerate(spans) if span.nbytes), key=lambda i: spans[i])
-    for k, i in enumerate(order):
-        for j in order[k + 1 :]:
-            if spans[j].start >= spans[i].stop:
-                break
-            if codec.share_memory(plain[i].target, plain[j].target) and not _alike(plain[i], plain[j]):
+    for group in codec.tied([destination.target for destination in plain]):
+        for first, second in itertools.combinations([plain[i] for i in group], 2):
+            if not _alike(first, second) and codec.share_memory(first.target, second.target):
                 raise ValueError(
-                    f"into has targets that share memory (of shapes {tuple(plain[i].target.shape)} and "
-                    f"{tuple(plain[j].target.shape)}), but they are for different tensors of the value, so one would "
+                    f"into has targets that share memory (of shapes {tuple(first.target.shape)} and "
+                    f"{tuple(second.target.shape)}), but they are for different tensors of the value, so one would "
                     "overwrite the other. Pass targets with memory of their own"
                 )
 

@@ -69,6 +69,10 @@ class RecoverableLock:
         return orphaned
 
 
+_DRIVER = __name__.rpartition(".")[0]
+"""Package of the functions that take such locks."""
+
+
 def entered_twice(lock: RecoverableLock) -> bool:
     """Return True if the calling thread waits for a lock that it holds itself, further down its stack.
 
@@ -78,7 +82,9 @@ def entered_twice(lock: RecoverableLock) -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     groups, inside = 0, False
     while frame is not None:
-        has_lock = frame.f_locals.get("lock") is lock
+        # Only of this package: up to CPython 3.12 `f_locals` keeps the variables of a frame alive until its end.
+        ours = frame.f_globals.get("__name__", "").startswith(_DRIVER)
+        has_lock = ours and frame.f_locals.get("lock") is lock
         groups += has_lock and not inside
         inside, frame = has_lock, frame.f_back
     return groups > 1

@@ -51,10 +51,13 @@ class Collectives:
         """Leave the process group of a call that will not run here, because of an error that only this actor has."""
         collective = task.collective
         if collective is not None and collective.transport in GROUPS and collective.role == "combine":
-            self._groups[collective.transport, collective.members].leave(error)
+            group = self._groups.get((collective.transport, collective.members))
+            if group is not None:  # else the graph has ended
+                group.leave(error)
 
     def close(self) -> None:
         """Close the process groups, without waiting for a member that does not answer."""
         self.ended = None
-        for group in self._groups.values():
-            group.close()
+        groups, self._groups = self._groups, {}  # they refer to this object: a cycle would keep their stores open
+        for group in groups.values():
+            group.end()

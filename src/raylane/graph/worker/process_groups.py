@@ -155,6 +155,11 @@ class Group:
             self._work.put(None)
             thread.join(LOOK_S)
 
+    def end(self) -> None:
+        """Close the group for good, with the store that rank 0 keeps."""
+        self.close()
+        self._store = self._address = None
+
     # Waiting
 
     def _start(self, state: State) -> None:
