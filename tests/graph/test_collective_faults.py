@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -110,6 +111,30 @@ def test_teardown_during_a_collective_leaves_nothing(three: list[Any]) -> None:
     with pytest.raises(GraphClosedError):
         result.get()
     ray.get(three[2].release.remote())
+
+
+def test_ended_graphs_close_the_stores_of_their_groups(
+    pair_and_one: list[Any], eventually: Callable[..., None]
+) -> None:
+    def sockets() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.exists(link) and os.readlink(link).startswith("socket") for link in links)
+
+    def count() -> list[int]:
+        return [ray.get(worker.__ray_call__.remote(lambda _: sockets())) for worker in pair_and_one]
+
+    pickled = [ray.get(worker.__ray_call__.remote(lambda _: gc.disable())) for worker in pair_and_one]
+    assert pickled == [None] * 3
+    before: list[int] = []
+    for _ in range(3):
+        with raylane.InputNode() as x:
+            given = [bind(worker.echo, x) for worker in pair_and_one]
+            node = MultiOutputNode(allreduce.bind(given, transport="gloo"))
+        with raylane.compile(node) as g:
+            assert [one.tolist() for one in g.execute(torch.ones(2)).get()] == [[3, 3]] * 3
+        before = before or count()
+    eventually(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), within_s=30)
+    ray.get([worker.__ray_call__.remote(lambda _: gc.enable()) for worker in pair_and_one])
 
 
 def test_large_tensors_with_several_executions_in_flight(three: list[Any]) -> None:
