@@ -343,7 +343,7 @@ def test_negated_views_are_converted_alone() -> None:
     assert present(value, dtype=torch.float64)["imag"].tolist() == [0, -1, -2, -3, -4]
 
 
-def test_tied_leaves_are_those_for_which_numpy_finds_a_common_byte() -> None:
+def test_tied_leaves_are_those_that_share_memory_for_numpy() -> None:
     for seed in range(300):
         draw = random.Random(seed)
         base = np.zeros((12, 30), np.int16)

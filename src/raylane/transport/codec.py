@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import functools
 import io
-import math
 import pickle
 import threading
 import types
@@ -26,12 +25,17 @@ from torch.nn import Parameter
 
 from raylane import _ray
 from raylane.core.segment import bytes_at
-from raylane.core.spans import Span, merge, strided_span
+from raylane.core.spans import Span, merge
 from raylane.errors import TensorFreedError
+from raylane.transport.sharing import SPARSE_VIEW_FACTOR as SPARSE_VIEW_FACTOR
+from raylane.transport.sharing import leaf_address as leaf_address
+from raylane.transport.sharing import leaf_span as leaf_span
+from raylane.transport.sharing import overlaps_itself as overlaps_itself
+from raylane.transport.sharing import share_memory as share_memory
+from raylane.transport.sharing import strides_bytes as strides_bytes
+from raylane.transport.sharing import tied as tied
 
 TENSOR, PARAMETER, ARRAY = 0, 1, 2
-SPARSE_VIEW_FACTOR = 2
-"""Ratio of span to elements above which a view (such as a column of a matrix) is packed before its transfer."""
 _ALIGNMENT = 16
 
 
@@ -64,12 +68,6 @@ def array_dtype(spec: LeafSpec) -> np.dtype[Any] | None:
         return torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu").numpy().dtype
     except TypeError:
         return None
-
-
-def leaf_address(leaf: Any) -> int:
-    """Return the address of a leaf's first element."""
-    address: int = leaf.data_ptr() if isinstance(leaf, torch.Tensor) else leaf.__array_interface__["data"][0]
-    return address
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -277,157 +275,6 @@ def view_in(
     dtype = like.dtype if dtype is None else dtype
     view = torch.empty(0, dtype=dtype, device=storage.device)
     return view.set_(storage, offset // dtype.itemsize, like.shape, like.stride())
-
-
-_MOST_PAIRS = 10_000
-"""Number of comparisons (microseconds each) after which leaves with interleaved elements count as sharing memory."""
-
-
-def tied(leaves: Sequence[Any], *, dense: bool = False) -> list[list[int]]:
-    """Return the numbers of the leaves in groups; leaves that share memory are in one group.
-
-    With `dense`, leaves that together fill their span by half are one group as well: a matrix in columns costs no more
-    in one block than in several. Leaves without elements are in no group.
-    """
-    spans = [leaf_span(leaf) for leaf in leaves]
-    merged, home = merge(spans)
-    clusters: dict[int, list[int]] = {}
-    for i, block in enumerate(home):
-        if block >= 0:
-            clusters.setdefault(block, []).append(i)
-    groups = []
-    for block, cluster in clusters.items():
-        if dense and SPARSE_VIEW_FACTOR * sum(leaves[i].nbytes for i in cluster) >= merged[block].nbytes:
-            groups.append(cluster)
-            continue
-        for part in _by_residue(leaves, cluster):
-            if len(part) * (len(part) - 1) // 2 > _MOST_PAIRS:
-                groups.append(part)
-            else:
-                groups += _components(part, lambda i, j: share_memory(leaves[i], leaves[j]))
-    return groups
-
-
-def _by_residue(leaves: Sequence[Any], cluster: list[int]) -> list[list[int]]:
-    """Divide leaves into groups that share no memory with each other, such as the columns of a matrix. Quick.
-
-    All bytes of a leaf lie in runs that begin at its address plus multiples of a common divisor of its strides. So two
-    leaves share nothing if their runs do not overlap modulo a divisor of the strides of both.
-    """
-    if len(cluster) < 3:
-        return [cluster]
-    runs, divisor = [], 0
-    for i in cluster:
-        run = leaves[i].itemsize
-        strides = sorted(
-            (abs(stride), size)
-            for stride, size in zip(strides_bytes(leaves[i]), leaves[i].shape, strict=True)
-            if size > 1
-        )
-        for stride, size in strides:
-            if stride == run:
-                run *= size
-            else:
-                divisor = math.gcd(divisor, stride)
-        runs.append(run)
-    if not divisor or max(runs) > divisor:
-        return [cluster]
-    starts = [leaf_address(leaves[i]) % divisor for i in cluster]
-    # A run may go on behind the divisor, that is at 0: twice, so that one of the two spans meets all others.
-    spans = [
-        Span(start + turn, start + turn + run) for start, run in zip(starts, runs, strict=True) for turn in (0, divisor)
-    ]
-    _, home = merge(spans)
-    return _components_of(home, cluster)
-
-
-def _components_of(home: Sequence[int], cluster: Sequence[int]) -> list[list[int]]:
-    """Return the members of a cluster in groups; member k is in the groups `home[2 * k]` and `home[2 * k + 1]`."""
-    parent = list(range(max(home) + 1))
-
-    def root(group: int) -> int:
-        while parent[group] != group:
-            parent[group] = parent[parent[group]]
-            group = parent[group]
-        return group
-
-    for k in range(len(cluster)):
-        parent[root(home[2 * k])] = root(home[2 * k + 1])
-    groups: dict[int, list[int]] = {}
-    for k, i in enumerate(cluster):
-        groups.setdefault(root(home[2 * k]), []).append(i)
-    return list(groups.values())
-
-
-def _components(members: Sequence[int], are_tied: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return groups of members such that two members that are tied are in one group."""
-    groups: list[list[int]] = []
-    for member in members:
-        joined = [group for group in groups if any(are_tied(member, other) for other in group)]
-        groups = [group for group in groups if group not in joined]
-        groups.append([*(i for group in joined for i in group), member])
-    return groups
-
-
-def strides_bytes(leaf: Any) -> tuple[int, ...]:
-    """Return the strides of a tensor or array in bytes."""
-    if isinstance(leaf, torch.Tensor):
-        size = leaf.element_size()
-        return tuple(stride * size for stride in leaf.stride())
-    strides: tuple[int, ...] = leaf.strides
-    return strides
-
-
-def leaf_span(leaf: Any) -> Span:
-    """Return the addresses that a leaf occupies: host addresses, or device addresses for CUDA."""
-    if isinstance(leaf, torch.Tensor):
-        start = leaf.data_ptr()
-        if leaf.is_contiguous():  # the common case, in half the time
-            return Span(start, start + leaf.nbytes)
-        return strided_span(start, leaf.shape, strides_bytes(leaf), leaf.element_size())
-    return strided_span(leaf_address(leaf), leaf.shape, leaf.strides, leaf.itemsize)
-
-
-class _Elements:
-    """The elements of a leaf for NumPy, which compares their addresses and never reads them."""
-
-    def __init__(self, leaf: Any) -> None:
-        itemsize = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (leaf_address(leaf), False),
-            "shape": tuple(leaf.shape),
-            "strides": strides_bytes(leaf),
-            "typestr": f"|V{itemsize}",
-        }
-
-
-_MOST_WORK = 100_000
-"""Steps after which NumPy gives up the exact comparison of two layouts (milliseconds)."""
-
-
-def share_memory(a: Any, b: Any) -> bool:
-    """Return True if two leaves have a byte in common; also if that is too hard to find out."""
-    try:
-        most: Any = _MOST_WORK  # NumPy's stubs know -1 and 0 only
-        return bool(np.shares_memory(np.asarray(_Elements(a)), np.asarray(_Elements(b)), max_work=most))
-    except np.exceptions.TooHardError:
-        return True
-
-
-def overlaps_itself(leaf: Any) -> bool:
-    """Return True if two elements of a leaf may share memory, as those of an expanded tensor or a sliding window."""
-    if 0 in leaf.shape:
-        return False
-    reach = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
-    for stride, size in sorted(
-        (abs(stride), size) for stride, size in zip(strides_bytes(leaf), leaf.shape, strict=True)
-    ):
-        if size > 1:
-            if stride < reach:
-                return True
-            reach += stride * (size - 1)
-    return False
 
 
 def lacking_memory(tensor: torch.Tensor) -> str | None:
