@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raylane.core import handover
+from raylane.transport.sharing import leaf_address
 
 __all__ = ["empty", "empty_like", "in_use"]
 
@@ -73,15 +74,11 @@ def in_use(array: Any) -> int:
     A receiver that died counts for ever. ValueError if the array does not lie in memory of `empty` that this process
     has made, TypeError if it is no array or CPU tensor.
     """
-    if isinstance(array, torch.Tensor) and array.is_cpu:
-        address = array.data_ptr()
-    elif isinstance(array, np.ndarray):
-        address = array.__array_interface__["data"][0]
-    else:
+    if not (isinstance(array, np.ndarray) or (isinstance(array, torch.Tensor) and array.is_cpu)):
         raise TypeError(f"in_use: {type(array).__name__} is neither a NumPy array nor a CPU tensor")
     if 0 in array.shape:  # without elements nothing is handed over
         return 0
-    region = handover.region_at(address)
+    region = handover.region_at(leaf_address(array))
     if region is None:
         raise ValueError(
             "in_use: the memory of this array was not made by raylane.empty in this process. Pass such an array"

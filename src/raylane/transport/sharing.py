@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,12 @@ class _Elements:
     """The elements of a leaf for NumPy, which compares their addresses and never reads them."""
 
     def __init__(self, leaf: Any) -> None:
-        itemsize = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
         self.__array_interface__ = {
             "version": 3,
             "data": (leaf_address(leaf), False),
             "shape": tuple(leaf.shape),
             "strides": strides_bytes(leaf),
-            "typestr": f"|V{itemsize}",
+            "typestr": f"|V{leaf.itemsize}",
         }
 
 
@@ -71,7 +71,7 @@ def overlaps_itself(leaf: Any) -> bool:
     """Return True if two elements of a leaf may share memory, as those of an expanded tensor or a sliding window."""
     if 0 in leaf.shape:
         return False
-    reach = leaf.element_size() if isinstance(leaf, torch.Tensor) else leaf.itemsize
+    reach = leaf.itemsize
     for stride, size in sorted(
         (abs(stride), size) for stride, size in zip(strides_bytes(leaf), leaf.shape, strict=True)
     ):
@@ -103,7 +103,8 @@ def tied(leaves: Sequence[Any], *, dense: bool = False) -> list[list[int]]:
             if len(part) * (len(part) - 1) // 2 > _MOST_PAIRS:
                 groups.append(part)
             else:
-                groups += _components(part, lambda i, j: share_memory(leaves[i], leaves[j]))
+                pairs = itertools.combinations(part, 2)
+                groups += _joined(part, pairs, lambda i, j: share_memory(leaves[i], leaves[j]))
     return groups
 
 
@@ -137,32 +138,27 @@ def _by_residue(leaves: Sequence[Any], cluster: list[int]) -> list[list[int]]:
         Span(start + turn, start + turn + run) for start, run in zip(starts, runs, strict=True) for turn in (0, divisor)
     ]
     _, home = merge(spans)
-    return _components_of(home, cluster)
+    first_of: dict[int, int] = {}
+    pairs = [(i, first_of.setdefault(home[2 * k + turn], i)) for k, i in enumerate(cluster) for turn in (0, 1)]
+    return _joined(cluster, pairs, lambda i, j: True)
 
 
-def _components_of(home: Sequence[int], cluster: Sequence[int]) -> list[list[int]]:
-    """Return the members of a cluster in groups; member k is in the groups `home[2 * k]` and `home[2 * k + 1]`."""
-    parent = list(range(max(home) + 1))
+def _joined(
+    members: Sequence[int], pairs: Iterable[tuple[int, int]], are_tied: Callable[[int, int], bool]
+) -> list[list[int]]:
+    """Return the members in groups that are connected by pairs for which `are_tied`, asked if it matters, is true."""
+    parent = {member: member for member in members}
 
-    def root(group: int) -> int:
-        while parent[group] != group:
-            parent[group] = parent[parent[group]]
-            group = parent[group]
-        return group
+    def root(member: int) -> int:
+        while parent[member] != member:
+            parent[member] = parent[parent[member]]
+            member = parent[member]
+        return member
 
-    for k in range(len(cluster)):
-        parent[root(home[2 * k])] = root(home[2 * k + 1])
+    for i, j in pairs:
+        if root(i) != root(j) and are_tied(i, j):
+            parent[root(i)] = root(j)
     groups: dict[int, list[int]] = {}
-    for k, i in enumerate(cluster):
-        groups.setdefault(root(home[2 * k]), []).append(i)
-    return list(groups.values())
-
-
-def _components(members: Sequence[int], are_tied: Callable[[int, int], bool]) -> list[list[int]]:
-    """Return groups of members such that two members that are tied are in one group."""
-    groups: list[list[int]] = []
     for member in members:
-        joined = [group for group in groups if any(are_tied(member, other) for other in group)]
-        groups = [group for group in groups if group not in joined]
-        groups.append([*(i for group in joined for i in group), member])
-    return groups
+        groups.setdefault(root(member), []).append(member)
+    return list(groups.values())

@@ -48,7 +48,7 @@ class Share:
         self.like = like
         """(values, tensors): the member's own."""
         self.meeting = meeting
-        """What a member of a process group tells the others, so that they meet (`worker.process_groups.Meeting`)."""
+        """Data by which a member of a process group meets the others (`worker.process_groups.Meeting`)."""
 
     def __reduce__(self) -> Any:
         return _received, (tuple(map(tuple, self.specs)), self.arrays, self.meeting)

@@ -50,7 +50,7 @@ __all__ = ["Group", "check_available"]
 Address = tuple[str, int]
 """Host and port of the store through which the members of a group find each other."""
 Meeting = tuple[Address | None, int]
-"""What a share says: the address (rank 0 only), and how often the member has left the group."""
+"""Content of a share: the address (rank 0 only), and how often the member has left the group."""
 State = tuple[Address, tuple[int, ...]]
 """Identity of an open group: the address, and how often each member had left."""
 _LEFT = "left"
@@ -96,7 +96,7 @@ class Group:
         self._address: Address | None = None
         """Address of the store, which rank 0 keeps."""
         self._departures = 0
-        """How often this member has left."""
+        """Number of times that this member has left."""
         self._state: State | None = None
         """State for which the thread runs."""
         self._broken: State | None = None
