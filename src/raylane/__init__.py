@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
-    from raylane.transport.arrays import empty, empty_like, in_use
-    from raylane.transport.calls import options
     from raylane.transport.groups import (
         CollectiveGroup,
         create_collective_group,
@@ -25,10 +23,12 @@ if TYPE_CHECKING:
         destroy_collective_group,
         get_collective_groups,
     )
-    from raylane.transport.opened import OpenedValue, TensorInfo
-    from raylane.transport.opened import open_value as open
-    from raylane.transport.ray_plugin import register_with_ray
+    from raylane.transport.produce.methods import options
+    from raylane.transport.produce.ray_plugin import register_with_ray
+    from raylane.transport.read.opened import OpenedValue, TensorInfo
+    from raylane.transport.read.opened import open_value as open
     from raylane.transport.register import register_transport
+    from raylane.transport.value.arrays import empty, empty_like, in_use
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
@@ -42,21 +42,21 @@ _HOME = {  # module of each public name
     "destroy_all_collective_groups": "raylane.transport.groups",
     "destroy_collective_group": "raylane.transport.groups",
     "get_collective_groups": "raylane.transport.groups",
-    "empty": "raylane.transport.arrays",
-    "empty_like": "raylane.transport.arrays",
-    "in_use": "raylane.transport.arrays",
+    "empty": "raylane.transport.value.arrays",
+    "empty_like": "raylane.transport.value.arrays",
+    "in_use": "raylane.transport.value.arrays",
     "get": "raylane.transport.api",
     "get_async": "raylane.transport.api",
     "method": "raylane.transport.api",
     "put": "raylane.transport.api",
-    "register_with_ray": "raylane.transport.ray_plugin",
+    "register_with_ray": "raylane.transport.produce.ray_plugin",
     "register_transport": "raylane.transport.register",
     "stats": "raylane.transport.api",
     "wait_tensor_freed": "raylane.transport.api",
-    "OpenedValue": "raylane.transport.opened",
-    "TensorInfo": "raylane.transport.opened",
-    "open": "raylane.transport.opened:open_value",
-    "options": "raylane.transport.calls",
+    "OpenedValue": "raylane.transport.read.opened",
+    "TensorInfo": "raylane.transport.read.opened",
+    "open": "raylane.transport.read.opened:open_value",
+    "options": "raylane.transport.produce.methods",
     "graph": "raylane.graph",
     "InputNode": "raylane.graph.nodes",
     "MultiOutputNode": "raylane.graph.nodes",

@@ -11,8 +11,8 @@ import pytest
 
 from raylane.cli import main
 from raylane.cli.memory import as_plain, render
-from raylane.transport import wire
-from raylane.transport.memory import Report
+from raylane.transport.link import wire
+from raylane.transport.link.memory_report import Report
 
 
 def held(nbytes: int, age_s: float, origin: str, *, snapshot: bool = False) -> wire.Held:

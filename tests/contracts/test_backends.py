@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raylane.testing.contract import BackendContract
+from raylane.transport.backends.nixl.agent import missing
 from raylane.transport.backends.registry import backends
-from raylane.transport.nixl_agent import missing
 
 pytestmark = pytest.mark.usefixtures("ray_session", "cluster")
 

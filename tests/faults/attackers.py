@@ -19,8 +19,8 @@ import torch
 from tests.transport.servers import SECRET, Server, entry_of
 
 from raylane.core.deadline import Deadline
-from raylane.transport import wire
-from raylane.transport.link import Link
+from raylane.transport.link import wire
+from raylane.transport.link.link import Link
 
 NBYTES = 1 << 16
 

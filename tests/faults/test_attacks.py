@@ -16,8 +16,8 @@ from tests.transport.servers import SECRET, read_value
 
 from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.transport.link import Link, LinkPool
-from raylane.transport.source import Source
+from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.value.source import Source
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 READS = 300

@@ -28,9 +28,9 @@ from raylane.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from raylane.transport.link import Link
-from raylane.transport.reader import collect
-from raylane.transport.redeem import redeem
+from raylane.transport.link.link import Link
+from raylane.transport.read.reader import collect
+from raylane.transport.read.redeem import redeem
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 N = 4_000_000  # 16 MB
@@ -287,8 +287,8 @@ def test_a_host_read_races_with_a_free_and_is_whole_or_refused() -> None:
         import ctypes, sys
         import torch
         from raylane.core import vm
-        from raylane.transport import codec
-        from raylane.transport.store import Entry, Store
+        from raylane.transport.value import codec
+        from raylane.transport.hold.store import Entry, Store
         vm.allow_readers()
         store = Store()
         for line in sys.stdin:

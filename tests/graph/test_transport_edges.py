@@ -24,8 +24,9 @@ from raylane import MultiOutputNode, bind
 from raylane.core.segment import BufferPool
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.worker.loop import graph_loop
-from raylane.transport.endpoint import endpoint
-from raylane.transport.staging import Stage
+from raylane.transport.backends.nixl.agents import Agents
+from raylane.transport.link.endpoint import endpoint
+from raylane.transport.produce.staging import Stage
 
 pytestmark = pytest.mark.ray
 TRANSPORTS = ["gloo", "nixl"]
@@ -58,7 +59,7 @@ class Sender(Worker):
         return x
 
     def registrations(self) -> int:
-        return endpoint().nixl.offering().offered.made
+        return endpoint().part(Agents).offering().offered.made
 
     def hold(self, x: Any) -> Any:
         """Wait until `release`; `holding` tells that the call has begun."""

@@ -13,10 +13,15 @@ SRC = Path(__file__).parents[2] / "src" / "raylane"
 LAYERS = ("core", "transport", "graph", "workers", "sft", "bench", "cli")
 """Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
-ROOMS = ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api")
-"""Rooms of graph; each may import what stands to its left."""
+ROOMS = {
+    "graph": ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api"),
+    "transport": ("value", "observe", "hold", "link", "backends", "read", "produce", "groups", "register", "api"),
+}
+"""Rooms of each package; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}
 """Modules of graph that any room may import; they import no room."""
+MAX_LEVELS = {"transport": 10}
+"""Longest chain of imports within a package."""
 TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 
 
@@ -62,25 +67,46 @@ def test_imports_run_from_upper_layers_to_lower_ones() -> None:
     assert not wrong
 
 
-def test_imports_between_the_rooms_of_graph_run_one_way() -> None:
-    wrong = []
-    for path in sorted((SRC / "graph").rglob("*.py")):
-        here = path.relative_to(SRC / "graph").parts[0].removesuffix(".py")
-        if here == "__init__":
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_between_rooms_run_one_way(package: str) -> None:
+    wrong, rooms = [], ROOMS[package]
+    for path in sorted((SRC / package).rglob("*.py")):
+        room = path.relative_to(SRC / package).parts[0].removesuffix(".py")
+        if room == "__init__":
             continue
-        used = {name.split(".")[2] for name in imports(path) if name.startswith("raylane.graph.")} - AUTHORING
-        allowed = set(ROOMS[: ROOMS.index(here) + 1]) if here in ROOMS else set()
+        used = {name.split(".")[2] for name in imports(path) if name.startswith(f"raylane.{package}.")} - AUTHORING
+        allowed = set(rooms[: rooms.index(room) + 1]) if room in rooms else set()
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed)]
     assert not wrong
 
 
-def test_imports_make_no_cycle() -> None:
-    names = {"raylane." + ".".join(p.relative_to(SRC).with_suffix("").parts): p for p in modules()}
+def import_graph() -> dict[str, set[str]]:
+    """Return the modules of raylane that each module imports."""
+    names = {"raylane." + ".".join(path.relative_to(SRC).with_suffix("").parts): path for path in modules()}
     names = {name.removesuffix(".__init__"): path for name, path in names.items()}
-    graph = {}
-    for name, path in names.items():
-        targets = imports(path)
-        graph[name] = {t if t in names else t.rpartition(".")[0] for t in targets} & set(names) - {name}
+    return {
+        name: {t if t in names else t.rpartition(".")[0] for t in imports(path)} & set(names) - {name}
+        for name, path in names.items()
+    }
+
+
+@pytest.mark.parametrize("package", MAX_LEVELS)
+def test_chains_of_imports_are_short(package: str) -> None:
+    graph = import_graph()
+    levels: dict[str, int] = {}
+
+    def level(name: str) -> int:
+        if name not in levels:
+            lower = [level(target) for target in graph[name] if target.startswith(f"raylane.{package}.")]
+            levels[name] = 1 + max(lower, default=0)
+        return levels[name]
+
+    deep = {name: level(name) for name in graph if name.startswith(f"raylane.{package}.")}
+    assert max(deep.values()) <= MAX_LEVELS[package], max(deep, key=lambda name: deep[name])
+
+
+def test_imports_make_no_cycle() -> None:
+    graph = import_graph()
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:

@@ -8,12 +8,13 @@ import torch
 
 from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.transport import codec, listener, wire
-from raylane.transport.guards import footprint
-from raylane.transport.link import Address, Link
-from raylane.transport.listener import Listener
-from raylane.transport.source import Source
-from raylane.transport.store import Entry, Store
+from raylane.transport.hold.store import Entry, Store
+from raylane.transport.link import listener, wire
+from raylane.transport.link.link import Address, Link
+from raylane.transport.link.listener import Listener
+from raylane.transport.value import codec
+from raylane.transport.value.guards import footprint
+from raylane.transport.value.source import Source
 
 SECRET = b"s" * 32
 

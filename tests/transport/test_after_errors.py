@@ -18,7 +18,7 @@ from tests.transport.crews import OneMaker
 import raylane
 from raylane.core.deadline import Cancellation, Cancelled, Deadline
 from raylane.errors import SourceLostError, TransferTimeoutError
-from raylane.transport.endpoint import endpoint
+from raylane.transport.link.endpoint import endpoint
 
 LENGTH = 24 << 20
 """Elements of a large value: 96 MiB, which every transport moves for tens of milliseconds."""

@@ -14,9 +14,9 @@ from tests.transport.servers import entry_of
 import raylane
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import BudgetExceededError, TensorMutatedError
-from raylane.transport.budget import Budget, bytes_in
-from raylane.transport.memory import ask_everywhere
-from raylane.transport.store import Entry, Store
+from raylane.transport.hold.budget import Budget, bytes_in
+from raylane.transport.hold.store import Entry, Store
+from raylane.transport.link.memory_report import ask_everywhere
 
 NUMEL = 50_000
 NBYTES = 4 * NUMEL

@@ -6,9 +6,9 @@ import pytest
 from raylane.core.place import Place
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.registry import backends, check_name
-from raylane.transport.choose import choose
-from raylane.transport.options import publish_options
-from raylane.transport.source import Source
+from raylane.transport.produce.options import publish_options
+from raylane.transport.read.choose import choose
+from raylane.transport.value.source import Source
 
 HERE = Place("boot", 1, 1, 1000, 10, 5, "here")
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Parameter
 
 from raylane.errors import TensorFreedError
-from raylane.transport import codec
+from raylane.transport.value import codec
 
 
 def travel(value: Any) -> Any:

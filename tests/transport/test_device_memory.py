@@ -17,18 +17,20 @@ from raylane.core.place import Place
 from raylane.core.segment import SMALL_BLOCK_BYTES, BufferPool
 from raylane.core.spans import Span
 from raylane.errors import ProtocolError, TransportUnavailableError
-from raylane.transport import cuda_driver, wire
-from raylane.transport.backends import device
+from raylane.transport.backends import base
+from raylane.transport.backends.cuda import driver as cuda_driver
+from raylane.transport.backends.cuda.backend import NEVER, CudaIpcBackend, IpcChannel
+from raylane.transport.backends.nixl.agent import Range, _batches, merge_ranges
+from raylane.transport.backends.pieces import Memory, Piece, pieces_of_target
 from raylane.transport.backends.registry import backends
-from raylane.transport.choose import choose
-from raylane.transport.codec import TENSOR, LeafSpec, build_leaves, local_device, plan_layout
-from raylane.transport.cuda_ipc_channel import NEVER, IpcChannel, open_ipc
-from raylane.transport.device_memory import Group, groups_of, new_blocks, separated, whole
-from raylane.transport.link import Connection
-from raylane.transport.nixl_agent import Range, _batches, merge_ranges
-from raylane.transport.pieces import Memory, Piece, pieces_of_target
-from raylane.transport.source import Source
-from raylane.transport.ticket import Ticket, decode_ticket, encode_ticket
+from raylane.transport.hold.device_memory import Group, groups_of, new_blocks, separated, whole
+from raylane.transport.link import wire
+from raylane.transport.link.link import Connection
+from raylane.transport.read.choose import choose
+from raylane.transport.value.codec import build_leaves, plan_layout
+from raylane.transport.value.layout import TENSOR, LeafSpec, local_device
+from raylane.transport.value.source import Source
+from raylane.transport.value.ticket import Ticket, decode_ticket, encode_ticket
 
 BIG = SMALL_BLOCK_BYTES
 HERE = Place("boot", 1, 1, 1000, 10, 5, "here")
@@ -95,14 +97,14 @@ def test_processes_without_cuda() -> None:
     with pytest.raises(cuda_driver.CudaError, match=r"libcuda\.so\.1"):
         cuda_driver.driver()
     with pytest.raises(TransportUnavailableError, match="needs a CUDA device in both"):
-        open_ipc(None, 0)  # type: ignore[arg-type]
-    for name in device.NEEDS_DEVICE:
+        CudaIpcBackend().open_channel(None, 0, None)  # type: ignore[arg-type]
+    for name in [name for name, backend in backends().items() if backend.capability.needs_device]:
         there = Source(HERE, "Actor(A, 1)", "u", "10.0.0.1", 1)
         assert backends()[name].refusal(there, HERE) == "this process has no CUDA device"
 
 
 def test_auto_takes_cuda_ipc_for_device_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    monkeypatch.setattr(base, "has_cuda", lambda: True)
     there = Source(msgspec.structs.replace(HERE, pid=11), "Actor(A, 1)", "u", "10.0.0.1", 1)
 
     def names(*, on_device: bool, source: Source = there) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ import torch
 import raylane
 from raylane import _ray
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
-from raylane.transport.endpoint import endpoint
-from raylane.transport.groups import groups_of_this_process
+from raylane.transport.link.endpoint import endpoint
 
 pytestmark = pytest.mark.usefixtures("cluster")
 N = 100_000
@@ -46,7 +45,7 @@ class Member:
         return raylane.create_collective_group(actors, "gloo", name).name
 
     def joined(self) -> list[str]:
-        return sorted(groups_of_this_process(endpoint()))
+        return sorted(endpoint().groups())
 
     def wait_for(self, key: str) -> None:
         while _ray.kv_get(f"test/{key}") is None:

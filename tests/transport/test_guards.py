@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from raylane.transport.guards import counter_offsets, write_counters
+from raylane.transport.value.guards import counter_offsets, write_counters
 
 
 def test_write_counter_of_pinned_torch_follows_writes() -> None:

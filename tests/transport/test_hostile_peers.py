@@ -26,10 +26,11 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
-from raylane.transport import codec, wire
-from raylane.transport.link import Link, LinkPool
-from raylane.transport.source import Source
-from raylane.transport.store import Entry
+from raylane.transport.hold.store import Entry
+from raylane.transport.link import wire
+from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.value.layout import Layout
+from raylane.transport.value.source import Source
 
 LISTENING = """
 import os, sys, time
@@ -299,9 +300,7 @@ def test_refusal_of_a_stranger_is_quoted_and_cut() -> None:
 def test_value_of_400_000_blocks_is_read_by_tcp(server: Server) -> None:
     data = torch.arange(3_200_000, dtype=torch.uint8)
     start = data.data_ptr()
-    layout = codec.Layout(
-        specs=[], blocks=[Span(start + 8 * i, start + 8 * i + 4) for i in range(400_000)], held=[data]
-    )
+    layout = Layout(specs=[], blocks=[Span(start + 8 * i, start + 8 * i + 4) for i in range(400_000)], held=[data])
     kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
@@ -315,7 +314,7 @@ def test_unmapped_block_costs_no_peer_its_link(server: Server) -> None:
     start = libc.mmap(None, ctypes.c_size_t(4 << 20), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     good = torch.ones(1 << 20, dtype=torch.uint8)
     blocks = [Span(start, start + (4 << 20)), Span(good.data_ptr(), good.data_ptr() + (1 << 20))]
-    layout = codec.Layout(specs=[], blocks=blocks, held=[good])
+    layout = Layout(specs=[], blocks=blocks, held=[good])
     kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()

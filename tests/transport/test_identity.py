@@ -19,10 +19,11 @@ from tests.transport.crews import OneMaker
 
 import raylane
 from raylane.core.deadline import Deadline
-from raylane.transport import codec
-from raylane.transport.reader import fit
-from raylane.transport.receiving import delivery
-from raylane.transport.redeem import Present
+from raylane.transport.read.reader import fit
+from raylane.transport.read.receiving import delivery
+from raylane.transport.read.redeem import Present
+from raylane.transport.value import codec
+from raylane.transport.value.leaf_memory import tied
 
 TRANSPORTS = ["host", "tcp", "gloo", "object_store"]
 ROWS, COLUMNS = 60, 700  # 168 kB: above what travels inline
@@ -317,7 +318,7 @@ def test_slices_with_negative_steps_are_refused_for_tensors(maker: Any) -> None:
 
 def present(value: Any, into: Any = None, **options: Any) -> Any:
     """Return a value that this process has published, as `raylane.get` would deliver it."""
-    own = Present(*codec.encode_value(value), own=True)
+    own = Present(*codec.encode_value(value), own_objects=True)
     (wish,) = fit([own], [delivery(into, options.get("device"), options.get("dtype"), where="test")])
     return own.deliver(wish, Deadline(None))
 
@@ -352,10 +353,10 @@ def test_tied_leaves_are_those_that_share_memory_for_numpy() -> None:
             view = base[draw.randrange(4) :: draw.randrange(1, 4), draw.randrange(29) :: draw.randrange(1, 9)]
             view = draw.choice([view, view, view.T, view[:, : draw.randrange(1, 4)], view[0]])
             views.append(view)
-        group = {i: number for number, members in enumerate(codec.tied(views)) for i in members}
+        group = {i: number for number, members in enumerate(tied(views)) for i in members}
         shared = {(i, j) for i in range(len(views)) for j in range(i) if np.shares_memory(views[i], views[j])}
         assert all(group[i] == group[j] for i, j in shared), seed
-        for members in codec.tied(views):  # and nobody is there without a reason
+        for members in tied(views):  # and nobody is there without a reason
             assert len(members) == 1 or all(any({(i, j), (j, i)} & shared for j in members) for i in members), seed
 
 

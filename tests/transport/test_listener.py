@@ -21,10 +21,10 @@ from tests.transport.servers import SECRET, Server, entry_of, read_value
 from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
-from raylane.transport import listener, wire
-from raylane.transport.lifetime import ActorKeeper, AnchorPool
-from raylane.transport.link import Link, LinkPool
-from raylane.transport.source import Source
+from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
+from raylane.transport.link import listener, wire
+from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.value.source import Source
 
 
 def test_reads_over_both_sockets(server: Server) -> None:

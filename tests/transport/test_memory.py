@@ -12,11 +12,10 @@ import ray
 import torch
 
 import raylane
-from raylane.transport import directory, wire
-from raylane.transport.budget import Budget
-from raylane.transport.holdings import MOST_VALUES, holdings
-from raylane.transport.memory import Report, ask_everywhere
-from raylane.transport.store import Entry, Store
+from raylane.transport.hold.store import Entry, Store
+from raylane.transport.link import directory, wire
+from raylane.transport.link.holdings import MOST_VALUES, holdings
+from raylane.transport.link.memory_report import Report, ask_everywhere
 
 NUMEL = 50_000
 
@@ -132,7 +131,7 @@ def test_holdings_fit_a_frame_whatever_a_process_holds() -> None:
         layout: Any = Layout(i % 7)
         store.publish(Entry(str(i).encode(), [], layout, for_callers=True, origin="\U0001f600" * 400, transport="auto"))
     pool: Any = NoPool()
-    found = holdings(store, Budget(store, None), pool, None, 1 << 40)
+    found = holdings(store, pool, None, 1 << 40, budget=None, waiting=0)
     assert MOST_VALUES // 2 <= len(found.values) <= MOST_VALUES
     assert found.entries == 3 * MOST_VALUES
     assert found.values == sorted(found.values, key=lambda one: -one.nbytes)

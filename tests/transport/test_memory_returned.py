@@ -41,7 +41,7 @@ def resident_mb(pid: int) -> int:
 
 
 def test_memory_goes_back_by_every_transport(monkeypatch: pytest.MonkeyPatch, eventually: Any) -> None:
-    from raylane.transport import endpoint
+    from raylane.transport.link import endpoint
 
     endpoint.close()  # the next one reads the variable
     monkeypatch.setenv("RAYLANE_POOL_IDLE_S", "0.3")

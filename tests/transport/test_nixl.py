@@ -18,9 +18,10 @@ import torch
 
 import raylane
 from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
-from raylane.transport import nixl_agents
-from raylane.transport.endpoint import endpoint
-from raylane.transport.nixl_agent import NixlError, missing
+from raylane.transport.backends.nixl import agents as nixl_agents
+from raylane.transport.backends.nixl.agent import NixlError, missing
+from raylane.transport.backends.nixl.agents import Agents
+from raylane.transport.link.endpoint import endpoint
 
 if (reason := missing()) is not None:
     pytest.skip(f"this process cannot use NIXL: {reason}", allow_module_level=True)
@@ -69,7 +70,7 @@ class Source:
         def refuse(*_: Any) -> None:
             raise NixlError("the card has no memory left")
 
-        endpoint().nixl.offering().offered._register = refuse  # type: ignore[method-assign]
+        endpoint().part(Agents).offering().offered._register = refuse  # type: ignore[method-assign]
 
     def meet(self, reader: Any) -> None:
         self.reader = reader
@@ -263,7 +264,7 @@ def test_close_ends_threads_and_descriptors() -> None:
         for _ in range(3):
             assert float(ray.get(source.make.remote())[0]) == 1
             assert raylane.stats()["nixl_peers"] == 1
-            raylane.transport.endpoint.close()
+            raylane.transport.link.endpoint.close()
             gc.collect()
             counts.append(resources())
         # The first round loads libraries, which keep descriptors of their own.

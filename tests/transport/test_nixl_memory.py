@@ -12,10 +12,12 @@ import torch
 from raylane.core.segment import BufferPool, mapping_of
 from raylane.core.spans import Span
 from raylane.errors import TransportUnavailableError
-from raylane.transport import nixl_agent, nixl_agents, nixl_memory
-from raylane.transport.nixl_agent import Agent, Range, merge_ranges
-from raylane.transport.nixl_memory import Registrations
-from raylane.transport.pieces import Memory, Piece, pieces_of_target
+from raylane.transport.backends.nixl import agent as nixl_agent
+from raylane.transport.backends.nixl import agents as nixl_agents
+from raylane.transport.backends.nixl import memory as nixl_memory
+from raylane.transport.backends.nixl.agent import Agent, Range, merge_ranges
+from raylane.transport.backends.nixl.memory import Registrations
+from raylane.transport.backends.pieces import Memory, Piece, pieces_of_target
 
 
 class Owner:

@@ -11,11 +11,11 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool, bytes_at
-from raylane.transport import codec
-from raylane.transport.codec import LeafSpec
-from raylane.transport.parts import Part, parts_of, runs, sliced, span_of
-from raylane.transport.receiving import check_target, receive
-from raylane.transport.targets import Targets, match, paths, structure
+from raylane.transport.read.receiving import check_target, receive
+from raylane.transport.read.targets import Targets, match, paths, structure
+from raylane.transport.value import codec
+from raylane.transport.value.layout import LeafSpec
+from raylane.transport.value.parts import Part, parts_of, runs, sliced, span_of
 
 NONE = Deadline(None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raylane.transport.patience import SILENT_S, Patience
+from raylane.transport.backends.tcp.patience import SILENT_S, Patience
 
 
 def test_silence_ends_the_wait() -> None:

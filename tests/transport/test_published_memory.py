@@ -251,7 +251,7 @@ def test_reads_among_random_actions_keep_the_rule(owner: Any, seed: int) -> None
 
 def test_array_root_is_named_by_its_guards() -> None:
     """What an array borrows is watched to its owner, a tensor's storage included."""
-    from raylane.transport.guards import footprint, guard_ranges, owners_of
+    from raylane.transport.value.guards import footprint, guard_ranges, owners_of
 
     def strided() -> Any:
         return np.lib.stride_tricks.sliding_window_view(np.zeros(100), 10)

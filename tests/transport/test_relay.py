@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,15 +24,16 @@ from raylane.core.deadline import Deadline
 from raylane.core.segment import BufferPool
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import SourceLostError, TensorFreedError
-from raylane.transport import codec, relay
-from raylane.transport.backends import tcp
 from raylane.transport.backends.base import FetchResult
-from raylane.transport.budget import Budget
-from raylane.transport.guards import footprint
-from raylane.transport.link import Link, LinkPool
-from raylane.transport.parts import Part
-from raylane.transport.store import Entry, Store
-from raylane.transport.ticket import VERSION, Ticket
+from raylane.transport.backends.tcp import backend as tcp
+from raylane.transport.backends.tcp import relay
+from raylane.transport.hold.budget import Budget
+from raylane.transport.hold.store import Entry, Store
+from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.value import codec
+from raylane.transport.value.guards import footprint
+from raylane.transport.value.parts import Part
+from raylane.transport.value.ticket import VERSION, Ticket
 
 N = 3 << 20
 """Elements of a value of 12 MiB."""
@@ -49,8 +50,13 @@ class Reader:
         self._links = LinkPool(SECRET, "reader", self.place, Link)
         self.secret = lambda: secret
 
+        self._parts: dict[type[Any], Any] = {}
+
     def links(self) -> LinkPool[Link]:
         return self._links
+
+    def part(self, kind: type[Any]) -> Any:
+        return self._parts.setdefault(kind, kind())
 
     def read(self, ticket: Ticket, timeout_s: float = 30.0) -> FetchResult:
         here: Any = self
@@ -165,7 +171,7 @@ def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventuall
         # Refused during the transfer, not after it.
         assert all(torch.equal(one.result(30), scene.tensor) for one in begun)
     assert scene.count("relayed") == 0
-    assert all(there in relay.company_of(cast("Any", one)) for one in scene.readers)
+    assert all(there in one.part(relay.SharedSources) for one in scene.readers)
     with scene.readers[0].meet(scene.ticket) as first:
         assert first.expects_others
         begun = [scene.threads.submit(one.read_into, scene.ticket) for one in scene.readers[1:]]
@@ -176,7 +182,7 @@ def test_targets_are_filled_by_a_copy_where_several_read(scene: Scene, eventuall
     # A relay that nobody waited for expects nobody any more, and receives straight into its targets again.
     for _ in range(2):
         assert torch.equal(scene.readers[1].read_into(scene.ticket), scene.tensor)
-        assert there not in relay.company_of(cast("Any", scene.readers[1]))
+        assert there not in scene.readers[1].part(relay.SharedSources)
 
 
 def test_single_reader_makes_no_copy(scene: Scene) -> None:

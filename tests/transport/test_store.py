@@ -6,9 +6,10 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
-from raylane.transport import codec
-from raylane.transport.guards import footprint
-from raylane.transport.store import Entry, Store
+from raylane.transport.hold.store import Entry, Store
+from raylane.transport.value import codec
+from raylane.transport.value.guards import footprint
+from raylane.transport.value.leaf_memory import leaf_span
 
 
 def entry(key: bytes, tensor: torch.Tensor) -> Entry:
@@ -61,7 +62,7 @@ def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
     base = torch.zeros(100)
     store.publish(entry(b"1", base[:50]))
     store.publish(entry(b"2", base[40:]))
-    spans = [codec.leaf_span(base[45:46])]
+    spans = [leaf_span(base[45:46])]
     assert not store.wait_freed(spans, Deadline(0))
     woken = []
     thread = threading.Thread(target=lambda: woken.append(store.wait_freed(spans, Deadline(30))))
@@ -77,7 +78,7 @@ def test_wait_freed_wakes_when_the_last_overlap_goes() -> None:
 def test_wait_freed_ignores_memory_that_its_owner_gave_up() -> None:
     store = Store()
     tensor = torch.zeros(100)
-    span = codec.leaf_span(tensor)
+    span = leaf_span(tensor)
     store.publish(entry(b"1", tensor))
     assert not store.wait_freed([span], Deadline(0))
     tensor.untyped_storage().resize_(0)  # whatever lies at its old address now is not what was published

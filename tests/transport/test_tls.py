@@ -31,12 +31,13 @@ from raylane.graph.channels import frames
 from raylane.graph.channels.peer_link import _configure
 from raylane.graph.values.message import VALUE, Message
 from raylane.graph.worker import process_groups
-from raylane.transport import codec, listener, tls, wire
 from raylane.transport.backends.registry import backends
-from raylane.transport.choose import choose
-from raylane.transport.link import Link, LinkPool
-from raylane.transport.source import Source
-from raylane.transport.store import Entry
+from raylane.transport.hold.store import Entry
+from raylane.transport.link import listener, tls, wire
+from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.read.choose import choose
+from raylane.transport.value.layout import Layout
+from raylane.transport.value.source import Source
 
 pytestmark = pytest.mark.processes
 Settings = dict[str, str]
@@ -106,7 +107,7 @@ def test_small_blocks_arrive_through_tls(server: Server) -> None:
     data = torch.arange(800_000, dtype=torch.uint8)
     start = data.data_ptr()
     spans = [Span(start + 8 * i, start + 8 * i + 4) for i in range(100_000)]
-    layout = codec.Layout(specs=[], blocks=spans, held=[data])
+    layout = Layout(specs=[], blocks=spans, held=[data])
     kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
@@ -125,7 +126,7 @@ def test_freed_memory_crashes_no_sender_with_tls(server: Server) -> None:
     start = libc.mmap(None, ctypes.c_size_t(4 << 20), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     good = torch.ones(1 << 20, dtype=torch.uint8)
     blocks = [Span(start, start + (4 << 20)), Span(good.data_ptr(), good.data_ptr() + (1 << 20))]
-    layout = codec.Layout(specs=[], blocks=blocks, held=[good])
+    layout = Layout(specs=[], blocks=blocks, held=[good])
     kept = Entry(key=secrets.token_bytes(16), leaves=[], layout=layout, for_callers=True)
     server.store.publish(kept)
     link = server.link()
@@ -341,8 +342,8 @@ def test_collectives_of_torch_are_refused_with_tls(use: Use) -> None:
 CLUSTER = """
 import importlib.util, os, socket
 import ray, torch, raylane, raylane.errors
-from raylane.transport.endpoint import endpoint
-from raylane.transport.tls import TlsSocket
+from raylane.transport.link.endpoint import endpoint
+from raylane.transport.link.tls import TlsSocket
 
 class Maker:
     @raylane.method

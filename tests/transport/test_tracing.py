@@ -16,8 +16,9 @@ import raylane
 from raylane.cli import main
 from raylane.core import place
 from raylane.core.trace_file import merge, parse_lines
-from raylane.transport import endpoint, tracing
-from raylane.transport.tracing import TransferTrace
+from raylane.transport.link import endpoint
+from raylane.transport.observe import tracing
+from raylane.transport.observe.tracing import TransferTrace
 
 
 def test_merge_keeps_processes_with_one_pid_apart() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from raylane.transport import metrics
-from raylane.transport.metrics import GAUGES, MOST_DURATIONS, TransferMetrics, interval_s
+from raylane.transport.observe import metrics
+from raylane.transport.observe.metrics import GAUGES, MOST_DURATIONS, TransferMetrics, interval_s
 
 AGENT = ("aiohttp", "opentelemetry.exporter.prometheus", "prometheus_client")
 """Packages of ray[default] that Ray's metrics agent needs."""

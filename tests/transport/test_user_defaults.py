@@ -12,7 +12,7 @@ import torch
 from tests.transport.crews import OneMaker
 
 import raylane
-from raylane.transport.nixl_agent import missing
+from raylane.transport.backends.nixl.agent import missing
 
 TRANSPORTS = ["host", "tcp", "gloo", "object_store", *(["nixl"] if missing() is None else [])]
 

@@ -22,8 +22,8 @@ from tests.transport.unpickling import FetchedWhileUnpickled
 import raylane
 from raylane import _ray
 from raylane.errors import TransferTimeoutError, TransportError
-from raylane.transport.endpoint import close, endpoint
-from raylane.transport.lifetime import ActorKeeper
+from raylane.transport.hold.lifetime import ActorKeeper
+from raylane.transport.link.endpoint import close, endpoint
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from raylane.transport import wire
+from raylane.transport.link import wire
 
 MESSAGES: list[wire.Message] = [
     wire.Challenge(1, b"n" * 16),

@@ -23,10 +23,10 @@ from raylane.core.native import NATIVE, PURE_VARIABLE
 from raylane.errors import RaylaneError
 from raylane.transport.api import put
 from raylane.transport.backends.registry import backends
-from raylane.transport.endpoint import endpoint
-from raylane.transport.guards import array_layout_known, counter_offsets, torch_layout
-from raylane.transport.reader import collect
-from raylane.transport.redeem import redeem
+from raylane.transport.link.endpoint import endpoint
+from raylane.transport.read.reader import collect
+from raylane.transport.read.redeem import redeem
+from raylane.transport.value.guards import array_layout_known, counter_offsets, torch_layout
 
 PROBE_FLOATS = 250_000
 """Size of the test value in float32 elements: 1 MB."""
@@ -34,13 +34,6 @@ TIMEOUT_S = 10.0
 """Time limit in seconds for one transfer."""
 CALL_TIMEOUT_S = 120.0
 """Time limit in seconds for a call of a probe actor, which may have to start first."""
-ADVICE = {
-    "host": "nothing if tcp works. For host, run both processes on one host, in one PID namespace and as one user.",
-    "tcp": "allow TCP connections between these hosts (firewall, container network), on all ports.",
-    "object_store": "check the Ray cluster with `ray status`.",
-}
-"""Transport -> what the user can do if it does not work."""
-DEFAULT_ADVICE = "see the documentation of the package that provides this transport."
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ def try_all(ref: Any, fill: float) -> dict[str, str]:
     for name, backend in backends().items():
         source, here = pending.ticket.origin(), endpoint().place
         why = backend.refusal(source, here)
-        if source.place.same_process(here) and name not in ("local", "object_store"):
+        if source.place.same_process(here) and not (backend.capability.own_objects or backend.capability.by_ray):
             why = "not needed within one process"
         if why is None:
             try:
@@ -146,7 +139,7 @@ def healthy(findings: Sequence[Finding]) -> bool:
 def _without_direct_transport(findings: Sequence[Finding]) -> list[tuple[str, str]]:
     """Return the pairs (source, reader) between which only the object store works, or nothing."""
     pairs = dict.fromkeys((f.source, f.reader) for f in findings)
-    direct = {(f.source, f.reader) for f in findings if not f.why_not and f.transport != "object_store"}
+    direct = {(f.source, f.reader) for f in findings if not f.why_not and not _by_ray(f)}
     return [pair for pair in pairs if pair not in direct]
 
 
@@ -189,7 +182,7 @@ def report(findings: Sequence[Finding]) -> str:
             for finding in failed
             if finding.transport == name
         ]
-        lines.append(f"  {'':15}What to do: {ADVICE.get(name, DEFAULT_ADVICE)}")
+        lines.append(f"  {'':15}What to do: {backends()[name].capability.remedy}")
     if not failed:
         lines.append("  nothing: all tests passed")
     return "\n".join([*lines, "", "Result", *_result(findings)])
@@ -209,6 +202,8 @@ def _result(findings: Sequence[Finding]) -> list[str]:
 
 def applies(finding: Finding) -> bool:
     """Return True if the transport is meant for this pair: local within a process, all others between processes."""
-    if finding.transport == "object_store":
-        return True
-    return (finding.transport == "local") == (finding.reader == "itself")
+    return _by_ray(finding) or backends()[finding.transport].capability.own_objects == (finding.reader == "itself")
+
+
+def _by_ray(finding: Finding) -> bool:
+    return backends()[finding.transport].capability.by_ray

@@ -11,8 +11,8 @@ import msgspec
 import ray
 
 from raylane.errors import ConfigError
-from raylane.transport import wire
-from raylane.transport.memory import Report, ask_everywhere
+from raylane.transport.link import wire
+from raylane.transport.link.memory_report import Report, ask_everywhere
 
 __all__ = ["add_arguments", "run"]
 

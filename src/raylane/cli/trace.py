@@ -8,7 +8,7 @@ from pathlib import Path
 from raylane.cli.help import describe
 from raylane.core.trace_file import merge, parse_lines, save
 from raylane.errors import ConfigError
-from raylane.transport.tracing import FILES
+from raylane.transport.observe.tracing import FILES
 
 __all__ = ["add_arguments", "run"]
 

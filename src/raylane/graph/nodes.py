@@ -21,8 +21,6 @@ from raylane.errors import GraphPlanError, TransportUnavailableError
 
 EDGE_TRANSPORTS = ("auto", "shm", "tcp")
 """Ways of a value to its readers: shared memory within a host and links between hosts; or one of the two alone."""
-_NOT_ON_EDGES = ("local", "object_store")
-"""Transports of direct transport that make no sense here: the readers are other processes, and Ray carries nothing."""
 _numbers = itertools.count()
 _open_input: contextvars.ContextVar[InputNode | None] = contextvars.ContextVar("raylane_input", default=None)
 
@@ -238,11 +236,28 @@ def edge_transport(name: Any) -> str:
     except TransportUnavailableError as error:
         raise GraphPlanError(f"transport {name!r} is not available for values of a graph: {error}") from error
     except ValueError:
-        known = [*EDGE_TRANSPORTS, *(one for one in backends() if one not in (*EDGE_TRANSPORTS, *_NOT_ON_EDGES))]
+        known = dict.fromkeys([*EDGE_TRANSPORTS, *filter(_fits_edges, backends())])
         raise ValueError(f"unknown transport {name!r} of a value; the transports are {', '.join(known)}") from None
-    if lower in _NOT_ON_EDGES:
+    if not _fits_edges(lower):
         raise GraphPlanError(f"transport {name!r} is not available for values of a graph. Use 'auto'")
     return lower
+
+
+def _fits_edges(transport: str) -> bool:
+    """Return True if a direct transport can serve the readers of an edge, which are other processes."""
+    from raylane.transport.backends.registry import backends
+
+    capability = backends()[transport].capability
+    return not (capability.own_objects or capability.by_ray)
+
+
+def connects_hosts(transport: str) -> bool:
+    """Return True if a transport of edges can bring values to other hosts."""
+    if transport in EDGE_TRANSPORTS:
+        return transport != "shm"
+    from raylane.transport.backends.registry import backends
+
+    return backends()[transport].capability.across_hosts
 
 
 def _sees_gpu() -> bool:

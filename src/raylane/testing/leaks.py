@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raylane import _ray
-from raylane.transport import endpoint
+from raylane.transport.link import endpoint
 
 
 @dataclass(frozen=True)

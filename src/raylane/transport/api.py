@@ -15,15 +15,17 @@ import torch
 from raylane import _ray
 from raylane.core.deadline import Cancellation, Deadline, default_timeout_s
 from raylane.errors import TransferTimeoutError
-from raylane.transport import calls, codec
 from raylane.transport.backends.registry import check_name
-from raylane.transport.device_memory import as_here
-from raylane.transport.endpoint import endpoint, existing
-from raylane.transport.options import publish_options
-from raylane.transport.publish import Publication, PublishOnPickle
-from raylane.transport.reader import Pending, collect, fit
-from raylane.transport.receiving import Delivery, delivery
-from raylane.transport.redeem import Present
+from raylane.transport.hold.device_memory import as_here
+from raylane.transport.link.endpoint import endpoint, existing
+from raylane.transport.produce import methods as calls
+from raylane.transport.produce.options import publish_options
+from raylane.transport.produce.publication import Publication, PublishOnPickle
+from raylane.transport.read.reader import Pending, collect, fit
+from raylane.transport.read.receiving import Delivery, delivery
+from raylane.transport.read.redeem import Present
+from raylane.transport.value import codec
+from raylane.transport.value.leaf_memory import leaf_span
 
 ABANDONED_AFTER_S = 2.0
 """Interval in seconds at which a thread that waits for a coroutine checks whether the coroutine was cancelled."""
@@ -179,9 +181,9 @@ def get(
         ValueError: The transport is unknown, or `into` does not fit the value; TypeError likewise.
         Exception: The error of the producing call.
     """
-    wanted = _wanted(tensor_transport, _tensor_transport)
+    transport = _wanted(tensor_transport, _tensor_transport)
     deadline = Deadline(timeout, Cancellation())
-    return _get(refs, wanted, deadline, collect, _wishes(refs, into, device, dtype))
+    return _get(refs, transport, deadline, collect, _wishes(refs, into, device, dtype))
 
 
 def _wishes(refs: Any, into: Any, device: Any, dtype: Any) -> list[Delivery]:
@@ -193,7 +195,7 @@ def _wishes(refs: Any, into: Any, device: Any, dtype: Any) -> list[Delivery]:
         raise ValueError(
             f"raylane.get: for {len(refs)} refs, into must be a list with {len(refs)} items, one for each value"
         )
-    return [delivery(one, device, dtype, where="raylane.get") for one in into]
+    return [delivery(target, device, dtype, where="raylane.get") for target in into]
 
 
 def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
@@ -208,7 +210,7 @@ def _wanted(tensor_transport: str | None, alias: str | None) -> str | None:
 
 def _get(
     refs: Any,
-    wanted: str | None,
+    transport: str | None,
     deadline: Deadline,
     collect_within: Callable[..., list[Any]],
     wishes: Sequence[Delivery],
@@ -230,9 +232,9 @@ def _get(
             f"raylane.get: not all of the values were produced within {deadline.timeout_s} s. The producing calls are "
             "still running, or waiting for resources; raise the timeout if that is expected"
         ) from error
-    here = existing()
-    if here is not None:
-        here.recorder.waited(began_ns, len(values))
+    process = existing()
+    if process is not None:
+        process.recorder.waited(began_ns, len(values))
     if deadline.timeout_s is None or deadline.timeout_s == 0:
         # Calls may take as long as they need, but a transfer from a hanging source must end. A timeout of 0 asks for a
         # value that is ready, as this one is.
@@ -243,7 +245,7 @@ def _get(
         if len(pending) > 1:
             for value, wish in zip(values, fitted, strict=True):
                 if type(value) is Pending:
-                    value.start(wanted, deadline, may_call_ray=True, wish=wish)
+                    value.start(transport, deadline, may_call_ray=True, wish=wish)
         results = []
         for value, wish in zip(values, fitted, strict=True):
             if type(value) is Present:
@@ -253,7 +255,7 @@ def _get(
             elif len(pending) > 1:
                 results.append(value.result())
             else:  # a single one on this thread, which saves a thread switch
-                results.append(value.redeem(wanted, deadline, may_call_ray=True, wish=wish))
+                results.append(value.redeem(transport, deadline, may_call_ray=True, wish=wish))
     except BaseException:
         # The caller may use its targets for something else from now on.
         cancellation.cancel()
@@ -290,23 +292,25 @@ async def get_async(
         dtype: As in `get`.
         _tensor_transport: Another spelling of `tensor_transport`.
     """
-    wanted, cancellation = _wanted(tensor_transport, _tensor_transport), Cancellation()
+    transport, cancellation = _wanted(tensor_transport, _tensor_transport), Cancellation()
     deadline = Deadline(timeout, cancellation)
     wishes = _wishes(refs, into, device, dtype)
 
     def collect_unless_abandoned(refs: list[Any], timeout_s: float | None, inside: Sequence[bool]) -> list[Any]:
         # A waiting ray.get cannot be interrupted, so wait in short steps and check for the cancellation in between.
         while True:
-            left = deadline.left_s()
-            last = left is not None and left <= ABANDONED_AFTER_S
+            remaining_s = deadline.left_s()
+            last = remaining_s is not None and remaining_s <= ABANDONED_AFTER_S
             try:
-                return collect(refs, left if last else ABANDONED_AFTER_S, inside)
+                return collect(refs, remaining_s if last else ABANDONED_AFTER_S, inside)
             except ray.exceptions.GetTimeoutError:
                 if last or cancellation.cancelled:
                     raise
 
     # Not the event loop's own executor: its few threads would be taken by waiting calls.
-    future = endpoint().getters.submit(as_here(lambda: _get(refs, wanted, deadline, collect_unless_abandoned, wishes)))
+    future = endpoint().getters.submit(
+        as_here(lambda: _get(refs, transport, deadline, collect_unless_abandoned, wishes))
+    )
     try:
         return await asyncio.wrap_future(future)
     except BaseException:
@@ -343,7 +347,7 @@ def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:
     if not codec.is_leaf(tensor):
         raise TypeError(f"wait_tensor_freed takes a torch tensor or a NumPy array, got {type(tensor).__name__}")
     deadline = Deadline(default_timeout_s() if timeout is None else timeout)
-    if not endpoint().store.wait_freed([codec.leaf_span(tensor)], deadline):
+    if not endpoint().store.wait_freed([leaf_span(tensor)], deadline):
         raise TransferTimeoutError(
             f"a tensor of shape {tuple(tensor.shape)} is still referenced after {deadline.timeout_s} s. Drop every "
             "ObjectRef to the value that contains it (`del ref` in the processes that hold one), and end the calls "

@@ -18,8 +18,9 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportUnavailableError
-from raylane.transport.backends.registry import check_name
-from raylane.transport.endpoint import Endpoint, endpoint
+from raylane.transport.backends.registry import backends, find
+from raylane.transport.link.endpoint import endpoint
+from raylane.transport.link.membership import MOST_GROUPS, PREFIX, GroupRecord, records
 
 __all__ = [
     "CollectiveGroup",
@@ -29,25 +30,10 @@ __all__ = [
     "get_collective_groups",
 ]
 
-_PREFIX = "group/"
-"""Prefix of the keys of groups in Ray's key-value store."""
-_MOST_GROUPS = 4096
 _LOOK_EVERY_S = 0.2
 """Interval in seconds at which a process that waits for the members of a group looks for groups that wait for it."""
-_BACKENDS = {"gloo": "gloo", "torch_gloo": "gloo", "nccl": "nccl"}
-"""Transport of each accepted name of a backend; the second one is Ray's name for the first."""
-
-
-class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """A group in Ray's key-value store."""
-
-    backend: str
-    actors: list[str]
-    """Hexadecimal ids of the members, by rank."""
-    handles: list[bytes]
-    """Pickled handles of the members; they keep no actor alive."""
-    token: bytes
-    """Random bytes, which no other group has."""
+_RAY_NAMES = {"torch_gloo": "gloo"}
+"""Transports by the names that Ray has for them."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +49,8 @@ class CollectiveGroup:
     def get_rank(self, actor: Any) -> int:
         """Return the rank of an actor in the group, -1 if it is no member."""
         ids = [_ray.actor_id_of(member) for member in self.actors]
-        wanted = _ray.actor_id_of(actor)
-        return ids.index(wanted) if wanted in ids else -1
+        actor_id = _ray.actor_id_of(actor)
+        return ids.index(actor_id) if actor_id in ids else -1
 
 
 def create_collective_group(actors: Sequence[Any], backend: str, name: str | None = None) -> CollectiveGroup:
@@ -93,16 +79,16 @@ def create_collective_group(actors: Sequence[Any], backend: str, name: str | Non
         raise ValueError(f"create_collective_group needs two or more different actors, got {len(ids)}: {members!r}")
     transport = _transport(backend)
     name = f"{transport}-{secrets.token_hex(4)}" if name is None else name
-    record = _Record(transport, ids, [_ray.dumps(actor) for actor in members], secrets.token_bytes(8))
+    record = GroupRecord(transport, ids, [_ray.dumps(actor) for actor in members], secrets.token_bytes(8))
     packed = msgspec.msgpack.encode(record)
     # The name is taken before the members are called, so that two processes cannot both create the group.
-    if _ray.kv_put_if_absent(_PREFIX + name, packed) != packed:
+    if _ray.kv_put_if_absent(PREFIX + name, packed) != packed:
         raise ValueError(f"create_collective_group: the name {name!r} is in use. Choose another one, or destroy it")
     _ray.kv_set(_CREATING + name, packed)
     try:
         _tell(members, _join, name, record)
     except BaseException:
-        _ray.kv_delete(_PREFIX + name)
+        _ray.kv_delete(PREFIX + name)
         # Members that have joined leave; those that get to it later find no record, and do not join. Not waited for.
         for actor in members:
             if _ray.actor_id_of(actor) == _ray.current_actor_id():
@@ -123,17 +109,17 @@ def get_collective_groups(actors: Sequence[Any] = (), backend: str | None = None
     `backend` selects the groups of one transport. Groups with fewer than two living members are left out.
     """
     transport = None if backend is None else _transport(backend)
-    wanted = {_ray.actor_id_of(actor) for actor in actors}
+    actor_ids = {_ray.actor_id_of(actor) for actor in actors}
     living = _ray.living_actors()
-    found = []
-    for name, record in sorted(_records().items()):
-        if not wanted.issubset(record.actors) or transport not in (None, record.backend):
+    groups = []
+    for name, record in sorted(records().items()):
+        if not actor_ids.issubset(record.actors) or transport not in (None, record.backend):
             continue
         pairs = zip(record.actors, record.handles, strict=True)
         members = tuple(ray.cloudpickle.loads(handle) for actor, handle in pairs if actor in living)
         if len(members) > 1:
-            found.append(CollectiveGroup(name, record.backend, members))
-    return found
+            groups.append(CollectiveGroup(name, record.backend, members))
+    return groups
 
 
 def destroy_collective_group(group: CollectiveGroup | str) -> None:
@@ -142,11 +128,11 @@ def destroy_collective_group(group: CollectiveGroup | str) -> None:
     ValueError if there is no such group.
     """
     name = group.name if isinstance(group, CollectiveGroup) else group
-    record = _records().get(name)
+    record = records().get(name)
     if record is None:
-        known = ", ".join(sorted(_records())) or "none"
+        known = ", ".join(sorted(records())) or "none"
         raise ValueError(f"destroy_collective_group: there is no group {name!r}; the groups are: {known}")
-    _ray.kv_delete(_PREFIX + name)
+    _ray.kv_delete(PREFIX + name)
     living = _ray.living_actors()
     handles = zip(record.actors, record.handles, strict=True)
     _tell([ray.cloudpickle.loads(handle) for actor, handle in handles if actor in living], _leave, name)
@@ -154,52 +140,40 @@ def destroy_collective_group(group: CollectiveGroup | str) -> None:
 
 def destroy_all_collective_groups() -> None:
     """Destroy all groups of the Ray cluster."""
-    for name in _records():
+    for name in records():
         destroy_collective_group(name)
 
 
-def groups_of_this_process(here: Endpoint) -> dict[str, str]:
-    """Return the transport of each group of this process by its name. Asks Ray once per process."""
-    if here.groups is None:
-        actor = _ray.current_actor_id()
-        # A restarted actor was a member before it could be told.
-        here.groups = {name: one.backend for name, one in _records().items() if actor in one.actors} if actor else {}
-    return here.groups
-
-
 def _transport(backend: str) -> str:
-    found = _BACKENDS.get(str(backend).lower())
-    if found is None:
-        raise ValueError(f"unknown backend {backend!r} of a collective group; the backends are {', '.join(_BACKENDS)}")
-    return check_name(found)
+    name = str(backend).lower()
+    name = _RAY_NAMES.get(name, name)
+    two_sided = [known for known, transport in backends().items() if transport.capability.two_sided]
+    if name not in two_sided:
+        known = ", ".join([*two_sided, *_RAY_NAMES])
+        raise ValueError(f"unknown backend {backend!r} of a collective group; the backends are {known}")
+    return name
 
 
-def _records() -> dict[str, _Record]:
-    found = _ray.kv_sample(_PREFIX, _MOST_GROUPS)
-    return {key.removeprefix(_PREFIX): msgspec.msgpack.decode(data, type=_Record) for key, data in found.items()}
-
-
-def _join(_: Any, name: str, record: _Record) -> str | None:
+def _join(_: Any, name: str, record: GroupRecord) -> str | None:
     """Become a member; return why this process cannot use the transport, None if it can. Runs in the actor."""
-    from raylane.transport.torch_channels import missing
-
-    reason = missing(record.backend)
+    backend = find(record.backend)
+    reason = "it has no such transport" if backend is None else backend.missing()
     # Else the group was destroyed, or not created in the end.
-    if reason is None and _ray.kv_get(_PREFIX + name) == msgspec.msgpack.encode(record):
-        groups_of_this_process(endpoint())[name] = record.backend
+    if reason is None and _ray.kv_get(PREFIX + name) == msgspec.msgpack.encode(record):
+        endpoint().groups()[name] = record.backend
     return reason
 
 
 def _leave(_: Any, name: str) -> None:
     """Leave a group. Runs in the actor."""
-    groups_of_this_process(endpoint()).pop(name, None)
+    endpoint().groups().pop(name, None)
 
 
 _CREATING, _JOINED = "creating/", "joined/"
 """Prefixes of keys: groups whose members are not all told yet, and members that found such a group by themselves."""
 
 
-def _joined_key(name: str, record: _Record, actor: str) -> str:
+def _joined_key(name: str, record: GroupRecord, actor: str) -> str:
     return f"{_JOINED}{name}/{record.token.hex()}/{actor}"
 
 
@@ -212,8 +186,8 @@ def _join_others(joined: set[str]) -> None:
     this_actor = _ray.current_actor_id()
     if this_actor is None:
         return
-    for key, data in _ray.kv_sample(_CREATING, _MOST_GROUPS).items():
-        name, record = key.removeprefix(_CREATING), msgspec.msgpack.decode(data, type=_Record)
+    for key, data in _ray.kv_sample(_CREATING, MOST_GROUPS).items():
+        name, record = key.removeprefix(_CREATING), msgspec.msgpack.decode(data, type=GroupRecord)
         if name not in joined and this_actor in record.actors and _join(None, name, record) is None:
             joined.add(name)
             _ray.kv_set(_joined_key(name, record, this_actor), b"1")
@@ -222,9 +196,9 @@ def _join_others(joined: set[str]) -> None:
 def _tell(actors: Sequence[Any], function: Any, *args: Any) -> None:
     """Run a function in all actors at the same time, and wait; raises the errors of `create_collective_group`."""
     deadline = Deadline(default_timeout_s())
-    here = _ray.current_actor_id()
+    this_actor = _ray.current_actor_id()
     # An actor that creates a group of its own would wait for itself.
-    others = [actor for actor in actors if _ray.actor_id_of(actor) != here]
+    others = [actor for actor in actors if _ray.actor_id_of(actor) != this_actor]
     refs = [actor.__ray_call__.remote(function, *args) for actor in others]
     if len(others) < len(actors):
         function(None, *args)

@@ -9,9 +9,10 @@ from ray.experimental import TensorTransportManager
 
 from raylane import _ray
 from raylane.errors import TransportUnavailableError
-from raylane.transport import managers
-from raylane.transport.backends.adapter import AdapterBackend
-from raylane.transport.backends.registry import AUTO, backends
+from raylane.transport.backends.base import AUTO
+from raylane.transport.backends.managed import registered
+from raylane.transport.backends.managed.backend import ManagedBackend
+from raylane.transport.backends.registry import backends
 
 __all__ = ["register_transport"]
 
@@ -39,11 +40,11 @@ def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] 
         raise ValueError(f"name must be a string in lower case such as 'hccl', got {name!r}")
     # A name that was registered before is free: the class may have changed in a notebook.
     present = backends().get(name)
-    if name == AUTO or (present is not None and not isinstance(present, AdapterBackend)):
+    if name == AUTO or (present is not None and not isinstance(present, ManagedBackend)):
         raise ValueError(f"name={name!r} is a transport of raylane or of another package. Use another name")
     # A string is a sequence of letters, and "cpu" is an easy mistake for ["cpu"].
     if isinstance(devices, str) or not devices:
         raise ValueError(f"devices must be a list of device types such as ['cpu'], got {devices!r}")
     if not _ray.connected():
         raise TransportUnavailableError("the other processes find a transport through Ray. Call ray.init() before")
-    managers.announce(name, manager_class, devices)
+    registered.announce(name, manager_class, devices)

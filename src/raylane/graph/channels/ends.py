@@ -12,8 +12,9 @@ from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import Layout
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
-from raylane.graph.channels.published import PLAIN, PublishingWriter
+from raylane.graph.channels.published import PublishingWriter
 from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
+from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan.ir import DRIVER, Edge
 
 
@@ -54,7 +55,7 @@ class ChannelEnds:
     def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> Writer | PublishingWriter:
         """Open the writing end of an edge; `label` names its value."""
         found = self.writer(edge.index, pool)
-        if edge.transport in PLAIN:
+        if edge.transport in EDGE_TRANSPORTS:
             return found
         return PublishingWriter(found, edge.transport, self._layout.slots(edge.index), label)
 

@@ -15,7 +15,7 @@ from raylane.core.portable import FLAGS
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import Route
-from raylane.transport.source import Source
+from raylane.transport.value.source import Source
 
 CONTROL_SLOTS = 4
 """Maximum number of unanswered orders to one actor."""

@@ -35,7 +35,7 @@ from raylane.graph.plan.ir import DRIVER
 from raylane.graph.plan.routing import CONTROL_LEVEL
 from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
-from raylane.transport import endpoint as endpoints
+from raylane.transport.link import endpoint as endpoints
 
 log = logging.getLogger("raylane.graph")
 

@@ -36,18 +36,16 @@ from raylane.errors import (
 )
 from raylane.graph.channels.lease import SegmentGone
 from raylane.graph.channels.peer_link import Writer
+from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan.ir import Edge, Plan
 from raylane.graph.values import message as messages
 from raylane.graph.values.message import TICKET, Encoder, Message
-
-PLAIN = ("auto", "shm", "tcp")
-"""Transports of edges whose messages carry their tensors themselves."""
 
 
 def staging() -> Any:
     """Return the module that publishes and fetches."""
     # Imports torch, which processes without such edges may not have loaded: that takes two seconds.
-    from raylane.transport import staging as module
+    from raylane.transport.produce import staging as module
 
     return module
 
@@ -55,7 +53,7 @@ def staging() -> Any:
 def check_available(plan: Plan, member: int) -> None:
     """Raise GraphPlanError if this process, a member, lacks the transport of one of its edges."""
     for edge in (*plan.edges_from(member), *plan.edges_to(member)):
-        why = None if edge.transport in PLAIN else staging().check_available(edge.transport)
+        why = None if edge.transport in EDGE_TRANSPORTS else staging().check_available(edge.transport)
         if why is not None:
             raise GraphPlanError(
                 f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, which {plan.members[member]} "
@@ -170,7 +168,7 @@ class Fetched:
 
 def fetched_edge(plan: Plan, edge: Edge, reader: int, timeout_s: float | None) -> Fetched | None:
     """Return the record of an edge into a member; None if its messages carry their tensors themselves."""
-    if edge.transport in PLAIN:
+    if edge.transport in EDGE_TRANSPORTS:
         return None
     return Fetched(edge.transport, plan.source_label(edge.value), plan.members[reader], timeout_s)
 

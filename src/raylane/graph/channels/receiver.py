@@ -30,7 +30,7 @@ from raylane.graph.channels.peer_link import FanOutWriter, enable_keepalive
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
 from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
-from raylane.transport import wire
+from raylane.transport.link import wire
 
 log = logging.getLogger("raylane.graph")
 

@@ -31,8 +31,8 @@ from raylane.graph.plan.routing import Route
 from raylane.graph.values import message as messages
 from raylane.graph.values import references
 from raylane.graph.worker.program import HOST_VARIABLE, Program, share_of
-from raylane.transport import endpoint as endpoints
-from raylane.transport.source import Source
+from raylane.transport.link import endpoint as endpoints
+from raylane.transport.value.source import Source
 
 
 def host_of(place: Place, named: str) -> Hashable:

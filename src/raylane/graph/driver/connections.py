@@ -17,11 +17,12 @@ from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
-from raylane.graph.channels.published import PLAIN, PublishingWriter
+from raylane.graph.channels.published import PublishingWriter
 from raylane.graph.channels.receiver import JOIN_S
 from raylane.graph.channels.ring import Doorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
 from raylane.graph.lifecycle import Event, Lifecycle
+from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan import routing
 from raylane.graph.plan.ir import DRIVER, Plan
 from raylane.graph.plan.routing import CONTROL_LEVEL, Routes
@@ -79,7 +80,7 @@ class Connections:
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
             kind, notes = routing.kind(route), [routing.note(route, self.plan.members)]
-            if edge.transport not in PLAIN:
+            if edge.transport not in EDGE_TRANSPORTS:
                 kind, notes = edge.transport, [f"tickets: {kind}", *notes]
             elif self.with_gpus.intersection((edge.writer, *edge.readers)):
                 notes.append(CUDA_NOTE)

@@ -22,11 +22,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from raylane.errors import GraphPlanError
+from raylane.graph.nodes import connects_hosts
 from raylane.graph.plan.ir import DRIVER, Edge, Plan
 
 ARITY = 4
-ONE_HOST = ("shm", "host", "cuda_ipc")
-"""Transports between processes of one host only."""
 CONTROL_LEVEL = 0
 """Level of the links that carry control channels and alarms."""
 
@@ -139,7 +138,7 @@ def _edge_route(edge: Edge, plan: Plan, hosts: Sequence[Hashable]) -> Route:
     # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
     apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
     found = route(edge.index, edge.writer, edge.readers, apart)
-    if edge.transport in ONE_HOST and found.relays:
+    if found.relays and not connects_hosts(edge.transport):
         writer, reader = plan.members[edge.writer], plan.members[found.relays[0].member]
         raise GraphPlanError(
             f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, but {writer} and {reader} are on "

@@ -234,7 +234,7 @@ def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tu
 
     Imports torch.
     """
-    from raylane.transport import codec
+    from raylane.transport.value import codec
 
     try:
         skeleton, leaves = codec.encode_value(value, references.refuse)
@@ -249,13 +249,13 @@ def split(value: Any, layout_of: Callable[[list[Any]], Any] | None = None) -> tu
 
 def join(skeleton: bytes, leaves: list[Any]) -> Any:
     """Return the value of a skeleton and its leaves. Raises the errors of unpickling."""
-    from raylane.transport import codec
+    from raylane.transport.value import codec
 
     return codec.decode_value(skeleton, leaves)
 
 
 def _with_tensors(value: Any) -> Message:
-    from raylane.transport import codec
+    from raylane.transport.value import codec
 
     skeleton, layout = split(value, codec.plan_layout)
     # The layout keeps the tensors alive until the message was written.
@@ -302,12 +302,13 @@ def decode(kind: int, body: Any, buffers: Sequence[Any], *, shared: bool = False
         return bytes(body)
     if kind == TEXT:
         return str(body, "utf-8", "surrogatepass")  # as pickle does
-    from raylane.transport import codec
+    from raylane.transport.value import codec
+    from raylane.transport.value.layout import ARRAY, LeafSpec
 
     skeleton, packed = pickle.loads(body)
-    specs = msgspec.msgpack.decode(packed, type=list[codec.LeafSpec])
+    specs = msgspec.msgpack.decode(packed, type=list[LeafSpec])
     # A tensor cannot be read-only, and a write into shared memory would change the value of other readers.
-    if shared and any(spec.kind != codec.ARRAY for spec in specs):
+    if shared and any(spec.kind != ARRAY for spec in specs):
         buffers = [bytearray(buffer) for buffer in buffers]
     return codec.decode_value(skeleton, codec.build_leaves(specs, buffers))
 

@@ -23,8 +23,8 @@ from raylane.graph.worker import exclusive, thread_state
 from raylane.graph.worker.loop import graph_loop
 from raylane.graph.worker.program import HOST_VARIABLE, ActorInfo, Program
 from raylane.graph.worker.session import Session
-from raylane.transport import endpoint as endpoints
-from raylane.transport.source import Source
+from raylane.transport.link import endpoint as endpoints
+from raylane.transport.value.source import Source
 
 
 def describe_actor(instance: Any) -> ActorInfo:

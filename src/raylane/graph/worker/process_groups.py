@@ -43,7 +43,7 @@ from raylane.errors import GraphError, GraphPlanError
 from raylane.graph.collectives import Collective
 from raylane.graph.values import message as messages
 from raylane.graph.values.shares import Spec, cut, native_dtype, part_shape, plain, wide_dtype
-from raylane.transport.tls import cleartext_refusal
+from raylane.transport.link.tls import cleartext_refusal
 
 __all__ = ["Group", "check_available"]
 

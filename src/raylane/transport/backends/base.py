@@ -1,46 +1,67 @@
-"""The contract of a transport: one module, one object, found by name in the registry, addable from another package.
+"""The contract of a transport: one class, found by name in the registry, addable from another package.
 
-A backend moves the blocks of one value from their source into this process. A frozen record states its capability for
-the chooser, and `refusal` is a pure function that explains why a backend cannot connect two given places.
+A backend moves the blocks of one value from their source into this process. All in which transports differ is a field
+of `Capability`; the rest of raylane asks these fields and never compares names. To add a transport, write a `Backend`
+(or a `channels.ChannelBackend`) in a module of its own, and register it: with one line in `registry`, or from another
+package with an entry point in the group `raylane.backends`. `raylane.testing.contract` tests it.
 """
 
 from __future__ import annotations
 
 import abc
-import ctypes
-from collections.abc import Mapping, Sequence
+import collections
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
-from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
 from raylane.core.place import Place
-from raylane.core.segment import BufferPool, bytes_at, small_blocks
-from raylane.errors import TensorFreedError, TransferTimeoutError, TransportError, TransportUnavailableError
-from raylane.transport.source import Source
-from raylane.transport.ticket import Ticket
+from raylane.core.segment import BufferPool
+from raylane.errors import TransportUnavailableError
+from raylane.transport.hold.blocks import copy_parts
+from raylane.transport.hold.store import Store
+from raylane.transport.link.link import Address, Link, LinkPool, LinkT, TakeStream
+from raylane.transport.link.tls import cleartext_refusal
+from raylane.transport.value.parts import Part
+from raylane.transport.value.source import Source
+from raylane.transport.value.ticket import Ticket
 
-if TYPE_CHECKING:
-    from raylane.transport.endpoint import Endpoint
-    from raylane.transport.parts import Part
+AUTO = "auto"
+"""Name that lets each reader choose the transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """The distances that a transport covers; `summary` is one line for people."""
+    """All that distinguishes a transport from the others."""
 
     summary: str
-    on_request: bool = False
-    """True if `auto` never chooses this transport, because another one is always at least as good."""
+    """One line for people."""
     same_process: bool = False
+    """True if it connects a process with itself."""
     same_host: bool = False
     across_hosts: bool = False
-    parts: bool = False
-    """True if a read of parts moves only these."""
+    rank: int | None = 50
+    """Place in the order in which `auto` tries transports, the lowest first; None: used on request only."""
+    two_sided: bool = False
+    """True if the source takes part in every transfer; collective groups are made of such transports."""
+    needs_device: bool = False
+    """True if both processes need a CUDA device. `auto` then takes it for CUDA tensors only."""
     on_device: bool = False
     """True if CUDA tensors go from device to device; other transports copy them to the host first."""
-    calls_ray: bool = False
-    """True if a read calls Ray, which is not possible while Ray unpickles the ticket."""
+    in_the_clear: bool = False
+    """True if bytes travel over connections of its own that nobody encrypts; refused where Ray uses TLS."""
+    parts: bool = False
+    """True if a read of parts moves only these."""
+    into: bool = False
+    """True if a read into targets writes to them directly; others receive into pooled memory and copy."""
+    snapshots: bool = False
+    """True if it can read the sealed shared memory of a value that was published with `snapshot=True`."""
+    own_objects: bool = False
+    """True if the reader gets the objects of the producer themselves, which only one process can do."""
+    by_ray: bool = False
+    """True if Ray carries the bytes. A read then calls Ray, which is not possible while Ray unpickles a ticket."""
+    remedy: str = "see the documentation of the package that provides this transport."
+    """What a user can do where it does not connect two processes (`raylane doctor`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +76,99 @@ class FetchResult:
     """True if the producing process itself has received the value before."""
 
 
+class ProcessPart(Protocol):
+    """State of one transport in this process; ends with the Ray session."""
+
+    def stats(self) -> dict[str, int]:
+        """Return counters for `raylane.stats`."""
+
+    def close(self) -> None:
+        """Release threads, connections and memory."""
+
+
+PartT = TypeVar("PartT", bound=ProcessPart)
+
+
+class Process(Protocol):
+    """The reading or publishing process, as transports see it. `link.endpoint.Endpoint` is the only one."""
+
+    place: Place
+    store: Store
+    pool: BufferPool
+    """Pooled memory for received blocks."""
+    blocked: dict[tuple[str, Place], str]
+    """Ways that failed to reach a process, with the reason; they are not tried again."""
+    streams: dict[bytes, TakeStream]
+    """Takers of connections that readers open to this process's listener, by the key of their request."""
+
+    @property
+    def counts(self) -> collections.Counter[str]:
+        """Counters of `raylane.stats`."""
+
+    def secret(self) -> bytes:
+        """Return the secret of this Ray cluster."""
+
+    def links(self) -> LinkPool[Link]:
+        """Return the connections to other processes."""
+
+    def link_pool(self, open_link: Callable[..., LinkT]) -> LinkPool[LinkT]:
+        """Return a new pool of connections that `open_link` opens."""
+
+    def address_of(self, source: Source) -> Address:
+        """Return the address by which a link reaches a source from here."""
+
+    def check_alive(self, source: Source) -> None:
+        """Raise SourceLostError if a source has died."""
+
+    def part(self, kind: type[PartT], make: Callable[[], PartT] | None = None) -> PartT:
+        """Return the state of this kind; `make` (else `kind` without arguments) creates it at the first call."""
+
+
 class Backend(abc.ABC):
-    """One way to move bytes. Stateless or thread-safe; state of the process belongs in the endpoint."""
+    """One way to move bytes. Stateless or thread-safe; state of a process is a part of it (`Process.part`)."""
 
     name: str
     capability: Capability
 
-    @abc.abstractmethod
-    def refusal(self, source: Source, here: Place) -> str | None:
-        """Return why this transport cannot bring a value from `source` to `here`, or None if it can. Pure."""
+    def missing(self) -> str | None:
+        """Return why this process cannot use the transport at all (no package, no device), or None. Does not wait."""
+        if self.capability.needs_device and not has_cuda():
+            return "it sees no GPU. Give the actor one (num_gpus=1), or use 'auto'"
+        return None
+
+    def refusal(self, source: Source, place: Place) -> str | None:
+        """Return why this transport cannot bring a value from `source` to `place`, or None if it can. Does not wait.
+
+        This default compares the two places with the capability.
+        """
+        there, capability = source.place, self.capability
+        if capability.own_objects and not there.same_process(place):
+            return f"the value is in another process ({there}); this is {place}"
+        if capability.needs_device and not has_cuda():
+            return "this process has no CUDA device"
+        if there.same_process(place) and not capability.same_process:
+            return "source and reader are one process"
+        if not there.same_host(place) and not capability.across_hosts:
+            return f"the value is on another host ({there.hostname}; this is {place.hostname})"
+        return cleartext_refusal(self.name) if capability.in_the_clear else None
+
+    def prepare_source(  # noqa: B027  # a default, not a duty
+        self, process: Process, find: Callable[[str], Backend | None]
+    ) -> None:
+        """Prepare this process to be read from; called before its first ticket exists, perhaps by several threads.
+
+        `find` returns the transport of a name. This default is for transports that need nothing.
+        """
 
     @abc.abstractmethod
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-        """Fetch the blocks of a value; wait at most until the deadline.
+    def fetch(self, ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult:
+        """Fetch the blocks of a value into this process; wait at most until the deadline.
 
         Raises SourceLostError, TensorFreedError, TransferTimeoutError or ProtocolError. TransportUnavailableError means
         that this transport turned out not to work between the two processes; `auto` then tries the next one.
         """
 
-    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], process: Process, deadline: Deadline) -> FetchResult:
         """Fetch parts of the blocks to their addresses, which the caller keeps valid; the result has no blocks.
 
         Errors and waiting as for `fetch`; after an error the content at the addresses is undefined. Bytes are written
@@ -81,114 +176,21 @@ class Backend(abc.ABC):
         to a caller, who may use them for something else as soon as its call has raised. This default fetches the whole
         value into pooled memory and copies; a transport that can move less overrides it.
         """
-        found = self.fetch(ticket, endpoint, deadline)
-        copy_parts(parts, found.blocks, deadline)
-        return FetchResult(blocks=[], mutated=found.mutated, creator_read=found.creator_read)
+        received = self.fetch(ticket, process, deadline)
+        copy_parts(parts, received.blocks, deadline)
+        return FetchResult(blocks=[], mutated=received.mutated, creator_read=received.creator_read)
+
+
+class ChannelError(RuntimeError):
+    """A transfer through a channel failed; its other end is told why. The channel must be closed."""
 
 
 class UnavailableNowError(TransportUnavailableError):
     """A transport cannot bring this value now; unlike its base, it says nothing about later values."""
 
 
-def freed_error(ticket: Ticket) -> TensorFreedError:
-    """Return the error for a value that its source, which is alive, no longer holds."""
-    source = ticket.origin()
-    return TensorFreedError(
-        f"could not read a value: {source} has freed it, because every ref to it was gone or the process that owned "
-        "the ref has died. Keep the ref (in a process that stays alive) until all readers are done",
-        source=source.label,
-        key=ticket.key.hex(),
-    )
+def has_cuda() -> bool:
+    """Return True if torch sees a CUDA device in this process."""
+    import torch
 
-
-def moved_error(ticket: Ticket) -> TensorFreedError:
-    """Return the error for a value whose owner freed, resized or re-pointed the memory while refs to it exist."""
-    source = ticket.origin()
-    return TensorFreedError(
-        f"could not read a value: {source} has freed, resized or re-pointed the memory of one of its tensors "
-        "(untyped_storage().resize_, resize_, set_, `.data =`, share_memory_, ndarray.resize) since the value was "
-        "published. Leave published tensors in place until raylane.wait_tensor_freed(tensor), or publish with "
-        "snapshot=True",
-        source=source.label,
-        key=ticket.key.hex(),
-    )
-
-
-def timeout_error(ticket: Ticket, deadline: Deadline) -> TransferTimeoutError:
-    """Return the error for a transfer that exceeded its deadline; the published value is unharmed."""
-    return TransferTimeoutError(
-        f"could not read {ticket.nbytes} bytes from {ticket.origin()} within {deadline.timeout_s} s. Raise the timeout "
-        "(or RAYLANE_TIMEOUT_S) if the value is that large",
-        source=ticket.origin().label,
-    )
-
-
-def receive_error(ticket: Ticket, error: OSError) -> TransportError:
-    """Return the error for a reader (not a source) that has no memory or descriptors left."""
-    return TransportError(
-        f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error.strerror}. Free memory or "
-        "descriptors (ulimit -n) in this process",
-        source=ticket.origin().label,
-    )
-
-
-def allocate(ticket: Ticket, endpoint: Endpoint, *, on_device: bool = False) -> list[Any]:
-    """Return pooled memory for every block: a buffer of its own for a large block, one shared buffer for small ones.
-
-    With `on_device`, blocks that are on a device in the source get memory of this process's devices.
-    TransportError if this process has no more memory.
-    """
-    try:
-        sizes = [block.nbytes for block in ticket.blocks]
-        return take_blocks(sizes, endpoint.pool, ticket.devices if on_device else {})
-    except RuntimeError as error:  # also torch.OutOfMemoryError
-        raise TransportError(
-            f"this process cannot take in {ticket.nbytes} bytes from {ticket.origin()}: {error}. Free memory of the "
-            "device, or read with raylane.get(ref, device='cpu')",
-            source=ticket.origin().label,
-        ) from error
-    except OSError as error:
-        raise receive_error(ticket, error) from error
-
-
-def take_blocks(sizes: Sequence[int], pool: BufferPool, devices: Mapping[int, int]) -> list[Any]:
-    """Return memory for blocks of these sizes, from a pool, or on the devices of those in `devices`; as `allocate`.
-
-    OSError or RuntimeError if there is none.
-    """
-    found: dict[int, Any] = {}
-    if devices:
-        from raylane.transport.device_memory import groups_of, new_blocks
-
-        found = dict(new_blocks(groups_of(devices, sizes)))
-    host = [i for i in range(len(sizes)) if i not in found]
-    offsets, total = small_blocks([sizes[i] for i in host])
-    shared: Any = pool.take(total) if total else None
-    with paused(len(host)):
-        for k, i in enumerate(host):
-            if k in offsets:
-                found[i] = (ctypes.c_char * sizes[i]).from_buffer(shared, offsets[k])
-            else:
-                found[i] = pool.take(sizes[i])
-        return [found[i] for i in range(len(sizes))]
-
-
-def host_view(block: Any) -> memoryview:
-    """Return the bytes of a received block; one on a device is copied to the host."""
-    return memoryview(block.cpu().numpy() if hasattr(block, "cpu") else block).cast("B")
-
-
-def copy_parts(parts: Sequence[Part], blocks: Sequence[Any], deadline: Deadline) -> None:
-    """Copy parts of these blocks to their addresses, unless the call to which the deadline belongs has ended."""
-    views = [host_view(block) for block in blocks]
-    with deadline.writing():
-        for part in parts:
-            bytes_at(part.address, part.nbytes)[:] = views[part.block][part.offset : part.offset + part.nbytes]
-
-
-def copy_to_pool(ticket: Ticket, endpoint: Endpoint, sources: Sequence[Any]) -> list[Any]:
-    """Return blocks in pooled memory with a copy of these buffers, such as the read-only ones of Ray's object store."""
-    blocks = allocate(ticket, endpoint)
-    for target, source in zip(blocks, sources, strict=True):
-        memoryview(target).cast("B")[:] = memoryview(source).cast("B")
-    return blocks
+    return torch.cuda.is_available()

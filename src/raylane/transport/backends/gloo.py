@@ -1,77 +1,85 @@
-"""gloo: the source sends the blocks through a channel of torch's gloo backend, which both processes open together.
+"""gloo: the source sends the blocks through a process group of torch's gloo backend.
 
 For programs that ask for it by name. `auto` takes `host` or `tcp`, which need no channel.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.core.place import Place
-from raylane.errors import SourceLostError, TransportError
-from raylane.transport import wire
-from raylane.transport.backends.base import Backend, Capability, FetchResult, allocate, timeout_error
-from raylane.transport.backends.tcp import answer_error, read_answer
-from raylane.transport.pairs import PairLink
-from raylane.transport.source import Source
-from raylane.transport.ticket import Ticket
-from raylane.transport.tls import cleartext_refusal
-
-if TYPE_CHECKING:
-    from raylane.transport.endpoint import Endpoint
+from raylane.transport.backends.base import Capability, Process
+from raylane.transport.backends.channels import Channel, ChannelBackend
+from raylane.transport.backends.pieces import Piece
+from raylane.transport.backends.torch_group import Rendezvous, time_limit
+from raylane.transport.link.link import Connection
 
 
-class GlooBackend(Backend):
+class GlooBackend(ChannelBackend):
     """Transfer through a gloo process group of source and reader."""
 
     name = "gloo"
     capability = Capability(
-        summary="sent by the source through gloo", on_request=True, same_process=True, same_host=True, across_hosts=True
+        summary="sent by the source through gloo",
+        rank=None,
+        same_process=True,
+        same_host=True,
+        across_hosts=True,
+        two_sided=True,
+        in_the_clear=True,
     )
 
-    def refusal(self, source: Source, here: Place) -> str | None:
-        """Return None, because gloo works between any two processes of the cluster, or that it may not be used."""
-        return cleartext_refusal(self.name)
+    def missing(self) -> str | None:
+        """Return that torch has no gloo, or None."""
+        return None if dist.is_gloo_available() else "its torch is built without gloo; use tensor_transport='tcp'"
 
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-        """Request the blocks and receive them into pooled memory; the first time, open a channel."""
-        return fetch_by_channel(self.name, ticket, endpoint, deadline)
-
-
-def fetch_by_channel(name: str, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
-    """Receive a value through a channel of this transport; a channel that breaks is opened again once."""
-    source = ticket.origin()
-    for attempt in (1, 2):
-        try:
-            with endpoint.pairs(name).borrow((source.host, source.port), source, deadline) as pair:
-                return _read(pair, ticket, endpoint)
-        # RuntimeError is of torch or NIXL. A connection that ended may also mean that the source's end of the channel
-        # failed, so SourceLostError has to be proved.
-        except (RuntimeError, SourceLostError) as error:
-            if deadline.left_s() == 0:
-                raise timeout_error(ticket, deadline) from error
-            endpoint.check_alive(source)
-            if attempt == 2:
-                raise TransportError(
-                    f"two {name} channels to {source} broke during a transfer: {str(error).splitlines()[0]}. Its "
-                    "source still holds the value: read it again, or with tensor_transport='tcp'",
-                    source=source.label,
-                ) from error
-    raise AssertionError("both attempts return or raise")
+    def open_channel(self, connection: Connection, rank: int, process: Process) -> Channel:
+        """Open this end of a process group of two."""
+        store = Rendezvous(connection)
+        channel = GlooChannel(store, rank, connection.deadline)
+        store.finish()
+        return channel
 
 
-def _read(pair: PairLink, ticket: Ticket, endpoint: Endpoint) -> FetchResult:
-    """Read a value through a channel. After an error the channel must be closed: it may still expect the value."""
-    blocks = allocate(ticket, endpoint, on_device=pair.channel.on_device)
-    wait = pair.expect(blocks, [block.nbytes for block in ticket.blocks], ticket.devices)
-    pair.send(wire.Send(ticket.key))
+class GlooChannel(Channel):
+    """gloo over TCP between the addresses of the two nodes."""
 
-    def receive() -> list[Any]:
-        wait(pair.deadline)
-        return blocks
+    def __init__(self, store: Store, rank: int, deadline: Deadline) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
+        options._devices = [gloo.create_device(hostname=_ray.node_ip())]
+        options._timeout = time_limit(deadline)
+        self._group: Any = gloo(store, rank, 2, options)
+        self._peer = 1 - rank
 
-    found = read_answer(pair, ticket, ticket.nbytes, receive)
-    if isinstance(found, FetchResult):
-        return found
-    raise answer_error(found, ticket.origin(), ticket)
+    def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
+        """Send pieces; wait until they are sent."""
+        _wait([self._group.send([tensor], self._peer, i) for i, tensor in enumerate(_tensors(pieces))], deadline)
+
+    def expect(self, pieces: Sequence[Piece]) -> Callable[[Deadline], None]:
+        """Begin to receive pieces; return a function that waits for them."""
+        works = [self._group.recv([tensor], self._peer, i) for i, tensor in enumerate(_tensors(pieces))]
+        return functools.partial(_wait, works)
+
+
+def _tensors(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Return the pieces, and one byte that marks their end."""
+    # The user may have set another default device (`torch.device("meta")`).
+    end = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    return [*(torch.frombuffer(piece.buffer, dtype=torch.uint8) for piece in pieces), end]
+
+
+def _wait(works: Sequence[Any], deadline: Deadline) -> None:
+    # The last one first. When a connection ends, gloo (torch 2.13) tells every transfer that has not begun, but not
+    # the one in progress, which then waits until its timeout. Messages arrive in order, so the byte at the end is the
+    # last to be in progress.
+    for work in reversed(works):
+        work.wait(time_limit(deadline))

@@ -22,7 +22,7 @@ import errno
 import os
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.core import place, vm
 from raylane.core.collector import paused
@@ -31,28 +31,14 @@ from raylane.core.place import Place
 from raylane.core.segment import address_of, map_segment, next_count, segment_offsets
 from raylane.core.shared_pool import map_shared
 from raylane.errors import SourceLostError, TransportError, TransportUnavailableError
-from raylane.transport import wire
-from raylane.transport.backends.base import (
-    Backend,
-    Capability,
-    FetchResult,
-    UnavailableNowError,
-    allocate,
-    freed_error,
-    moved_error,
-    receive_error,
-    timeout_error,
-)
-from raylane.transport.guards import digest
-from raylane.transport.source import Source
-from raylane.transport.ticket import HEADER_BYTES, Ticket
+from raylane.transport.backends.base import Backend, Capability, FetchResult, Process, UnavailableNowError
+from raylane.transport.hold.blocks import allocate, share_from_bytes
+from raylane.transport.link import wire
+from raylane.transport.value.guards import digest
+from raylane.transport.value.parts import Part
+from raylane.transport.value.source import Source
+from raylane.transport.value.ticket import HEADER_BYTES, Ticket, freed_error, moved_error, receive_error, timeout_error
 
-if TYPE_CHECKING:
-    from raylane.transport.endpoint import Endpoint
-    from raylane.transport.parts import Part
-
-SHARE_FROM_BYTES = 4 << 20
-"""Size from which the second and all further readers of a host share one copy; smaller values are copied as fast."""
 SHARED = "host, shared copy"
 SHARED_WITHIN_S = 1.0
 """Seconds that a reader waits for a shared copy before it makes its own."""
@@ -66,58 +52,60 @@ class HostBackend(Backend):
     name = "host"
     capability = Capability(
         summary="one-sided reads of the source's memory, or copy-on-write mapping of a snapshot",
+        rank=30,
         same_host=True,
         parts=True,
+        into=True,
+        snapshots=True,
+        remedy="nothing if tcp works. For host, run both processes on one host, in one PID namespace and as one user.",
     )
 
-    def refusal(self, source: Source, here: Place) -> str | None:
+    def refusal(self, source: Source, place: Place) -> str | None:
         """Return why the source's memory cannot be addressed from here: other host, pid namespace or user."""
         there = source.place
-        if there.same_process(here):
-            return "source and reader are one process"
-        if not there.same_host(here):
-            return f"the value is on another host ({there.hostname}; this is {here.hostname})"
-        if there.pid_namespace != here.pid_namespace:
+        if (refusal := super().refusal(source, place)) is not None:
+            return refusal
+        if there.pid_namespace != place.pid_namespace:
             return "source and reader are in different pid namespaces (containers); run them with a shared one"
-        if there.uid != here.uid and here.uid != 0:
-            return f"the source runs as user {there.uid}, this process as {here.uid}"
+        if there.uid != place.uid and place.uid != 0:
+            return f"the source runs as user {there.uid}, this process as {place.uid}"
         return None
 
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    def fetch(self, ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult:
         """Read the blocks out of the source's memory, or map its snapshot."""
         if ticket.segment >= 0:
             return _read(ticket, [], deadline, blocks_of_segment=True)
         if ticket.devices:
             # Twice, because a publication in the source may drop the copy before it is mapped here.
-            copied = _ask_for_copy(ticket, endpoint, deadline) or _ask_for_copy(ticket, endpoint, deadline)
-            found = _read(ticket, [], deadline)
+            copied = _ask_for_copy(ticket, process, deadline) or _ask_for_copy(ticket, process, deadline)
+            result = _read(ticket, [], deadline)
             if copied is None:
                 raise UnavailableNowError(
                     f"{ticket.origin()} could not copy CUDA tensors to shared memory. Free memory of its host, or use "
                     "tensor_transport='tcp'",
                     source=ticket.origin().label,
                 )
-            return dataclasses.replace(found, blocks=copied)
-        shared, counted = _shared_copy(ticket, endpoint)
+            return dataclasses.replace(result, blocks=copied)
+        shared, counted = _shared_copy(ticket, process)
         if shared is not None:
             # Checks everything that is checked after a read of the memory itself.
-            found, counted = _read(ticket, [], deadline), True
-            if not found.mutated:  # otherwise the copy may be older than the tensors
-                return dataclasses.replace(found, blocks=shared)
+            result, counted = _read(ticket, [], deadline), True
+            if not result.mutated:  # otherwise the copy may be older than the tensors
+                return dataclasses.replace(result, blocks=shared)
         # Before the read: a lack of memory in this process must not be translated into an error of the source.
-        blocks = allocate(ticket, endpoint)
+        blocks = allocate(ticket, process.pool)
         with paused(len(blocks)):
             ranges = [(b.start, address_of(mine), b.nbytes) for b, mine in zip(ticket.blocks, blocks, strict=True)]
             return dataclasses.replace(_read(ticket, ranges, deadline, count=not counted), blocks=blocks)
 
-    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    def fetch_parts(self, ticket: Ticket, parts: Sequence[Part], process: Process, deadline: Deadline) -> FetchResult:
         """Read only these parts.
 
         A snapshot is read where the source has mapped it: its pages are in place there, and a new mapping here would
         take a page fault for each of them (64 MiB: 7 ms instead of 16).
         """
         if ticket.devices:
-            return super().fetch_parts(ticket, parts, endpoint, deadline)
+            return super().fetch_parts(ticket, parts, process, deadline)
         starts = [block.start for block in ticket.blocks]
         with deadline.writing():
             return _read(ticket, [(starts[p.block] + p.offset, p.address, p.nbytes) for p in parts], deadline)
@@ -175,14 +163,14 @@ def _header(ticket: Ticket) -> tuple[int, int, int]:
     return nonce, creator, others
 
 
-def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, bool]:
+def _shared_copy(ticket: Ticket, process: Process) -> tuple[list[Any] | None, bool]:
     """Return the blocks of a large value from the copy that all further readers of this host share.
 
     None for the first reader, and if there is no such copy; the reader then makes its own. The second result is True
     if this read has been counted.
     """
     least, source = share_from_bytes(), ticket.origin()
-    if least is None or ticket.nbytes < least or (SHARED, source.place) in endpoint.blocked:
+    if least is None or ticket.nbytes < least or (SHARED, source.place) in process.blocked:
         return None, False
     if not ticket.may_be_shared:
         return None, False
@@ -193,20 +181,20 @@ def _shared_copy(ticket: Ticket, endpoint: Endpoint) -> tuple[list[Any] | None, 
     except OSError:
         return None, False  # the read of the value itself will find out why
     try:
-        return _ask_for_copy(ticket, endpoint, Deadline(SHARED_WITHIN_S)), False
+        return _ask_for_copy(ticket, process, Deadline(SHARED_WITHIN_S)), False
     except TransportError as error:
         # The source may be busy for long, and a one-sided read does not need it.
-        endpoint.blocked[SHARED, source.place] = error.message
+        process.blocked[SHARED, source.place] = error.message
         return None, False
 
 
-def _ask_for_copy(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> list[Any] | None:
+def _ask_for_copy(ticket: Ticket, process: Process, deadline: Deadline) -> list[Any] | None:
     """Return the blocks from the copy in shared memory that the source makes or has; None if there is none.
 
     A TransportError if the source does not answer.
     """
     source = ticket.origin()
-    with endpoint.links().borrow(endpoint.address_of(source), source, deadline) as link:
+    with process.links().borrow(process.address_of(source), source, deadline) as link:
         link.send(wire.Share(ticket.key))
         answer = link.receive()
     if not isinstance(answer, wire.Shared):
@@ -214,21 +202,9 @@ def _ask_for_copy(ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> lis
     with contextlib.suppress(OSError):  # no descriptor or memory left here, or the value was freed
         path, sizes = f"/proc/{source.place.pid}/fd/{answer.descriptor}", [b.nbytes for b in ticket.blocks]
         blocks = map_shared(path, answer.inode, sizes)
-        endpoint.counts["shared"] += blocks is not None
+        process.counts["shared"] += blocks is not None
         return blocks
     return None
-
-
-def share_from_bytes() -> int | None:
-    """Return the size from which readers of one host share a copy: `RAYLANE_SHARE_FROM_BYTES`, None for never."""
-    text = os.environ.get("RAYLANE_SHARE_FROM_BYTES", "").strip().lower()
-    if not text:
-        return SHARE_FROM_BYTES
-    if text == "none":
-        return None
-    if not text.isdigit():
-        raise ValueError(f"RAYLANE_SHARE_FROM_BYTES must be a number of bytes or none, got {text!r}")
-    return int(text)
 
 
 def _map(ticket: Ticket, source: Source) -> list[Any]:
@@ -251,9 +227,9 @@ def _mark_read(ticket: Ticket, count: int) -> None:
     slot can be reused between the read and this write only after the value was freed. The reader's own ref prevents
     that unless the owner of the ref dies; a wrong mark costs one needless warning.
     """
-    one = ctypes.c_uint32(count)
+    reads = ctypes.c_uint32(count)
     try:
-        vm.write(ticket.origin().place.pid, ticket.header_address + _REMOTE_READ_OFFSET, address_of(one), 4)
+        vm.write(ticket.origin().place.pid, ticket.header_address + _REMOTE_READ_OFFSET, address_of(reads), 4)
     except OSError as error:
         if error.errno not in (errno.ESRCH, errno.EFAULT):
             raise

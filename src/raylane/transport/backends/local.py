@@ -6,34 +6,28 @@ are mapped privately instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from raylane.core.deadline import Deadline
-from raylane.core.place import Place
 from raylane.core.segment import map_segment
-from raylane.transport.backends.base import Backend, Capability, FetchResult, freed_error
-from raylane.transport.source import Source
-from raylane.transport.ticket import Ticket
-
-if TYPE_CHECKING:
-    from raylane.transport.endpoint import Endpoint
+from raylane.transport.backends.base import Backend, Capability, FetchResult, Process
+from raylane.transport.value.ticket import Ticket, freed_error
 
 
 class LocalBackend(Backend):
     """Access within the producing process."""
 
     name = "local"
-    capability = Capability(summary="the very same tensor objects, within one process", same_process=True)
+    capability = Capability(
+        summary="the very same tensor objects, within one process",
+        rank=10,
+        same_process=True,
+        parts=True,
+        into=True,
+        own_objects=True,
+    )
 
-    def refusal(self, source: Source, here: Place) -> str | None:
-        """Return None if source and reader are the same process, else the two processes."""
-        if source.place.same_process(here):
-            return None
-        return f"the value is in another process ({source.place}); this is {here}"
-
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    def fetch(self, ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult:
         """Map the snapshot of a value copy-on-write. Does not wait."""
-        entry = endpoint.store.get(ticket.key)
+        entry = process.store.get(ticket.key)
         if entry is None or entry.segment < 0:
             raise freed_error(ticket)
         # A private mapping: the reader may write to its tensors without changing the snapshot.

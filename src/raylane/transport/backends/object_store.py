@@ -6,22 +6,16 @@ declared `object_store` is never read by this module: Ray carries its bytes insi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import ray
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
-from raylane.core.place import Place
 from raylane.errors import SourceLostError, TransferTimeoutError, TransportError
-from raylane.transport import wire
-from raylane.transport.backends.base import Backend, Capability, FetchResult, copy_to_pool
-from raylane.transport.backends.tcp import answer_error
-from raylane.transport.source import Source
-from raylane.transport.ticket import Ticket
-
-if TYPE_CHECKING:
-    from raylane.transport.endpoint import Endpoint
+from raylane.transport.backends.answers import answer_error
+from raylane.transport.backends.base import Backend, Capability, FetchResult, Process
+from raylane.transport.hold.blocks import copy_to_pool
+from raylane.transport.link import wire
+from raylane.transport.value.ticket import Ticket
 
 
 class ObjectStoreBackend(Backend):
@@ -29,17 +23,19 @@ class ObjectStoreBackend(Backend):
 
     name = "object_store"
     capability = Capability(
-        summary="through Ray's object store", same_process=True, same_host=True, across_hosts=True, calls_ray=True
+        summary="through Ray's object store",
+        rank=90,
+        same_process=True,
+        same_host=True,
+        across_hosts=True,
+        by_ray=True,
+        remedy="check the Ray cluster with `ray status`.",
     )
 
-    def refusal(self, source: Source, here: Place) -> str | None:
-        """Return None: Ray moves objects between any two processes of the cluster."""
-        return None
-
-    def fetch(self, ticket: Ticket, endpoint: Endpoint, deadline: Deadline) -> FetchResult:
+    def fetch(self, ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult:
         """Let the source put the blocks, get the object and copy it into pooled memory."""
         source = ticket.origin()
-        with endpoint.links().borrow(endpoint.address_of(source), source, deadline) as link:
+        with process.links().borrow(process.address_of(source), source, deadline) as link:
             link.send(wire.Put(ticket.key))
             answer = link.receive()
             if isinstance(answer, wire.PutReply):
@@ -56,7 +52,7 @@ class ObjectStoreBackend(Backend):
                     raise SourceLostError(
                         f"could not read a value of {source}: Ray's object store lost it: {error}", source=source.label
                     ) from error
-                blocks = copy_to_pool(ticket, endpoint, arrays)
+                blocks = copy_to_pool(ticket, process.pool, arrays)
                 # Drop this process's references before the source drops its ref, so that Ray frees the object at once.
                 del arrays, ref
                 link.send(wire.Release(ticket.key))

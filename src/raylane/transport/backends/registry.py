@@ -7,34 +7,38 @@ from __future__ import annotations
 
 import difflib
 import functools
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from raylane.errors import TransportUnavailableError
-from raylane.transport import managers
-from raylane.transport.backends.adapter import AdapterBackend
-from raylane.transport.backends.base import Backend
-from raylane.transport.backends.device import CudaIpcBackend, NcclBackend
-from raylane.transport.backends.gloo import GlooBackend
-from raylane.transport.backends.host import HostBackend
-from raylane.transport.backends.local import LocalBackend
-from raylane.transport.backends.nixl import NixlBackend
-from raylane.transport.backends.object_store import ObjectStoreBackend
-from raylane.transport.backends.tcp import TcpBackend
+from raylane.transport.backends.base import AUTO, Backend, Process
+from raylane.transport.backends.managed import registered
 
-AUTO = "auto"
-AUTO_ORDER = ("local", "host", "tcp", "object_store")
-ON_DEVICE = "cuda_ipc"
-"""Transport that `auto` tries first for CUDA tensors of the same host."""
-TWO_SIDED = ("gloo", "nccl")
-"""Transports in which the source takes part in every transfer; collective groups are made of these."""
+BUILT_IN = (
+    "local:LocalBackend",
+    "host:HostBackend",
+    "tcp.backend:TcpBackend",
+    "object_store:ObjectStoreBackend",
+    "cuda.backend:CudaIpcBackend",
+    "gloo:GlooBackend",
+    "nccl:NcclBackend",
+    "nixl.backend:NixlBackend",
+)
+"""Module in this folder and class of each built-in transport. Loaded on first use: some import torch."""
+MANAGED = "managed.backend:ManagedBackend"
+"""Class of the transports that programs register while they run."""
+
+
+def _load(place: str) -> type[Backend]:
+    module, _, name = place.partition(":")
+    backend_class: type[Backend] = getattr(import_module(f"raylane.transport.backends.{module}"), name)
+    return backend_class
 
 
 @functools.lru_cache(maxsize=1)
 def backends() -> dict[str, Backend]:
     """Return all transports of this environment by name. TransportUnavailableError for a broken entry point."""
-    one_sided = (LocalBackend(), HostBackend(), TcpBackend(), ObjectStoreBackend())
-    by_channel = (CudaIpcBackend(), GlooBackend(), NcclBackend(), NixlBackend())
-    found: dict[str, Backend] = {backend.name: backend for backend in (*one_sided, *by_channel)}
+    known = {backend.name: backend for backend in (_load(place)() for place in BUILT_IN)}
     for point in entry_points(group="raylane.backends"):
         # A broken entry point is an error: skipping it would silently change the choice of `auto`.
         try:
@@ -43,16 +47,22 @@ def backends() -> dict[str, Backend]:
             raise TransportUnavailableError(
                 f"transport {point.name!r} of {point.value} cannot be loaded: {error!r}. Repair or uninstall it"
             ) from error
-        found[backend.name] = backend
-    return found
+        known[backend.name] = backend
+    return known
 
 
-def adopt(name: str) -> bool:
-    """Add the transport of this name that somebody in the cluster has registered; return True if there is one."""
+def find(name: str) -> Backend | None:
+    """Return the transport of this name, registered by anybody in the cluster; None if there is none."""
     known = backends()
-    if name not in known and name != AUTO and managers.find(name) is not None:
-        known[name] = AdapterBackend(name)
-    return name in known
+    if name not in known and name != AUTO and registered.find(name) is not None:
+        known[name] = _load(MANAGED)(name)  # type: ignore[call-arg]
+    return known.get(name)
+
+
+def prepare_source(process: Process) -> None:
+    """Let all transports prepare a process to be read from. A second call changes nothing."""
+    for backend in backends().values():
+        backend.prepare_source(process, find)
 
 
 def check_name(name: object) -> str:
@@ -61,7 +71,7 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
-    if lower in known or adopt(lower):
+    if lower in known or find(lower) is not None:
         return lower
     close = difflib.get_close_matches(lower, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."

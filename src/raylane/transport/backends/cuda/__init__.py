@@ -1,0 +1,1 @@
+"""Transfer between GPUs of one host through CUDA IPC."""

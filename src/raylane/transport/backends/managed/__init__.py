@@ -1,0 +1,1 @@
+"""Transfer by tensor transports that were written for Ray."""

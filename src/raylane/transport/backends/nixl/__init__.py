@@ -1,0 +1,1 @@
+"""Transfer through NVIDIA's NIXL; loads nixl on first use."""

@@ -1,0 +1,1 @@
+"""Transfer over TCP, shared by the readers of one host."""

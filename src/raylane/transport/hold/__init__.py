@@ -1,0 +1,1 @@
+"""Published values in the process that holds them: memory, lifetimes, limits."""

@@ -1,0 +1,239 @@
+"""Lifetimes of published values and of the actors that hold them. Ray's own reference count decides both.
+
+*Anchors.* The ticket of each published result contains a small ObjectRef, the anchor, which the producing process owns.
+Ray counts the anchor together with the ticket everywhere: in queued calls, in borrowers, in other objects. When the
+anchor is out of scope in the whole cluster, Ray calls back and the value is freed. (Watching the outer ref in the
+caller would be cheaper, but wrong: Ray copies a small result into the calls that take it as an argument and drops the
+outer ref while those calls are still queued.)
+
+*The actor keeper.* Ray ends an actor when its last handle is gone, even while refs to values in that actor exist. So
+the process that called a decorated method keeps the handle as long as the ref exists, and afterwards until the actor
+answers that it holds no more results:
+
+    caller                                              actor
+    ref goes out of scope, handle kept ── HeldQuery ──> count of results in the store
+    count is 0: drop the handle        <── HeldCount ── (asked once per second)
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from raylane import _ray
+from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.errors import TransferTimeoutError
+
+log = logging.getLogger("raylane.transport")
+
+SPARE_ANCHORS = 32
+"""Number of spare anchors below which the thread makes more."""
+BATCH = 256
+"""Number of anchors from one empty task."""
+FROM_PUT = 8
+"""Number of first anchors that come from `ray.put`, so that a rare publisher does not make Ray start a worker."""
+ASK_EVERY_S = 1.0
+ASK_TIMEOUT_S = 5.0
+SESSION_CHECK_S = 2.0
+
+
+def _started(run: Callable[[], None], name: str) -> threading.Thread:
+    """Return a running daemon thread. RuntimeError if the system starts no more threads; the next call tries again."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _method_of(invocation: object) -> str:
+    """Return the name of the method that a call's `invocation` calls, as Ray gives it to hooks; "" if unknown."""
+    # Ray's function refers to the ActorMethod as `self`, in a closure.
+    for cell in getattr(invocation, "__closure__", None) or ():
+        name = getattr(cell.cell_contents, "_method_name", None)
+        if name is not None:
+            return str(name)
+    return ""
+
+
+class AnchorPool:
+    """Spare anchors, made ahead by a thread that the first `take` starts.
+
+    After the first few, anchors are the return refs of empty tasks (BATCH each). Whether such a task has run is
+    irrelevant, because only its refs are used. A ref from `ray.put` works as well but costs 0.5 ms instead of 0.03 ms,
+    since it creates (and later deletes) an object in the node's store.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards everything below
+        self._spare: collections.deque[Any] = collections.deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._error: Exception | None = None
+
+    def take(self) -> Any:
+        """Return a fresh ObjectRef owned by this process; wait for one if there is none.
+
+        TransferTimeoutError if Ray accepts no tasks from this process.
+        """
+        # An anchor is never made on the calling thread: Ray is serialising there, and a nested call to Ray would lose
+        # the contained refs that Ray is collecting.
+        timeout_s = default_timeout_s()
+        with self._changed:
+            if self._thread is None:
+                self._thread = _started(self._fill, "raylane-anchors")
+            self._changed.wait_for(lambda: self._spare or self._closing or self._error, timeout_s)
+            error, self._error = self._error, None  # the next call tries again
+            if not self._spare:
+                reason = error or ("this process is leaving Ray" if self._closing else f"no ref within {timeout_s} s")
+                raise TransferTimeoutError(
+                    f"could not create the ObjectRef that tracks the lifetime of a published value: {reason}. Check "
+                    "that Ray still accepts tasks from this process, or raise RAYLANE_TIMEOUT_S"
+                ) from error
+            anchor = self._spare.popleft()
+            if len(self._spare) < SPARE_ANCHORS:
+                self._changed.notify_all()
+        return anchor
+
+    def _fill(self) -> None:
+        count = 0
+        while True:
+            with self._changed:
+                enough = SPARE_ANCHORS if count >= FROM_PUT else 1
+                while len(self._spare) >= enough and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+            try:
+                refs = _ray.empty_task_refs(BATCH) if count >= FROM_PUT else [ray.put(None)]
+            except Exception as error:
+                # Pass any exception to `take`: on this thread nobody would see it, and `take` would wait in vain.
+                with self._changed:
+                    self._error, self._thread = error, None
+                    self._changed.notify_all()
+                return
+            count += len(refs)
+            with self._changed:
+                self._spare.extend(refs)
+                self._changed.notify_all()
+            del refs  # otherwise this thread keeps the last batch referenced while it waits
+
+    def close(self) -> None:
+        """Drop the spare anchors and end the thread; waits at most ASK_TIMEOUT_S seconds."""
+        with self._changed:
+            self._closing = True
+            self._spare.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=ASK_TIMEOUT_S)
+
+
+HoldsAnything = Callable[[bytes, Deadline], bool]
+"""Function that asks the actor with a binary id whether it holds results; raises if the actor cannot be asked."""
+
+
+class ActorKeeper:
+    """Handles of actors that are needed only for the results they hold. One thread, asleep while there are none."""
+
+    def __init__(self, holds_anything: HoldsAnything, session_ended: Callable[[], bool]) -> None:
+        self._holds_anything = holds_anything
+        self._session_ended = session_ended
+        self._changed = threading.Condition()  # guards everything below
+        self._kept: dict[bytes, tuple[object, int]] = {}
+        """By actor: an object that holds its handle, and the number of refs gone since the handle was first kept."""
+        self._refs: collections.Counter[tuple[bytes, str]] = collections.Counter()
+        """Number of refs that this process has, by actor and method, for `raylane memory`."""
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, ref: Any, keep: object) -> None:
+        """Keep `keep`, which holds the actor's handle, for the ref that the actor's method returned."""
+        actor, method = _ray.actor_of(ref), _method_of(keep)
+        with self._changed:
+            self._refs[actor, method] += 1
+        # Ray holds the callback, and the callback holds `keep`, for as long as the ref exists.
+        _ray.on_out_of_scope(ref, functools.partial(self._ref_gone, actor, method, keep))
+
+    def _ref_gone(self, actor: bytes, method: str, keep: object, ref: bytes) -> None:
+        with self._changed:
+            self._refs[actor, method] -= 1
+            if not self._refs[actor, method]:
+                del self._refs[actor, method]
+        # After the count: a report between the two shows neither, which is better than both.
+        self._out_of_scope(actor, keep, ref)
+
+    def _out_of_scope(self, actor: bytes, keep: object, _: bytes) -> None:
+        """Keep the handle after the ref is gone: queued calls that took the ref may still need the value.
+
+        Runs on Ray's callback thread.
+        """
+        with self._changed:
+            if self._closing:
+                return
+            if not self._kept:
+                # Wake the thread for the first handle only; with handles to check it wakes by itself every second.
+                self._changed.notify_all()
+            handle, ended = self._kept.get(actor, (keep, 0))
+            self._kept[actor] = handle, ended + 1
+            if self._thread is None:
+                self._thread = _started(self._run, "raylane-keeper")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._kept or self._closing or self._session_ended()):
+                    self._changed.wait(SESSION_CHECK_S)
+                # Wait even if a handle is there: one query then covers the refs of many calls.
+                self._changed.wait_for(lambda: self._closing, ASK_EVERY_S)
+                if self._closing or self._session_ended():
+                    self._kept.clear()
+                    return
+                due = {actor: ended for actor, (_, ended) in self._kept.items()}
+            for actor, ended in due.items():
+                self._drop_if_unused(actor, ended)
+
+    def _drop_if_unused(self, actor: bytes, ended: int) -> None:
+        """Drop the handle of an actor that holds nothing, unless more refs have gone since it was asked."""
+        try:
+            if self._holds_anything(actor, Deadline(ASK_TIMEOUT_S)):
+                return
+        except Exception as error:  # the actor is stopped, or Ray's key-value store does not answer: ask again later
+            log.debug("could not ask actor %s how many results it holds: %s", actor.hex(), error)
+            return
+        with self._changed:
+            dropped = self._kept.get(actor)
+            # A ref that went after the query may belong to a newer result, which the answer does not cover.
+            if dropped is not None and dropped[1] == ended:
+                del self._kept[actor]
+        del dropped  # outside the lock: this may drop the last handle, and Ray then runs code of its own
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._kept)
+
+    def kept(self) -> dict[bytes, tuple[dict[str, int], int]]:
+        """Return, by actor, the refs of this process by method, and the number of refs gone since it was first kept."""
+        actors: dict[bytes, tuple[dict[str, int], int]] = {}
+        with self._changed:
+            for actor, (_, ended) in self._kept.items():
+                actors[actor] = {}, ended
+            for (actor, method), count in self._refs.items():
+                actors.setdefault(actor, ({}, 0))[0][method] = count
+        return actors
+
+    def close(self) -> None:
+        """Drop all handles and end the thread; waits at most ASK_TIMEOUT_S + 1 seconds."""
+        with self._changed:
+            self._closing = True
+            handles = list(self._kept.values())
+            self._kept.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        handles.clear()  # outside the lock, as in `_drop_if_unused`
+        if thread is not None:
+            thread.join(timeout=ASK_TIMEOUT_S + 1)

@@ -1,0 +1,1 @@
+"""Authenticated connections between processes, and the process's end of them."""

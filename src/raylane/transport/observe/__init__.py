@@ -1,0 +1,1 @@
+"""Counters, metrics and traces of transfers."""

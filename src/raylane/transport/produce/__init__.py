@@ -1,0 +1,1 @@
+"""Publication of values by methods, puts, graph edges and Ray's own direct transport."""

@@ -1,0 +1,1 @@
+"""Reads of published values: choice of a transport, fetch, delivery."""

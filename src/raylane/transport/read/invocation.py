@@ -1,0 +1,101 @@
+"""Recognition of the calls that Ray itself makes, as opposed to calls from Python code.
+
+Only the call that Ray makes is published. The same method called from Python, inside the actor or on a plain instance,
+is an ordinary method. The rule, tested with some 35 kinds of call: publish if the function that Ray reports as running,
+looked up on the actor's class, is this very wrapper, and no outer wrapper has claimed the task.
+
+Called by the wrappers in `calls` and by `reader`, which unpickles the arguments of such calls.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from raylane import _ray
+
+_claimed: contextvars.ContextVar[bytes | None] = contextvars.ContextVar("raylane_claimed", default=None)
+"""Task claimed by an outer wrapper of this context; still set in tasks and threads that outlive the wrapper."""
+_running: set[bytes] = set()
+"""Tasks of this process that a wrapper has claimed and not finished. set.add and set.discard are atomic."""
+_targets: dict[tuple[Callable[..., Any], str], bool] = {}
+"""Cache of `_is_target`, by wrapper and function name."""
+
+WRAPPER_ATTRIBUTE = "__raylane_wrapper__"
+"""Attribute of a wrapper that refers to the wrapper itself.
+
+A decorator above it that copies attributes (functools.wraps) has the attribute too, but refers to another function.
+"""
+
+
+def claim(task_id: bytes) -> None:
+    """Claim a task for the wrapper that runs it, so that wrappers called inside do not publish."""
+    _claimed.set(task_id)
+    _running.add(task_id)
+
+
+def release(task_id: bytes) -> None:
+    """End the claim on a task."""
+    # Set to None instead of a reset by token: a generator may end in another context than the one it began in.
+    _claimed.set(None)
+    _running.discard(task_id)
+
+
+def _is_target(wrapper: Callable[..., Any], name: str) -> bool:
+    """Return True if Ray runs this wrapper under the function name it reports (`module.Class.method`)."""
+    # Cached: the look-up walks Ray's function name and the class of the actor, on every call.
+    is_target = _targets.get((wrapper, name))
+    if is_target is None:
+        last = name.rpartition(".")[2]
+        if _ray.current_actor_id() is not None:
+            target = _ray.actor_target(last)
+            is_target = target is wrapper
+            if not is_target and getattr(target, WRAPPER_ATTRIBUTE, None) is wrapper:
+                warnings.warn(
+                    f"{wrapper.__qualname__} has a decorator above raylane.method, which would get tickets instead "
+                    "of tensors, so its result goes through Ray's object store. Put @raylane.method on top",
+                    UserWarning,
+                    stacklevel=4,
+                )
+        else:
+            is_target = _is_task_function(wrapper, name, last)
+        _targets[wrapper, name] = is_target
+    return is_target
+
+
+def _is_task_function(wrapper: Callable[..., Any], name: str, last: str) -> bool:
+    """Return True if `name` (`script.function`) is the name that Ray gives the wrapped function of a plain task."""
+    qualified: str = wrapper.__qualname__
+    if "<locals>" in qualified:  # Ray shortens such names, so only the last part can be compared
+        return last == wrapper.__name__
+    if not name.endswith(qualified):
+        return False
+    # A function of a driver script is in __main__, where Ray uses the name of the script's file instead.
+    return wrapper.__module__ == "__main__" or name == f"{wrapper.__module__}.{qualified}"
+
+
+def task_to_publish(wrapper: Callable[..., Any]) -> bytes | None:
+    """Return the task id if Ray itself made this call and no outer wrapper has claimed it, else None. About 2 us."""
+    identity = _ray.call_identity()
+    if identity is None:
+        return None
+    name, task_id = identity
+    # Both are needed: `_running` covers threads of the task, which have other contexts, and `_claimed` covers work
+    # that was started inside the wrapper and goes on after its end.
+    if task_id in _running or _claimed.get() == task_id or not _is_target(wrapper, name):
+        return None
+    return task_id
+
+
+def unpickles_for_wrapper() -> bool:
+    """Return True if this thread unpickles the arguments of a decorated method that Ray is about to call."""
+    identity = _ray.call_identity()
+    if identity is None:
+        return False
+    name, task_id = identity
+    if task_id in _running:  # the method runs already, so this is some other unpickling
+        return False
+    target = _ray.actor_target(name.rpartition(".")[2])
+    return target is not None and getattr(target, WRAPPER_ATTRIBUTE, None) is target
