@@ -176,10 +176,10 @@ def actor_target(name: str) -> Any:
     instance = None if actor_id is None or actor_id.is_nil() else worker.actors.get(actor_id)
     if instance is None:
         return None
-    found = inspect.getattr_static(type(instance), name, None)
-    if isinstance(found, classmethod | staticmethod):
-        found = found.__func__
-    return _untraced(found)
+    attribute = inspect.getattr_static(type(instance), name, None)
+    if isinstance(attribute, classmethod | staticmethod):
+        attribute = attribute.__func__
+    return _untraced(attribute)
 
 
 def _untraced(function: Any) -> Any:
@@ -192,10 +192,10 @@ def _untraced(function: Any) -> Any:
 
 def untraced_method(instance: Any, name: str) -> Any:
     """Return `instance.name` without Ray's tracing wrapper, which costs a microsecond per call; None if missing."""
-    found: Any = getattr(instance, name, None)
-    function = getattr(found, "__func__", None)
+    method: Any = getattr(instance, name, None)
+    function = getattr(method, "__func__", None)
     plain = _untraced(function)
-    return found if function is None or plain is function else plain.__get__(found.__self__)
+    return method if function is None or plain is function else plain.__get__(method.__self__)
 
 
 def describe_self() -> str:
@@ -293,8 +293,8 @@ def tensor_transport_class(name: str) -> type[Any] | None:
     """Return the class that is registered with Ray as the tensor transport of this name, or None."""
     from ray.experimental.rdt import util
 
-    found = util.transport_manager_info.get(name)
-    return None if found is None else found.transport_manager_class
+    manager_info = util.transport_manager_info.get(name)
+    return None if manager_info is None else manager_info.transport_manager_class
 
 
 def kv_get(key: str) -> bytes | None:
@@ -318,8 +318,8 @@ def kv_sample(prefix: str, most: int) -> dict[str, bytes]:
     # A random selection, so that many processes that delete stale entries cover all of them in the end.
     keys: list[bytes] = internal_kv._internal_kv_list(prefix.encode(), namespace=_KV_NAMESPACE)
     chosen = random.sample(keys, most) if len(keys) > most else keys
-    found = _worker.global_worker.gcs_client.internal_kv_multi_get(chosen, _KV_NAMESPACE) if chosen else {}
-    return {key.decode(): value for key, value in found.items()}
+    stored = _worker.global_worker.gcs_client.internal_kv_multi_get(chosen, _KV_NAMESPACE) if chosen else {}
+    return {key.decode(): value for key, value in stored.items()}
 
 
 def kv_put_if_absent(key: str, value: bytes) -> bytes:
@@ -350,8 +350,8 @@ def answer_options_first(answer: Callable[[Any, dict[str, Any]], Any]) -> None:
 
     @functools.wraps(original)
     def options(method: Any, **options: Any) -> Any:
-        found = answer(method, options)
-        return original(method, **options) if found is None else found
+        reply = answer(method, options)
+        return original(method, **options) if reply is None else reply
 
     ray.actor.ActorMethod.options = options
 
@@ -422,16 +422,16 @@ def dumps(value: Any, persistent_id: Callable[[Any], Any] | None = None) -> byte
         return bytes(ray.cloudpickle.dumps(value))
 
     class Refusing(CloudPickler):  # type: ignore[misc]  # Ray gives mypy no types
-        def persistent_id(self, found: Any) -> Any:
-            return None if persistent_id is None else persistent_id(found)
+        def persistent_id(self, value: Any) -> Any:
+            return None if persistent_id is None else persistent_id(value)
 
-        def reducer_override(self, found: Any) -> Any:
-            if dag is not None and isinstance(found, dag.DAGNode):
+        def reducer_override(self, value: Any) -> Any:
+            if dag is not None and isinstance(value, dag.DAGNode):
                 raise TypeError(
-                    f"could not pickle a value: {type(found).__name__} of ray.dag has no value yet. Pass nodes "
+                    f"could not pickle a value: {type(value).__name__} of ray.dag has no value yet. Pass nodes "
                     "directly or in lists, tuples and values of dicts, not inside other objects"
                 )
-            return super().reducer_override(found)
+            return super().reducer_override(value)
 
     file = io.BytesIO()
     Refusing(file).dump(value)
@@ -444,14 +444,14 @@ def task_error(where: str, traceback_text: str, cause: BaseException) -> BaseExc
     The error is also an instance of the class of `cause`.
     """
     # Pass process and node explicitly: RayTaskError would fill in those of the process that unpickles the error.
-    here = {"proctitle": where, "pid": os.getpid(), "ip": node_ip()}
+    process = {"proctitle": where, "pid": os.getpid(), "ip": node_ip()}
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(cause))
     except BaseException as obstacle:  # a user's __reduce__ may raise anything, and Ray expects two classes only
         kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
         text = f"a {kind}, which cannot be pickled and unpickled ({obstacle!r}), was raised:\n{traceback_text}"
         cause = ray.exceptions.RayError(text)
-    error: BaseException = ray.exceptions.RayTaskError(where, traceback_text, cause, **here)
+    error: BaseException = ray.exceptions.RayTaskError(where, traceback_text, cause, **process)
     return error
 
 
@@ -490,7 +490,7 @@ def wrap_actor_calls(instance: Any, wrap: Callable[[Any], Any]) -> Callable[[], 
     Ray keeps one executor for each method, a closure over the function. The function is replaced inside the closure,
     because Ray keeps its own copies of the executors.
     """
-    found = []
+    wrapped = []
     for info in list(_worker.global_worker.function_actor_manager._function_execution_info.values()):
         executor = info.function
         method = getattr(executor, "method", None)
@@ -498,12 +498,12 @@ def wrap_actor_calls(instance: Any, wrap: Callable[[Any], Any]) -> Callable[[], 
         if method is None or name.startswith("__") or getattr(type(instance), name, None) is None:
             continue
         cell = executor.__closure__[executor.__code__.co_freevars.index("method")]
-        found.append((cell, cell.cell_contents, wrap(cell.cell_contents)))
-    for cell, _, guarded in found:
+        wrapped.append((cell, cell.cell_contents, wrap(cell.cell_contents)))
+    for cell, _, guarded in wrapped:
         cell.cell_contents = guarded
 
     def restore() -> None:
-        for cell, original, _ in found:
+        for cell, original, _ in wrapped:
             cell.cell_contents = original
 
     return restore
@@ -553,17 +553,17 @@ def dag_collective(operation: Any) -> tuple[str, str | None, list[Any]]:
 def dag_collective_calls(node: Any) -> list[Any]:
     """Return the nodes of all actors that take part in the collective of this node of `ray.dag`, in any order."""
     # Ray's operation knows the actors, not the nodes: search the graph, in both directions.
-    found, seen, waiting = [], set[int](), [node]
+    calls, seen, waiting = [], set[int](), [node]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        waiting += [*one._upstream_nodes, *one._downstream_nodes]
+        seen.add(id(current))
+        waiting += [*current._upstream_nodes, *current._downstream_nodes]
         # Not getattr: on an InputNode it would make an input of that name.
-        if vars(one).get("_collective_op") is node._collective_op:
-            found.append(one)
-    return found
+        if vars(current).get("_collective_op") is node._collective_op:
+            calls.append(current)
+    return calls
 
 
 def dag_transport(node: Any) -> tuple[str, str]:

@@ -66,11 +66,11 @@ class Probe:
 def try_all(ref: Any, fill: float) -> dict[str, str]:
     """Read one test value with every transport; return transport -> reason for failure, or ""."""
     pending = collect([ref], TIMEOUT_S)[0]
-    found = {}
+    failures = {}
     for name, backend in backends().items():
-        source, here = pending.ticket.origin(), endpoint().place
-        why = backend.refusal(source, here)
-        if source.place.same_process(here) and not (backend.capability.own_objects or backend.capability.by_ray):
+        source, place = pending.ticket.origin(), endpoint().place
+        why = backend.refusal(source, place)
+        if source.place.same_process(place) and not (backend.capability.own_objects or backend.capability.by_ray):
             why = "not needed within one process"
         if why is None:
             try:
@@ -78,8 +78,8 @@ def try_all(ref: Any, fill: float) -> dict[str, str]:
                 why = "" if bool((value["probe"] == fill).all()) else "the value that arrived differs from the sent one"
             except RaylaneError as error:
                 why = str(error)
-        found[name] = why
-    return found
+        failures[name] = why
+    return failures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -171,9 +171,9 @@ def report(findings: Sequence[Finding]) -> str:
     tested = [finding for finding in findings if applies(finding)]
     lines += ["", "What works"]
     for name, backend in backends().items():
-        own = [finding for finding in tested if finding.transport == name]
-        works = sum(not finding.why_not for finding in own)
-        lines.append(f"  {name:15}{works} of {len(own)} tests passed: {backend.capability.summary}")
+        findings_of_transport = [finding for finding in tested if finding.transport == name]
+        works = sum(not finding.why_not for finding in findings_of_transport)
+        lines.append(f"  {name:15}{works} of {len(findings_of_transport)} tests passed: {backend.capability.summary}")
     lines += ["", "What does not work"]
     failed = [finding for finding in tested if finding.why_not]
     for name in dict.fromkeys(finding.transport for finding in failed):

@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     from raylane.errors import ConfigError
     from raylane.sft.import_config import import_config
 
-    made = import_config(args.file, args.overrides)
-    text = made.yaml(args.file)
+    imported = import_config(args.file, args.overrides)
+    text = imported.yaml(args.file)
     if args.out is None:
         sys.stdout.write(text)
     else:
@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"cannot write {args.out}: {error.strerror or error}. Choose another name") from error
         print(f"Wrote {args.out}", file=sys.stderr)
     # Standard error, because the file itself may go to standard output and into a pipe.
-    print(made.report(), file=sys.stderr)
-    return 1 if made.to_do else 0
+    print(imported.report(), file=sys.stderr)
+    return 1 if imported.to_do else 0
 
 
 def _write_new(path: Path, text: str) -> None:

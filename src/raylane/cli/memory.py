@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def as_plain(reports: Sequence[Report]) -> list[dict[str, object]]:
     """Return the reports as dicts with the names of all fields."""
-    found = []
+    reports_as_dicts = []
     for report in reports:
         held = report.holdings
         plain: dict[str, object] = {name: getattr(report, name) for name in ("process", "pid", "host", "address")}
@@ -76,17 +76,17 @@ def as_plain(reports: Sequence[Report]) -> list[dict[str, object]]:
             plain["why_not"] = report.why_not
         else:
             plain |= {name: getattr(held, name) for name in held.__struct_fields__}
-            plain["values"] = [msgspec.structs.asdict(one) for one in held.values]
-            plain["kept"] = [msgspec.structs.asdict(one) for one in held.kept]
-        found.append(plain)
-    return found
+            plain["values"] = [msgspec.structs.asdict(record) for record in held.values]
+            plain["kept"] = [msgspec.structs.asdict(record) for record in held.kept]
+        reports_as_dicts.append(plain)
+    return reports_as_dicts
 
 
 def render(reports: Sequence[Report], limit: int) -> str:
     """Return the reports as text: a summary, then the processes, those that hold most first. Pure."""
     answered = [(report, report.holdings) for report in reports if report.holdings is not None]
     # Idle memory breaks ties, because a process that holds nothing may still keep gigabytes of it.
-    answered.sort(key=lambda one: (-one[1].nbytes, -_idle(one[1]), one[0].process, one[0].pid))
+    answered.sort(key=lambda answer: (-answer[1].nbytes, -_idle(answer[1]), answer[0].process, answer[0].pid))
     silent = [report for report in reports if report.holdings is None]
     total = sum(held.nbytes for _, held in answered)
     count = sum(held.entries for _, held in answered)
@@ -117,30 +117,30 @@ def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, 
         lines.append(f"  copies for readers: {_size(held.shared_bytes)}, of which {_size(held.shared_idle_bytes)} idle")
     if held.waiting:
         lines.append(f"  {_count(held.waiting, 'publication')} waiting for room in the budget")
-    oldest = sorted(held.values, key=lambda one: -one.age_s)[:limit]
-    largest = sorted(held.values, key=lambda one: -one.nbytes)[:limit]
+    oldest = sorted(held.values, key=lambda value: -value.age_s)[:limit]
+    largest = sorted(held.values, key=lambda value: -value.nbytes)[:limit]
     # The oldest in addition: a leak of many small values does not show among the largest.
-    shown = largest + [one for one in oldest if one not in largest]
+    shown = largest + [value for value in oldest if value not in largest]
     if shown:
         lines.append(f"  {'size':>9} {'tensors':>7} {'age':>8} {'reads':>6}  {'transport':<12} created by")
-    lines += [_value(one) for one in shown]
+    lines += [_value(value) for value in shown]
     if held.entries > len(shown):
-        left = held.nbytes - sum(one.nbytes for one in shown)
-        lines.append(f"  {_size(left):>9} in {_count(held.entries - len(shown), 'other value')}")
-    for kept in held.kept:
-        refs = ", ".join(f"{_count(count, 'ref')} to results of {name or '?'}" for name, count in kept.refs)
-        gone = f"{_count(kept.ended, 'ref')} gone whose values others may still need" if kept.ended else ""
-        lines.append(f"  keeps {labels.get(kept.actor, 'Actor ' + kept.actor)} alive: {refs or gone}")
+        remaining_bytes = held.nbytes - sum(value.nbytes for value in shown)
+        lines.append(f"  {_size(remaining_bytes):>9} in {_count(held.entries - len(shown), 'other value')}")
+    for actor in held.kept:
+        refs = ", ".join(f"{_count(count, 'ref')} to results of {name or '?'}" for name, count in actor.refs)
+        gone = f"{_count(actor.ended, 'ref')} gone whose values others may still need" if actor.ended else ""
+        lines.append(f"  keeps {labels.get(actor.actor, 'Actor ' + actor.actor)} alive: {refs or gone}")
     return lines
 
 
-def _value(one: wire.Held) -> str:
-    what = one.origin or "?"
-    if one.snapshot:
+def _value(value: wire.Held) -> str:
+    what = value.origin or "?"
+    if value.snapshot:
         what += " (snapshot)"
     return (
-        f"  {_size(one.nbytes):>9} {one.tensors:>7,} {_duration(one.age_s):>8} {one.reads:>6,}  "
-        f"{one.transport:<12} {what}"
+        f"  {_size(value.nbytes):>9} {value.tensors:>7,} {_duration(value.age_s):>8} {value.reads:>6,}  "
+        f"{value.transport:<12} {what}"
     )
 
 
@@ -152,8 +152,8 @@ def _name(report: Report) -> str:
     return f"{report.process}, pid {report.pid} on {report.host} ({report.address})"
 
 
-def _count(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+def _count(count: int, singular: str, many: str = "") -> str:
+    return f"{count:,} {singular if count == 1 else many or singular + 's'}"
 
 
 def _size(nbytes: int) -> str:

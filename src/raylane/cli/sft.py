@@ -110,11 +110,11 @@ def summary(result: RunResult) -> str:
         ),
     ]
     if result.sample is not None:
-        one = result.sample
+        sample = result.sample
         from raylane.sft.audit import printable
 
         lines += [
             (name, printable(" ".join(text.split())))
-            for name, text in (("asked", one.prompt), ("answered", one.answer))
+            for name, text in (("asked", sample.prompt), ("answered", sample.answer))
         ]
     return "\n".join(f"{name:<14}{text}" for name, text in lines)

@@ -17,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-command `merge`."""
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     summary = "put the transfers that RAYLANE_TRACE=FOLDER recorded into one trace"
-    own = commands.add_parser("merge", help=summary, **describe(summary, "raylane trace merge traces transfers.json"))
-    own.add_argument("folder", type=Path, metavar="FOLDER", help="folder with the files of the processes")
-    own.add_argument("out", type=Path, metavar="OUT", help="file for ui.perfetto.dev or chrome://tracing")
+    merge = commands.add_parser("merge", help=summary, **describe(summary, "raylane trace merge traces transfers.json"))
+    merge.add_argument("folder", type=Path, metavar="FOLDER", help="folder with the files of the processes")
+    merge.add_argument("out", type=Path, metavar="OUT", help="file for ui.perfetto.dev or chrome://tracing")
 
 
 def run(args: argparse.Namespace) -> int:

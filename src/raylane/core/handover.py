@@ -162,9 +162,9 @@ _release_buffer.restype = None
 
 def _address_of(view: memoryview) -> int:
     """Return the address of a buffer, which may be read-only (ctypes takes only writable ones)."""
-    found = _PyBuffer()
-    _get_buffer(view, ctypes.byref(found), 0)
+    py_buffer = _PyBuffer()
+    _get_buffer(view, ctypes.byref(py_buffer), 0)
     try:
-        return int(found.buf or 0)
+        return int(py_buffer.buf or 0)
     finally:
-        _release_buffer(ctypes.byref(found))
+        _release_buffer(ctypes.byref(py_buffer))

@@ -70,9 +70,9 @@ def alive(place: Place) -> bool:
         return True
 
 
-def known_dead(there: Place, here: Place) -> bool:
-    """Return True if the process at `there` has certainly ended; False also if `here` cannot see that process."""
-    return there.same_host(here) and there.pid_namespace == here.pid_namespace and not alive(there)
+def known_dead(there: Place, this_process: Place) -> bool:
+    """Return True if the process at `there` has certainly ended; False also if `this_process` cannot see it."""
+    return there.same_host(this_process) and there.pid_namespace == this_process.pid_namespace and not alive(there)
 
 
 def here() -> Place:

@@ -137,11 +137,11 @@ class Doorbell:
 
         After True the rings must be polled again: the consumed post may belong to a message that nobody has seen yet.
         """
-        found = False
+        rang = False
         while self.consumed < self.read and not try_wait(self._address):
             self.consumed += 1
-            found = True
-        return found
+            rang = True
+        return rang
 
     def flagged(self) -> int:
         """Clear one flag that is set and return its number; -1 if none is set. Poll the rings of that flag next."""
@@ -288,8 +288,10 @@ class Recorder:
 
     __slots__ = ("_idle_since", "_records", "_returned", "_started", "_totals")
 
-    def __init__(self, tasks: int, kept: int) -> None:
-        self._records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(maxlen=kept)
+    def __init__(self, tasks: int, capacity: int) -> None:
+        self._records: collections.deque[tuple[int, int, float, float, float, float]] = collections.deque(
+            maxlen=capacity
+        )
         self._totals: list[list[float]] = [[0, 0.0, 0.0, 0.0] for _ in range(tasks)]
         self._started = self._returned = 0.0
         self._idle_since = time.perf_counter()

@@ -46,8 +46,8 @@ def mapping_of(array: Any) -> mmap.mmap | None:
     """
     while isinstance(array, ctypes.Array):
         # ctypes documents `_objects`: what the array keeps alive. `from_buffer` keeps a memoryview there.
-        kept = getattr(array, "_objects", None) or {}
-        array = next((one.obj for one in kept.values() if isinstance(one, memoryview)), None)
+        objects = getattr(array, "_objects", None) or {}
+        array = next((owner.obj for owner in objects.values() if isinstance(owner, memoryview)), None)
     return array if isinstance(array, mmap.mmap) else None
 
 

@@ -84,9 +84,9 @@ def init(address: int, value: int = 0) -> None:
 
 def value(address: int) -> int:
     """Return the present count of a semaphore, for tests and messages; another process may change it at any time."""
-    found = ctypes.c_int()
-    _value(address, ctypes.byref(found))
-    return found.value
+    count = ctypes.c_int()
+    _value(address, ctypes.byref(count))
+    return count.value
 
 
 def block(address: int, timeout_s: float = _SLICE_S) -> bool:

@@ -139,7 +139,7 @@ class SharedPool:
         """Add the returned segments to the idle ones. Call with the lock held."""
         while self._returned:
             self._idle.append(self._returned.popleft())
-            while sum(one.capacity for one in self._idle) > self._max_idle_bytes:
+            while sum(idle.capacity for idle in self._idle) > self._max_idle_bytes:
                 self._close(self._idle.pop(0))  # the one that was given back first
 
     def drop(self, segment: SharedSegment) -> None:
@@ -186,7 +186,7 @@ class SharedPool:
         """Size of the segments without a value."""
         with self._lock:
             self._take_back()
-            return sum(one.capacity for one in self._idle)
+            return sum(idle.capacity for idle in self._idle)
 
     def close(self) -> None:
         """Close all idle segments and end the thread."""
@@ -208,8 +208,8 @@ def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, fd)
-        found = os.fstat(fd)
-        if found.st_ino != inode or found.st_size < total or not _lock(fd, fcntl.F_RDLCK):
+        status = os.fstat(fd)
+        if status.st_ino != inode or status.st_size < total or not _lock(fd, fcntl.F_RDLCK):
             return None
         blocks = _map_blocks(fd, offsets, sizes, total)
         undo.pop_all()

@@ -19,15 +19,15 @@ def save(path: str | Path, trace: dict[str, Any]) -> None:
 
 def parse_lines(text: str) -> list[dict[str, Any]]:
     """Return the events of a file with one event per line, as a process writes it; skips an incomplete last line."""
-    found = []
+    events = []
     for line in text.splitlines():
         try:
             event = json.loads(line.strip().rstrip(","))
         except ValueError:  # the bracket that opens the list, or a line that a killed process did not finish
             continue
         if isinstance(event, dict):
-            found.append(event)
-    return found
+            events.append(event)
+    return events
 
 
 def merge(processes: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def merge(processes: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     used: set[int] = set()
-    for own in processes:
-        pid = next((event["pid"] for event in own), 1)
+    for process in processes:
+        pid = next((event["pid"] for event in process), 1)
         while pid in used:
             pid += 1 << 22  # beyond the largest pid of Linux
         used.add(pid)
-        events += [{**event, "pid": pid} for event in own]
+        events += [{**event, "pid": pid} for event in process]
     timed = [event["ts"] for event in events if "ts" in event]
     begin = min(timed, default=0.0)
     for event in events:

@@ -56,8 +56,8 @@ def _trim_while_used(pool: weakref.ref[Trimmed], closed: threading.Event, idle_s
     """Trim a pool from time to time, as long as it has memory, exists and is not closed."""
     wait_s: float | None = idle_s
     while wait_s is not None and not closed.wait(min(wait_s, threading.TIMEOUT_MAX)):
-        found = pool()
-        if found is None:
+        used_pool = pool()
+        if used_pool is None:
             return
-        wait_s = found.trim()
-        del found
+        wait_s = used_pool.trim()
+        del used_pool

@@ -11,14 +11,14 @@ _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def variables(wanted: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
+def variables(values: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
     """Set environment variables while the block runs; with `keep`, those that are set already stay as they are.
 
     One thread at a time: another one waits.
     """
     with _lock:
-        before = {name: os.environ.get(name) for name in wanted}
-        changed = {name: value for name, value in wanted.items() if not (keep and before[name] is not None)}
+        before = {name: os.environ.get(name) for name in values}
+        changed = {name: value for name, value in values.items() if not (keep and before[name] is not None)}
         os.environ.update(changed)
         try:
             yield

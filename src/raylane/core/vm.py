@@ -60,11 +60,11 @@ def allow_readers() -> None:
     No effect without Yama, or with `RAYLANE_PTRACER=none` in the environment; readers then use other transports.
     ValueError for a value of RAYLANE_PTRACER other than any or none.
     """
-    wanted = os.environ.get("RAYLANE_PTRACER", "any").strip().lower()
-    if wanted == "none":
+    tracer = os.environ.get("RAYLANE_PTRACER", "any").strip().lower()
+    if tracer == "none":
         return
-    if wanted != "any":
-        raise ValueError(f"RAYLANE_PTRACER must be any or none, got {wanted!r}")
+    if tracer != "any":
+        raise ValueError(f"RAYLANE_PTRACER must be any or none, got {tracer!r}")
     # The result is ignored: without Yama in the kernel the call fails with EINVAL and is not needed.
     _libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
@@ -75,7 +75,7 @@ def _vector(parts: Sequence[tuple[int, int]]) -> ctypes.Array[_IoVec]:
 
 def _move(call: ctypes._NamedFuncPointer, pid: int, ranges: Sequence[Range]) -> None:
     theirs = _vector([(there, n) for there, _, n in ranges])
-    mine = _vector([(here, n) for _, here, n in ranges])
+    mine = _vector([(local, n) for _, local, n in ranges])
     _check_moved(call(pid, mine, len(ranges), theirs, len(ranges), 0), sum(n for _, _, n in ranges))
 
 
@@ -93,14 +93,14 @@ def _calls(ranges: Sequence[Range], most: int = MAX_BYTES_PER_CALL) -> list[list
     """Split ranges, in order, into calls of at most IOV_MAX ranges and `most` bytes each."""
     calls: list[list[Range]] = [[]]
     room = most
-    for there, here, nbytes in ranges:
+    for remote, local, nbytes in ranges:
         done = 0
         while done < nbytes:
             if room == 0 or len(calls[-1]) == IOV_MAX:
                 calls.append([])
                 room = most
             part = min(nbytes - done, room)
-            calls[-1].append((there + done, here + done, part))
+            calls[-1].append((remote + done, local + done, part))
             done += part
             room -= part
     return calls
@@ -179,7 +179,7 @@ _RANGE = struct.Struct("<QQ")
 
 def pack_ranges(ranges: Iterable[tuple[int, int]]) -> bytes:
     """Return ranges of one process (address, size in bytes) packed for `gather`: an array of struct iovec."""
-    return b"".join(_RANGE.pack(*found) for found in ranges)
+    return b"".join(_RANGE.pack(*range_) for range_ in ranges)
 
 
 def gather(pid: int, ranges: bytes) -> bytes:
@@ -187,19 +187,19 @@ def gather(pid: int, ranges: bytes) -> bytes:
     # The packed form is used as the system call's vector, so a read costs no Python loop over the ranges.
     theirs = (_IoVec * (len(ranges) // _RANGE.size)).from_buffer_copy(ranges)
     sizes = struct.unpack(f"<{2 * len(theirs)}Q", ranges)[1::2]
-    found = ctypes.create_string_buffer(sum(sizes))
+    gathered = ctypes.create_string_buffer(sum(sizes))
     at = 0
     # The kernel accepts at most IOV_MAX ranges of the other process in a call, but one local buffer for all of them.
     for first in range(0, len(theirs), IOV_MAX):
         count = min(IOV_MAX, len(theirs) - first)
         nbytes = sum(sizes[first : first + count])
         part = ctypes.cast(ctypes.byref(theirs, first * _RANGE.size), ctypes.POINTER(_IoVec))
-        mine = _vector([(ctypes.addressof(found) + at, nbytes)])
+        mine = _vector([(ctypes.addressof(gathered) + at, nbytes)])
         _check_moved(_libc.process_vm_readv(pid, mine, 1, part, count, 0), nbytes)
         at += nbytes
-    return found.raw
+    return gathered.raw
 
 
-def write(pid: int, there: int, here: int, nbytes: int) -> None:
-    """Copy `nbytes` from `here` in this process to `there` in process `pid`. Raises OSError as `read` does."""
-    _move(_libc.process_vm_writev, pid, [(there, here, nbytes)])
+def write(pid: int, remote: int, local: int, nbytes: int) -> None:
+    """Copy `nbytes` from `local` in this process to `remote` in process `pid`. Raises OSError as `read` does."""
+    _move(_libc.process_vm_writev, pid, [(remote, local, nbytes)])

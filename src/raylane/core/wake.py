@@ -75,28 +75,28 @@ def borrow(owner: Place, fd: int) -> int:
     Each user calls `give_back` once; the last call closes the descriptor.
     """
     with _lock:
-        found = _borrowed.get((owner, fd))
-        if found is None:
-            found = _borrowed[owner, fd] = [fetch(owner.pid, fd), 0]
-        found[1] += 1
-        return found[0]
+        descriptor = _borrowed.get((owner, fd))
+        if descriptor is None:
+            descriptor = _borrowed[owner, fd] = [fetch(owner.pid, fd), 0]
+        descriptor[1] += 1
+        return descriptor[0]
 
 
 def give_back(owner: Place, fd: int) -> None:
     """End one use of what `borrow` has returned for these arguments."""
     with _lock:
-        found = _borrowed[owner, fd]
-        found[1] -= 1
-        if not found[1]:
+        descriptor = _borrowed[owner, fd]
+        descriptor[1] -= 1
+        if not descriptor[1]:
             del _borrowed[owner, fd]
-            os.close(found[0])
+            os.close(descriptor[0])
 
 
 def _after_fork() -> None:
     """Close the copies of the parent's descriptors in a forked child."""
     global _own_fd, _lock
     _lock = threading.Lock()
-    for fd in ([] if _own_fd is None else [_own_fd]) + [found[0] for found in _borrowed.values()]:
+    for fd in ([] if _own_fd is None else [_own_fd]) + [descriptor[0] for descriptor in _borrowed.values()]:
         os.close(fd)
     _own_fd = None
     _borrowed.clear()

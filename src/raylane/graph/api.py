@@ -80,21 +80,21 @@ def compile(
     )
 
 
-def _check_number(name: str, value: Any, kind: Any, wanted: str, *, least: int) -> None:
+def _check_number(name: str, value: Any, kind: Any, expected: str, *, least: int) -> None:
     # bool is a subclass of int, and max_inflight=True would mean 1.
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
     # Written so that NaN, which compares false, is refused.
     if not value >= least:
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
 
 
-def _identify_object(found: Any) -> int:
-    if _ray.is_handle(found):
+def _identify_object(actor: Any) -> int:
+    if _ray.is_handle(actor):
         raise GraphPlanError(
-            f"{_ray.class_name_of(found)} is an actor: with backend='inline' bind methods of plain objects"
+            f"{_ray.class_name_of(actor)} is an actor: with backend='inline' bind methods of plain objects"
         )
-    return id(found)
+    return id(actor)
 
 
 def _identify_actor(actor: Any) -> str:

@@ -112,9 +112,9 @@ reducescatter = ReduceScatter()
 def _bind(kind: str, inputs: Sequence[Any], op: Any, transport: Any) -> list[Any]:
     lists, nested = _lists(kind, inputs)
     actors = [_actor_of(kind, node) for node in lists[0]]
-    for place, found in enumerate(lists):
-        _check_actors(kind, found, actors, place)
-    per_actor = [tuple(found[rank] for found in lists) for rank in range(len(actors))]
+    for place, inputs_of_list in enumerate(lists):
+        _check_actors(kind, inputs_of_list, actors, place)
+    per_actor = [tuple(inputs_of_list[rank] for inputs_of_list in lists) for rank in range(len(actors))]
     combined = bind_collective(kind, "" if op is None else operation(kind, op), actors, per_actor, transport)
     if not nested:
         return list(combined)
@@ -135,8 +135,8 @@ def bind_collective(
             f"{', '.join(GROUPS)}"
         )
     shares = [
-        CollectiveNode(actor, Collective(kind, op, "share", rank, size, name), given, calls)
-        for rank, (actor, given) in enumerate(zip(actors, per_actor, strict=True))
+        CollectiveNode(actor, Collective(kind, op, "share", rank, size, name), inputs_of_actor, calls)
+        for rank, (actor, inputs_of_actor) in enumerate(zip(actors, per_actor, strict=True))
     ]
     for share in shares if not in_group else ():
         share.with_tensor_transport(name)
@@ -157,10 +157,10 @@ def operation(kind: str, op: Any) -> str:
     """Return the name of a reduction, given by name or as a member of an enumeration."""
     # Enumerations of Ray and of torch have names; their numbers differ.
     name = getattr(op, "name", op)
-    found = _ALIASES.get(str(name).lower(), str(name).lower())
-    if found not in OPERATIONS:
+    canonical = _ALIASES.get(str(name).lower(), str(name).lower())
+    if canonical not in OPERATIONS:
         raise ValueError(f"{kind}: unknown op {op!r}; the operations are {', '.join(OPERATIONS)}")
-    return found
+    return canonical
 
 
 def _lists(kind: str, inputs: Any) -> tuple[list[list[Any]], bool]:
@@ -168,7 +168,7 @@ def _lists(kind: str, inputs: Any) -> tuple[list[list[Any]], bool]:
     if not isinstance(inputs, list | tuple) or not inputs:
         raise ValueError(f"{kind}: the inputs must be a list with a node of each actor, got {inputs!r}")
     nested = isinstance(inputs[0], list | tuple)
-    lists = [list(found) for found in inputs] if nested else [list(inputs)]
+    lists = [list(items) for items in inputs] if nested else [list(inputs)]
     # As in Ray: the parts of several lists would be ambiguous.
     if nested and kind != "allreduce":
         raise ValueError(f"{kind}: only allreduce takes several lists; bind one {kind} for each list")
@@ -184,16 +184,16 @@ def _actor_of(kind: str, node: Any) -> Any:
     return node.actor
 
 
-def _check_actors(kind: str, found: Sequence[Any], first: Sequence[Any], place: int) -> None:
+def _check_actors(kind: str, actors: Sequence[Any], first: Sequence[Any], place: int) -> None:
     # Handles of one actor may be different objects.
-    keys = [_key(_actor_of(kind, node)) for node in found]
-    twice = next((node for node, key in zip(found, keys, strict=True) if keys.count(key) > 1), None)
+    keys = [_key(_actor_of(kind, node)) for node in actors]
+    twice = next((node for node, key in zip(actors, keys, strict=True) if keys.count(key) > 1), None)
     if twice is not None:
-        raise ValueError(f"{kind}: each actor may give one input, but the actor of {twice!r} gives several: {found!r}")
+        raise ValueError(f"{kind}: each actor may give one input, but the actor of {twice!r} gives several: {actors!r}")
     if keys != [_key(actor) for actor in first]:
         raise ValueError(
-            f"{kind}: every list must name the same actors in the same order; list {place} is {found!r}, of "
-            f"{len(found)} actors, list 0 has {len(first)}"
+            f"{kind}: every list must name the same actors in the same order; list {place} is {actors!r}, of "
+            f"{len(actors)} actors, list 0 has {len(first)}"
         )
 
 

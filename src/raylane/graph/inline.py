@@ -72,8 +72,8 @@ class InlineGraph:
         self._bytes = dict.fromkeys((edge.index for edge, _ in self._collected), 0)
         """Bytes received over each edge into the driver."""
         self._executors = [
-            self._executor(member, found, {edge: reader for (edge, to), reader in readers.items() if to == member})
-            for member, found in enumerate(objects, 1)
+            self._executor(member, instance, {edge: reader for (edge, to), reader in readers.items() if to == member})
+            for member, instance in enumerate(objects, 1)
         ]
         self._executions: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
 
@@ -84,13 +84,13 @@ class InlineGraph:
         """
         plan, writers, readers = self.plan, {}, {}
         pool = LeasePool(NO_LIMIT, self.timeout_s, len(plan.edges))
-        wanted = [
+        sizes = [
             RingSpec(tuple(plan.members[reader] for reader in edge.readers), 1, (0,) * len(edge.readers), edge.writer)
             for edge in plan.edges
         ]
         doorbell = Doorbell()  # nobody waits for it: the executors are asked in turn
         doorbell.segment.close_fd()
-        for edge, (spec, segment) in zip(plan.edges, ring.make_rings(wanted), strict=True):
+        for edge, (spec, segment) in zip(plan.edges, ring.make_rings(sizes), strict=True):
             segment.close_fd()  # no other process opens it
             writers[edge.index] = RingWriter(segment, spec, [doorbell.segment] * len(edge.readers), pool)
             for index, reader in enumerate(edge.readers):
@@ -181,9 +181,9 @@ class InlineGraph:
         for edge, reader in self._collected:
             message = reader.poll()
             if message is not None:
-                values[edge.value] = found = self._read(edge, reader.received(*message))
-                if type(found) is Failure:
-                    self._fail(result, found.error, edge.value in self.plan.fatal_values)
+                values[edge.value] = value = self._read(edge, reader.received(*message))
+                if type(value) is Failure:
+                    self._fail(result, value.error, edge.value in self.plan.fatal_values)
 
     def _fail(self, result: GraphResult, error: BaseException, fatal: bool) -> None:
         if isinstance(getattr(error, "cause", None), KeyboardInterrupt):
@@ -194,12 +194,12 @@ class InlineGraph:
     def _read(self, edge: Edge, received: Received) -> Any:
         self._bytes[edge.index] += received.nbytes
         try:
-            found = messages.decode(received.kind, received.body, received.buffers, shared=received.shared)
+            value = messages.decode(received.kind, received.body, received.buffers, shared=received.shared)
         except Exception as error:
             label = self.plan.source_label(edge.value)
             text = f"{label} could not be unpickled by the driver: {messages.error_text(error, repr)}"
             return Failure[BaseException](GraphValueError(text))
-        return Failure(found) if received.kind == messages.ERROR else found
+        return Failure(value) if received.kind == messages.ERROR else value
 
     # Inspection
 
@@ -213,7 +213,7 @@ class InlineGraph:
 
     def stats(self) -> dict[str, Any]:
         """Return counters like `CompiledGraph.stats`. There is no leased memory here."""
-        answers = {member: found.stats() | {"lent_bytes": 0} for member, found in enumerate(self._executors, 1)}
+        answers = {member: executor.stats() | {"lent_bytes": 0} for member, executor in enumerate(self._executors, 1)}
         collected = {edge.index: (reader.sequence, self._bytes[edge.index]) for edge, reader in self._collected}
         counters = stats.graph_stats(self.plan, answers, collected)
         executions = {"submitted": self._count, "completed": self._count}
@@ -331,7 +331,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _cancel_other_tasks() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
+    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in unfinished:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*unfinished, return_exceptions=True)

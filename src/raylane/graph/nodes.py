@@ -113,8 +113,8 @@ class CallNode(Node):
         # A global counter: calls of several actors keep the order in which they were bound.
         self.number = next(_numbers)
         # A call without nodes belongs to the `with` block in which it is bound.
-        found = _input_of([*args, *kwargs.values()])
-        self.input = _open_input.get() if found is None else found
+        input_node = _input_of([*args, *kwargs.values()])
+        self.input = _open_input.get() if input_node is None else input_node
         if self.input is not None:
             self.input._calls.append(self)
 
@@ -303,13 +303,13 @@ def mean(nodes: Sequence[Node]) -> Node:
 
 
 def _several(how: str, nodes: Sequence[Node]) -> list[Node]:
-    found: list[Any] = list(nodes)
-    wrong = [node for node in found if not isinstance(node, Node)]
-    if wrong or not found:
+    several: list[Any] = list(nodes)
+    wrong = [node for node in several if not isinstance(node, Node)]
+    if wrong or not several:
         raise TypeError(
             f"{how}: the argument must be a list of one or more nodes, got {wrong[0] if wrong else nodes!r}"
         )
-    return found
+    return several
 
 
 def parts_of(node: Node) -> list[Any]:
@@ -327,17 +327,17 @@ def nodes_in(value: Any) -> list[Node]:
     """Return the nodes in an argument: the argument itself, or those in its lists, tuples and dicts, at any depth."""
     if isinstance(value, Node):
         return [value]
-    found: list[Node] = []
+    nodes: list[Node] = []
     seen: set[int] = set()  # a list may contain itself
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, Node):
-            found.append(item)
+            nodes.append(item)
         elif isinstance(item, list | tuple | dict) and id(item) not in seen:
             seen.add(id(item))
             waiting.extend(reversed(item.values() if isinstance(item, dict) else item))
-    return found
+    return nodes
 
 
 def _input_of(values: Iterable[Any]) -> InputNode | None:
@@ -346,7 +346,7 @@ def _input_of(values: Iterable[Any]) -> InputNode | None:
         for node in nodes_in(value):
             if isinstance(node, InputNode):
                 return node
-            found = node.input if isinstance(node, CallNode) else _input_of(parts_of(node))
-            if found is not None:
-                return found
+            input_node = node.input if isinstance(node, CallNode) else _input_of(parts_of(node))
+            if input_node is not None:
+                return input_node
     return None

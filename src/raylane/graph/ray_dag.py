@@ -22,11 +22,11 @@ def convert(node: Any) -> Any:
     counterpart (functions, for example).
     """
     conversion = _Conversion()
-    found = conversion.convert(node)
+    output = conversion.convert(node)
     conversion.convert_leaves()
     # After all calls are known: numbers must be consistent over all of them.
     conversion.number_calls()
-    return found
+    return output
 
 
 class _Conversion:
@@ -44,8 +44,8 @@ class _Conversion:
         Ray counts calls for each handle only: so a call comes after the calls whose results it uses, and after the
         calls bound before on the same handle.
         """
-        needs = {id(call): {id(made) for made in _calls_in(nodes.parts_of(call))} for _, _, call in self._calls}
-        for earlier, later in itertools.pairwise(sorted(self._calls, key=lambda found: found[:2])):
+        needs = {id(call): {id(inner) for inner in _calls_in(nodes.parts_of(call))} for _, _, call in self._calls}
+        for earlier, later in itertools.pairwise(sorted(self._calls, key=lambda record: record[:2])):
             if earlier[0] == later[0]:
                 needs[id(later[2])].add(id(earlier[2]))
         calls = {id(call): call for _, _, call in self._calls}
@@ -63,11 +63,11 @@ class _Conversion:
                 continue
             seen_ids.add(id(node))
             for user in _ray.dag_users(node):
-                found = _ray.dag_node(user)
-                if found is not None and found[0] in ("call", "collective"):
+                parts = _ray.dag_node(user)
+                if parts is not None and parts[0] in ("call", "collective"):
                     self.convert(user)
                     waiting.append(user)
-                elif found is not None and found[0] in ("attribute", "output"):
+                elif parts is not None and parts[0] in ("attribute", "output"):
                     waiting.append(user)
 
     def convert(self, value: Any) -> Any:
@@ -76,12 +76,12 @@ class _Conversion:
             return type(value)(self.convert(item) for item in value)
         if type(value) is dict:
             return {key: self.convert(item) for key, item in value.items()}
-        found = _ray.dag_node(value)
-        if found is None:
+        parts = _ray.dag_node(value)
+        if parts is None:
             return value
         if id(value) not in self._converted:
             self._originals.append(value)
-            self._converted[id(value)] = self._new_node(value, found)
+            self._converted[id(value)] = self._new_node(value, parts)
             transport, device = _ray.dag_transport(value)
             if device != "default":
                 raise GraphPlanError(
@@ -93,8 +93,8 @@ class _Conversion:
                 self._converted[id(value)].with_tensor_transport(transport)
         return self._converted[id(value)]
 
-    def _new_node(self, value: Any, found: tuple[Any, ...]) -> nodes.Node:
-        kind, *parts = found
+    def _new_node(self, value: Any, node_parts: tuple[Any, ...]) -> nodes.Node:
+        kind, *parts = node_parts
         if kind == "input":
             return nodes.InputNode()
         if kind == "attribute":
@@ -123,27 +123,29 @@ class _Conversion:
         kind, op, actors = _ray.dag_collective(operation)
         by_actor = {}
         for node in _ray.dag_collective_calls(value):
-            found = _ray.dag_node(node)
-            assert found is not None
-            by_actor[_ray.actor_id_of(node._get_actor_handle())] = node, found
-        made = [by_actor[_ray.actor_id_of(actor)] for actor in actors]
-        inputs_of = [tuple(self.convert(found[2])) for _, found in made]
+            parts = _ray.dag_node(node)
+            assert parts is not None
+            by_actor[_ray.actor_id_of(node._get_actor_handle())] = node, parts
+        results = [by_actor[_ray.actor_id_of(actor)] for actor in actors]
+        inputs_of = [tuple(self.convert(parts[2])) for _, parts in results]
         name = "" if op is None else collectives.operation(kind, op)
         combined = collectives.bind_collective(kind, name, actors, inputs_of)
-        for (node, found), call in zip(made, combined, strict=True):
+        for (node, parts), call in zip(results, combined, strict=True):
             self._originals.append(node)
             self._converted[id(node)] = call
             handle = id(node._get_actor_handle())
             # What the actor gives is sent just before its place: Ray has one call there, the graph two.
-            share = next(one for one in call.calls if one.collective.role == "share" and one.actor is call.actor)
-            self._calls += [(handle, found[3] - 0.5, share), (handle, found[3], call)]
+            share = next(
+                member for member in call.calls if member.collective.role == "share" and member.actor is call.actor
+            )
+            self._calls += [(handle, parts[3] - 0.5, share), (handle, parts[3], call)]
         return self._converted[id(value)]
 
 
 def _calls_in(values: Iterable[Any]) -> list[nodes.CallNode]:
     """Return the calls whose results these values are made from."""
-    found = [node for value in values for node in nodes.nodes_in(value)]
+    inner = [node for value in values for node in nodes.nodes_in(value)]
     deeper = [
-        call for node in found if not isinstance(node, nodes.CallNode) for call in _calls_in(nodes.parts_of(node))
+        call for node in inner if not isinstance(node, nodes.CallNode) for call in _calls_in(nodes.parts_of(node))
     ]
-    return [node for node in found if isinstance(node, nodes.CallNode)] + deeper
+    return [node for node in inner if isinstance(node, nodes.CallNode)] + deeper

@@ -91,9 +91,9 @@ class BackendContract:
 
     def pending(self, ref: Any) -> Pending:
         """Return the unredeemed ticket of a ref."""
-        found = collect([ref], 60)[0]
-        assert type(found) is Pending, f"a value of {self.name} went inline: {type(found)}"
-        return found
+        value = collect([ref], 60)[0]
+        assert type(value) is Pending, f"a value of {self.name} went inline: {type(value)}"
+        return value
 
     def redeem(self, pending: Pending, timeout_s: float = 60) -> Any:
         """Fetch a value over the tested transport; return it in host memory."""

@@ -47,18 +47,18 @@ def snapshot() -> Snapshot:
 
 def descriptors(pid: int | str = "self") -> list[str]:
     """Return raylane's memfds that a process has open, as `number target`, or has mapped, as `range target`."""
-    found = []
+    open_descriptors = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(link)
         except OSError:  # closed meanwhile, such as the descriptor with which iterdir lists this folder
             continue
         if "memfd:raylane" in target:
-            found.append(f"{link.name} {target}")
+            open_descriptors.append(f"{link.name} {target}")
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         if "memfd:raylane" in line:
-            found.append(f"{line.split()[0]} {line.split()[-2]}")
-    return found
+            open_descriptors.append(f"{line.split()[0]} {line.split()[-2]}")
+    return open_descriptors
 
 
 def leaks(before: Snapshot, *, within_s: float = 10.0) -> list[str]:
@@ -75,15 +75,15 @@ def leaks(before: Snapshot, *, within_s: float = 10.0) -> list[str]:
     endpoint.close()
     while True:
         now = snapshot()
-        left = [
+        leaked = [
             *(f"actor {name}" for name in sorted(now.actors - before.actors)),
             *(f"thread {name}" for name in sorted(now.threads - before.threads)),
             *(f"descriptor {name}" for name in sorted(now.descriptors - before.descriptors)),
             *(f"/dev/shm/{name}" for name in sorted(now.shm - before.shm)),
             *left_entries,
         ]
-        if not left or time.monotonic() >= deadline:
-            return left
+        if not leaked or time.monotonic() >= deadline:
+            return leaked
         gc.collect()
         time.sleep(0.05)
 

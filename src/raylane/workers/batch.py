@@ -119,7 +119,7 @@ class BatchDict(dict[str, Any]):
             return [self.slice(i * rows, (i + 1) * rows) for i in range(shards)]
         # Rows of a shard are not contiguous now: shard i takes its part out of each global batch.
         starts = [[step * batch_size + i * rows for step in range(steps)] for i in range(shards)]
-        return [self.select([at + row for at in own for row in range(rows)]) for own in starts]
+        return [self.select([at + row for at in own_starts for row in range(rows)]) for own_starts in starts]
 
     def reorder(self, order: Sequence[int]) -> BatchDict:
         """Return a batch whose row i is row order[i]; `inverse_order` undoes it. ValueError unless a permutation."""

@@ -110,12 +110,14 @@ def _bind_passes(plan: DispatchPlan, actors: Sequence[Any], begun: Mapping[Worke
     heads = {call.rank: node for call, node in begun.items()}
     last: dict[int, Any] = {}
     values: list[Any] = []
-    for one in plan.passes:
-        source = () if one.source is None else (values[one.source],)
-        node = bind(actors[one.rank].run_pass, heads[one.rank], one.method, *one.args, *source)
-        heads[one.rank] = node[0]
+    for bound_pass in plan.passes:
+        source = () if bound_pass.source is None else (values[bound_pass.source],)
+        node = bind(
+            actors[bound_pass.rank].run_pass, heads[bound_pass.rank], bound_pass.method, *bound_pass.args, *source
+        )
+        heads[bound_pass.rank] = node[0]
         values.append(node[1])
-        last[one.rank] = node[1]
+        last[bound_pass.rank] = node[1]
     return {call: last[call.rank] for call in plan.calls}
 
 
@@ -144,9 +146,9 @@ class GraphCalls:
         """
         if self._error is not None:
             raise self._error
-        left = deadline.left_s()
+        remaining_s = deadline.left_s()
         try:
-            values: list[Any] = self._result.get(math.inf if left is None else left)
+            values: list[Any] = self._result.get(math.inf if remaining_s is None else remaining_s)
             return values
         except RayError as error:
             # An error of this wait, not one of a method that waits for a graph of its own.
@@ -276,7 +278,7 @@ class CompiledWorkerGroup(WorkerGroup):
                 return FailedCalls(dead)
             graph = self._graphs.get(plan) or self._compile(plan)
             self._wait_for_turn(label, graph)
-            arguments = {path: _with_values(one) for path, one in slices.items()}
+            arguments = {path: _with_values(values_of_path) for path, values_of_path in slices.items()}
             head = (self._failures.count, method)
             result = graph.execute(head, arguments, {name: _value(value) for name, value in common.items()})
             return GraphCalls(graph, result, self._rank_of_actor)
@@ -288,7 +290,7 @@ class CompiledWorkerGroup(WorkerGroup):
                 return super()._deliver(label, method, plan, slices, common)
             if isinstance(error, GraphPlanError):
                 raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
-            alive = all(one.graph.ended_by is None for one in self._graphs.values())
+            alive = all(values_of_path.graph.ended_by is None for values_of_path in self._graphs.values())
             if isinstance(error, GraphTimeoutError) and alive:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: {error}") from error
             return FailedCalls(lost_worker(label, error, self._rank_of_actor))
@@ -353,12 +355,12 @@ class CompiledWorkerGroup(WorkerGroup):
     def _wait_for_turn(self, label: str, graph: CallGraph) -> None:
         """Wait until the calls under way in other graphs have ended, and until this graph has room for a call."""
         for other in self._graphs.values():
-            left = 0 if other is not graph else self.inflight - 1
+            allowed = 0 if other is not graph else self.inflight - 1
             # No limit while all is well: a call may take hours.
-            if other.graph.drain(self._send_within.left_s(), left=left, stop_at_failure=True):
+            if other.graph.drain(self._send_within.left_s(), remaining=allowed, stop_at_failure=True):
                 continue
             limit = self._send_within.left_s()
-            if not other.graph.drain(STUCK_S if limit is None else min(STUCK_S, limit), left=left):
+            if not other.graph.drain(STUCK_S if limit is None else min(STUCK_S, limit), remaining=allowed):
                 raise WorkerGroupError(
                     f"{self!r}: {label} was not sent: an earlier call has failed, or was not done in time, and other "
                     "workers are still in it. They probably wait in a collective. Call recover(), which starts all "

@@ -61,14 +61,14 @@ class DispatchPlan:
 
     def __post_init__(self) -> None:
         ranks = set(self.called_ranks)
-        for position, one in enumerate(self.passes):
-            if one.rank not in ranks:
+        for position, planned in enumerate(self.passes):
+            if planned.rank not in ranks:
                 raise ValueError(
-                    f"passes[{position}]: rank {one.rank} is not called; the called ranks are {sorted(ranks)}"
+                    f"passes[{position}]: rank {planned.rank} is not called; the called ranks are {sorted(ranks)}"
                 )
-            if one.source is not None and not 0 <= one.source < position:
-                raise ValueError(f"passes[{position}]: source {one.source} must be the position of an earlier pass")
-        if self.passes and (without := sorted(ranks.difference(one.rank for one in self.passes))):
+            if planned.source is not None and not 0 <= planned.source < position:
+                raise ValueError(f"passes[{position}]: source {planned.source} must be the position of an earlier pass")
+        if self.passes and (without := sorted(ranks.difference(planned.rank for planned in self.passes))):
             raise ValueError(f"passes: every called rank needs at least one, and ranks {without} have none")
 
     @cached_property

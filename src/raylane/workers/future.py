@@ -166,8 +166,8 @@ def _cause(
     """Return the error to raise: the death of a worker if one follows soon, else the first failure itself."""
     # Also read the results of the others meanwhile, because each of them may carry the death of a worker.
     first = translated(error, ranks[ref], label)
-    left = limit.left_s()
-    grace = Deadline(_CAUSE_GRACE_S if left is None else min(_CAUSE_GRACE_S, left))
+    remaining_s = limit.left_s()
+    grace = Deadline(_CAUSE_GRACE_S if remaining_s is None else min(_CAUSE_GRACE_S, remaining_s))
     while pending and not isinstance(first, WorkerLostError):
         done, pending = ray.wait(pending, num_returns=1, timeout=grace.left_s())
         if not done:
@@ -175,9 +175,9 @@ def _cause(
         try:
             ray.get(done[0])
         except RayError as other:
-            found = translated(other, ranks[done[0]], label)
-            if isinstance(found, WorkerLostError):
-                return found
+            cause = translated(other, ranks[done[0]], label)
+            if isinstance(cause, WorkerLostError):
+                return cause
     return first
 
 

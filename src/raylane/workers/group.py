@@ -206,14 +206,14 @@ class WorkerGroup:
 
     def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: Any) -> DispatchPlan:
         """Return a plan that `dispatch` makes of these axes, made once: a program repeats the same few calls."""
-        if any(isinstance(one, str) for one in axes):
+        if any(isinstance(axis, str) for axis in axes):
             return make(self._sharding, *axes, **how)  # raises TypeError: a string is no list of axes
         key = (make, tuple(map(tuple, axes)), *how.items())
         plan = self._plans.get(key)
         if plan is None:
             plan = make(self._sharding, *axes, **how)
-            for one in plan.passes:
-                check_call(self._class, one.method, len(one.args) + (one.source is not None), ())
+            for axis in plan.passes:
+                check_call(self._class, axis.method, len(axis.args) + (axis.source is not None), ())
             self._plans[key] = plan
         return plan
 
@@ -272,14 +272,14 @@ class WorkerGroup:
                 "this group uses plain Ray calls. Use a CompiledWorkerGroup with mode='required'"
             )
         head = (self._failures.count, method)
-        put_slices = {path: _put_arrays(one) for path, one in slices.items()}
+        put_slices = {path: _put_arrays(values_of_path) for path, values_of_path in slices.items()}
         shared = _put_arrays(dict(common))
         if len(slices) > 1:
             # Try to pickle all slices first: otherwise a bad one could be found after others were sent, and the
             # workers that were called would wait for the others in a collective.
-            for one in put_slices.values():
+            for values_of_path in put_slices.values():
                 try:
-                    _TrialPickler(_NullFile(), protocol=5).dump(one)
+                    _TrialPickler(_NullFile(), protocol=5).dump(values_of_path)
                 except Exception as error:
                     raise unpicklable(label, error) from error
         refs: list[Any] = []
@@ -301,7 +301,7 @@ class WorkerGroup:
         """
         self._under_way = [future for future in self._under_way if not future.done()]
         deadline = Deadline(STUCK_S)
-        for future in [one for one in self._under_way if one.generation < self._failures.count]:
+        for future in [call for call in self._under_way if call.generation < self._failures.count]:
             while late := sorted(set(future.late_ranks()).intersection(plan.called_ranks)):
                 if deadline.left_s() == 0:
                     raise WorkerGroupError(

@@ -85,12 +85,12 @@ class WorkerHost:
         """Keep the references in the arguments of the constructor, which runs next."""
         self._held = references
 
-    def call(self, head: Head, returns: bool, own: Arguments, common: Mapping[str, Any]) -> Any:
+    def call(self, head: Head, returns: bool, own_arguments: Arguments, common: Mapping[str, Any]) -> Any:
         """Run a method with this worker's own arguments and the common ones; return its result only if `returns`.
 
         An ObjectRef among the arguments is replaced by its value, as in any call of Ray.
         """
-        args, kwargs = own
+        args, kwargs = own_arguments
         named = {name: _value(value) for name, value in {**kwargs, **common}.items()}
         result = self._run(head, tuple(map(_value, args)), named)
         return result if returns else None
@@ -113,15 +113,15 @@ class WorkerHost:
         self.run(message)
         return message[0]
 
-    def run_share(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> Any:
+    def run_share(self, shared: tuple[Head, Mapping[str, Any]], own_arguments: Arguments) -> Any:
         """Run a method with this worker's own arguments and the common ones."""
         head, common = shared
-        args, kwargs = own
+        args, kwargs = own_arguments
         return self._run(head, args, {**kwargs, **common})
 
-    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own: Arguments) -> Head:
+    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own_arguments: Arguments) -> Head:
         """Do as `run_share`, but return only the head of the message."""
-        self.run_share(shared, own)
+        self.run_share(shared, own_arguments)
         return shared[0]
 
     def run_pass(self, head: Head, method: str, *args: Any) -> tuple[Head, Any]:

@@ -113,8 +113,8 @@ class NamedSharding:
         """Fix some coordinates; return the sharding over the remaining axes, or a rank if every axis is fixed."""
         index = self._fix(coords)
         part = self._layout[index]
-        left = [name for name in self._names if name not in coords]
-        return NamedSharding(part, left) if left else int(part)
+        unused = [name for name in self._names if name not in coords]
+        return NamedSharding(part, unused) if unused else int(part)
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
         """Return the ranks with these coordinates in layout order; all ranks if no coordinate is given."""

@@ -22,11 +22,11 @@ class ChannelEnds:
     """Opens the ends of one process. Maps each segment once, whatever the number of rings in it."""
 
     def __init__(
-        self, layout: Layout, made: Iterable[Segment] = (), links: Mapping[tuple[int, int], PeerLink] = {}
+        self, layout: Layout, segments: Iterable[Segment] = (), links: Mapping[tuple[int, int], PeerLink] = {}
     ) -> None:
-        """Create without ends. `made` are segments of this process, `links` its links by (member, level)."""
+        """Create without ends. `segments` are those of this process, `links` its links by (member, level)."""
         self._layout = layout
-        self._segments = {segment.path: segment for segment in made}
+        self._segments = {segment.path: segment for segment in segments}
         self._links = links
 
     def _open(self, path: str, owner: int) -> Segment:
@@ -54,17 +54,17 @@ class ChannelEnds:
 
     def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> Writer | PublishingWriter:
         """Open the writing end of an edge; `label` names its value."""
-        found = self.writer(edge.index, pool)
+        writer = self.writer(edge.index, pool)
         if edge.transport in EDGE_TRANSPORTS:
-            return found
-        return PublishingWriter(found, edge.transport, self._layout.slots(edge.index), label)
+            return writer
+        return PublishingWriter(writer, edge.transport, self._layout.slots(edge.index), label)
 
     def writer(self, channel: int, pool: LeasePool) -> Writer:
         """Open the writing end of a channel: the ring's own writer where no message leaves this host."""
-        own = self.ring_writer(channel, pool) if self._layout.readers_here(channel) else None
-        found = self.fan_out(channel, own) or own
-        assert found is not None, f"channel {channel} has no reader"
-        return found
+        ring = self.ring_writer(channel, pool) if self._layout.readers_here(channel) else None
+        writer = self.fan_out(channel, ring) or ring
+        assert writer is not None, f"channel {channel} has no reader"
+        return writer
 
     def fan_out(self, channel: int, ring: RingWriter | None) -> FanOutWriter | None:
         """Return the writer over the links of this process, which must be open; None if a channel needs none."""

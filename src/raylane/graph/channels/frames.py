@@ -77,8 +77,8 @@ def pack_receipt(channel: int, sequence: int) -> bytes:
 
 def unpack_receipt(data: Any) -> tuple[int, int]:
     """Read a receipt as (channel, sequence)."""
-    found: tuple[int, int] = _RECEIPT.unpack(data)
-    return found
+    receipt: tuple[int, int] = _RECEIPT.unpack(data)
+    return receipt
 
 
 def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
@@ -86,13 +86,13 @@ def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
     if len(pieces) == 1:
         sock.sendall(pieces[0])
         return
-    left = [piece for piece in pieces if piece.nbytes]
-    while left:
-        sent = sock.sendmsg(left[:_MAX_PIECES])  # may send less than all, also in the middle of a piece
-        while left and sent >= left[0].nbytes:
-            sent -= left.pop(0).nbytes
+    remaining = [piece for piece in pieces if piece.nbytes]
+    while remaining:
+        sent = sock.sendmsg(remaining[:_MAX_PIECES])  # may send less than all, also in the middle of a piece
+        while remaining and sent >= remaining[0].nbytes:
+            sent -= remaining.pop(0).nbytes
         if sent:
-            left[0] = left[0][sent:]
+            remaining[0] = remaining[0][sent:]
 
 
 class FrameReader:

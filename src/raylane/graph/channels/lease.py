@@ -223,11 +223,15 @@ class LeasePool:
 
     def has_room(self, capacities: Sequence[int]) -> bool:
         """Return True if messages of these sizes can be leased now without waiting, or would be refused at once."""
-        wanted = sum(size_class(max(capacity, 1)) for capacity in capacities)
-        if not self.lifecycle.running or wanted > self.limit_bytes or self._leased_bytes + wanted <= self.limit_bytes:
+        needed_bytes = sum(size_class(max(capacity, 1)) for capacity in capacities)
+        if (
+            not self.lifecycle.running
+            or needed_bytes > self.limit_bytes
+            or self._leased_bytes + needed_bytes <= self.limit_bytes
+        ):
             return True
         self.reclaim()
-        return self._leased_bytes + wanted <= self.limit_bytes
+        return self._leased_bytes + needed_bytes <= self.limit_bytes
 
     def cancel(self, reservation: Reservation) -> None:
         """End a lease whose descriptor was not sent to any reader."""
@@ -265,20 +269,20 @@ class LeasePool:
         deadline = None
         while True:
             # Capacities are size classes, so equality finds a segment for most messages of similar size.
-            found = next((lease for lease in self._idle if lease.capacity == capacity), None)
-            if found is not None:
-                self._idle.remove(found)
-                return found
+            idle_lease = next((lease for lease in self._idle if lease.capacity == capacity), None)
+            if idle_lease is not None:
+                self._idle.remove(idle_lease)
+                return idle_lease
             if self._leased_bytes + capacity <= self.limit_bytes or not self.lifecycle.running:
                 return self._create(capacity)
             if not self.reclaim():
                 if not self.waits:
                     raise PoolFull(self._full_reason(capacity))
                 deadline = deadline or Deadline(self.timeout_s)
-                left = deadline.left_s()
-                if left is not None and left <= 0:
+                remaining_s = deadline.left_s()
+                if remaining_s is not None and remaining_s <= 0:
                     raise GraphTimeoutError(self._full_reason(capacity))
-                time.sleep(POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S))
+                time.sleep(POLL_INTERVAL_S if remaining_s is None else min(remaining_s, POLL_INTERVAL_S))
 
     def _create(self, capacity: int) -> _Lease:
         used = self._leased_bytes + self.idle_bytes
@@ -306,7 +310,7 @@ class LeasePool:
         """
         self._reclaim_handed(len(self._handed) if limit is None else limit)
         limit = self.leased_count if limit is None else limit
-        found = False
+        reclaimed = False
         for _ in range(min(limit, len(self._leased))):
             lease = self._leased.popleft()
             if lease.returned():
@@ -315,7 +319,7 @@ class LeasePool:
                     self._idle.append(lease)
                 else:
                     lease.segment.discard()  # again: a reader that died after its post has not done so
-                found = True
+                reclaimed = True
             elif len(self._leased) >= MAX_OPEN_LEASES and (
                 # So many later messages were read that every reader must have mapped this segment: no reader needs
                 # the path any more.
@@ -330,13 +334,13 @@ class LeasePool:
             if lease.returned():
                 self._leased_bytes -= lease.capacity
                 lease.segment.discard()  # cannot be leased again: without a descriptor it has no path
-                found = True
+                reclaimed = True
             else:
                 self._without_fd.append(lease)
         # Idle memory is bounded: a burst of large messages must not keep its memory for ever.
         while len(self._idle) > MAX_IDLE or (len(self._idle) > KEPT_SEGMENTS and self.idle_bytes > KEPT_BYTES):
             self._discard_oldest()
-        return found
+        return reclaimed
 
     def close(self) -> None:
         """Free what is idle and forget what is leased, of a graph that has ended. Readers keep their arrays."""

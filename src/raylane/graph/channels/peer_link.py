@@ -152,8 +152,8 @@ class PeerLink:
                     self._reconnect("it was closed")
                     continue
                 try:
-                    found, number = frames.unpack_receipt(_receive_exactly(self._socket, frames.RECEIPT_BYTES))
-                    self._confirmed[found] = max(number, self._confirmed.get(found, -1))
+                    token, number = frames.unpack_receipt(_receive_exactly(self._socket, frames.RECEIPT_BYTES))
+                    self._confirmed[token] = max(number, self._confirmed.get(token, -1))
                 except OSError as error:
                     self._reconnect(str(error))
                 except BaseException:
@@ -222,13 +222,15 @@ class PeerLink:
         deadline = Deadline(self._timeout_s)
         pause_s = FIRST_PAUSE_S
         while not lifecycle.disconnecting:
-            left = deadline.left_s()
-            if left is not None and left <= 0:
+            remaining_s = deadline.left_s()
+            if remaining_s is not None and remaining_s <= 0:
                 self._abandon()
                 self._events.peer_unreachable(self._member, why)
                 return
             try:
-                self._connect(Deadline(ATTEMPT_S if left is None else max(SHORTEST_ATTEMPT_S, min(left, ATTEMPT_S))))
+                self._connect(
+                    Deadline(ATTEMPT_S if remaining_s is None else max(SHORTEST_ATTEMPT_S, min(remaining_s, ATTEMPT_S)))
+                )
                 self.reconnections += 1
                 log.info("reconnected to %s: the connection had broken (%s)", self._name, why)
                 return

@@ -80,28 +80,32 @@ class PeerNetwork:
 
     # Setting up
 
-    def prepare(self, made: Iterable[Segment] = ()) -> dict[tuple[int, int], RingSpec]:
+    def prepare(self, segments: Iterable[Segment] = ()) -> dict[tuple[int, int], RingSpec]:
         """Create the rings that this process writes, and accept connections of the graph. Return the new rings.
 
-        `made` are segments of this process with rings that the layout names already.
+        `segments` are those of this process with rings that the layout names already.
         """
-        layout, own = self.layout, self.layout.member
+        layout, member = self.layout, self.layout.member
         # One pool for each peer and level: a receiver that waits for memory must not hold up another one. Only these
         # peers may connect: the listener refuses any other member and level.
         self._pools = {
             (source, level): LeasePool(layout.max_lent_bytes, layout.timeout_s, lifecycle=self.lifecycle)
             for source, to, level in layout.links
-            if to == own
+            if to == member
         }
-        wanted = [at for at in ((c, own) for c in layout.routes if layout.readers_here(c)) if at not in layout.rings]
-        rings = ring.make_rings([layout.new_ring(channel, own, layout.readers_here(channel)) for channel, _ in wanted])
-        new = {at: spec for at, (spec, _) in zip(wanted, rings, strict=True)}
+        missing_rings = [
+            at for at in ((c, member) for c in layout.routes if layout.readers_here(c)) if at not in layout.rings
+        ]
+        rings = ring.make_rings(
+            [layout.new_ring(channel, member, layout.readers_here(channel)) for channel, _ in missing_rings]
+        )
+        new = {at: spec for at, (spec, _) in zip(missing_rings, rings, strict=True)}
         self._made = [segment for _, segment in rings]
         self.layout = dataclasses.replace(layout, rings={**layout.rings, **new})
-        ends = ChannelEnds(self.layout, [*made, *self._made])
+        ends = ChannelEnds(self.layout, [*segments, *self._made])
         for channel, route in layout.routes.items():
             for relay in route.relays:
-                if relay.member == own:
+                if relay.member == member:
                     pool = self._pools[relay.source, relay.level]
                     self._inbound[channel] = InboundChannel(ends.ring_writer(channel, pool))
         endpoints.endpoint().streams[layout.key] = self._accept  # last: from now on peers may connect
@@ -118,7 +122,7 @@ class PeerNetwork:
         for source, to, level in layout.links:
             if source != layout.member:
                 continue
-            own, name, address = layout.names[source], layout.names[to], endpoint.address_of(layout.sources[to])
+            own_name, name, address = layout.names[source], layout.names[to], endpoint.address_of(layout.sources[to])
             link = self.links[to, level] = PeerLink(layout, to, level, address, endpoint.secret(), self)
             try:
                 link.open(deadline)
@@ -127,13 +131,13 @@ class PeerNetwork:
                 # and the driver prefers any other error to GraphClosedError.
                 if isinstance(error, PeerRefused) or isinstance(error.__cause__, ConnectionError):
                     raise GraphClosedError(
-                        f"{own} cannot connect to {name}, which ended or left the graph while it "
+                        f"{own_name} cannot connect to {name}, which ended or left the graph while it "
                         f"was compiled: {error}. If it did not, check that TCP connections between all ports of Ray's "
                         "worker processes are allowed"
                     ) from error
                 kind = GraphTimeoutError if isinstance(error, TimeoutError) else GraphPlanError
                 raise kind(
-                    f"{own} cannot connect to {name} at {address}: {error}. The hosts of a "
+                    f"{own_name} cannot connect to {name} at {address}: {error}. The hosts of a "
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
         ends = ChannelEnds(layout, links=self.links)
@@ -187,9 +191,9 @@ class PeerNetwork:
 
     def peer_unreachable(self, member: int, why: str) -> None:
         """Handle that a peer could not be reached again (an event of `PeerLink`)."""
-        names, own = self.layout.names, self.layout.member
+        names, own_member = self.layout.names, self.layout.member
         text = (
-            f"the connection from {names[own]} to {names[member]} broke and could not be opened again within "
+            f"the connection from {names[own_member]} to {names[member]} broke and could not be opened again within "
             f"{self.layout.timeout_s} s: {why}"
         )
         if member == DRIVER:

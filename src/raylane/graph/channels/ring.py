@@ -111,12 +111,12 @@ def make_rings(rings: Sequence[RingSpec]) -> list[tuple[RingSpec, Segment]]:
         return []
     # Pages are allocated when they are first written, so unused slots cost no memory.
     segment = Segment.make(end)
-    made = []
+    segments = []
     for spec, offset in zip(rings, offsets, strict=True):
         for index in range(len(spec.readers)):
             semaphore.init(segment.address + offset + index * SEMAPHORE_BYTES)
-        made.append((spec._replace(path=segment.path, offset=offset), segment))
-    return made
+        segments.append((spec._replace(path=segment.path, offset=offset), segment))
+    return segments
 
 
 def _check_size(segment: Segment, spec: RingSpec) -> None:
@@ -169,8 +169,8 @@ class RingWriter:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         lent = _lent_flags(len(message.body), sizes)
-        found = _handed_over(message.buffers)
-        parts = [size for size, place in zip(sizes, found, strict=True) if place is None]
+        regions = _handed_over(message.buffers)
+        parts = [size for size, place in zip(sizes, regions, strict=True) if place is None]
         parts += [len(message.body)] if lent & LENT_BODY else []
         return segment_offsets(parts)[1] if lent else 0
 
@@ -211,19 +211,19 @@ class RingWriter:
         nbytes = sum(sizes) + len(body)
         parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
         if lent := _lent_flags(len(body), sizes):
-            found = _handed_over(buffers)
-            copied = [buffer for buffer, place in zip(buffers, found, strict=True) if place is None]
+            regions = _handed_over(buffers)
+            copied = [buffer for buffer, place in zip(buffers, regions, strict=True) if place is None]
             with_body = bool(lent & LENT_BODY)
             copied += [body] if with_body else []
             # The lease may wait or fail: nothing of the slot has been written by then.
             place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
             # Something needs no copy: the message names its place instead.
             if len(copied) < len(buffers) + with_body:
-                place = place, [None if one is None else tuple(one[0]) for one in found]
+                place = place, [None if region is None else tuple(region[0]) for region in regions]
                 flags |= HANDED_OVER
-                for one in found:
-                    if one is not None:
-                        self._pool.hand_over(one[1], len(self._spec.readers))
+                for region in regions:
+                    if region is not None:
+                        self._pool.hand_over(region[1], len(self._spec.readers))
             parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
             flags |= lent
         self._fill(sequence, kind, parts, body, flags)
@@ -244,13 +244,13 @@ class RingWriter:
 
 def _handed_over(buffers: Sequence[Any]) -> list[tuple[Place, Region] | None]:
     """Return (place, region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
-    found: list[tuple[Place, Region] | None] = []
+    regions: list[tuple[Place, Region] | None] = []
     count = 0
     for buffer in buffers:
         place = handover.find(buffer) if count < MAX_PLACES else None
-        found.append(place)
+        regions.append(place)
         count += place is not None
-    return found
+    return regions
 
 
 def _lent_flags(body_bytes: int, sizes: Sequence[int]) -> int:
@@ -318,11 +318,11 @@ class RingReader:
         whole: Any = parts.pop()
         if not flags & (LENT_BUFFERS | LENT_BODY):
             return Received(kind, flags, whole, parts, False)
-        found, places = pickle.loads(parts[0]), []
+        records, places = pickle.loads(parts[0]), []
         if flags & HANDED_OVER:
-            found, places = found
+            records, places = records
         writable = not self._shared
-        borrowed = [] if found is None else self._leases.borrow(Descriptor(*found), self._index, writable=writable)
+        borrowed = [] if records is None else self._leases.borrow(Descriptor(*records), self._index, writable=writable)
         if flags & LENT_BODY:
             whole = borrowed.pop()
         for index, place in enumerate(places):

@@ -95,7 +95,7 @@ class ChannelSetup:
             for writer, readers in route.rings.items()
             if member == writer or member in readers
         )
-        told = {reader for route in routes.values() for reader in route.rings.get(member, ())}
+        ring_readers = {reader for route in routes.values() for reader in route.rings.get(member, ())}
         return Layout(
             graph=self.graph,
             member=member,
@@ -106,7 +106,7 @@ class ChannelSetup:
             max_lent_bytes=self._max_lent_bytes,
             near_driver=self._hosts[member] == self._hosts[DRIVER],
             routes=routes,
-            doorbells={reader: self._doorbells[reader] for reader in told},
+            doorbells={reader: self._doorbells[reader] for reader in ring_readers},
             links=tuple(links),
             rings={at: self._rings[at] for at in used if at in self._rings},
             sources={to: self._sources[to] for _, to, _ in links if to in self._sources},
@@ -115,15 +115,15 @@ class ChannelSetup:
     def create_rings(self) -> None:
         """Create all rings of the driver's host. Writers on other hosts create theirs."""
         routes = self._connections.routes.all
-        own = self._layout(DRIVER)
-        wanted = {
-            (route.channel, writer): own.new_ring(route.channel, writer, readers)
+        driver_layout = self._layout(DRIVER)
+        sizes = {
+            (route.channel, writer): driver_layout.new_ring(route.channel, writer, readers)
             for route in routes
             for writer, readers in route.rings.items()
             if self._hosts[writer] == self._hosts[DRIVER]
         }
         # One segment for all rings: a descriptor for each edge would exhaust `ulimit -n` in large graphs.
-        for at, (spec, segment) in zip(wanted, ring.make_rings(list(wanted.values())), strict=True):
+        for at, (spec, segment) in zip(sizes, ring.make_rings(list(sizes.values())), strict=True):
             self._rings[at] = spec
             self._made.append(segment)
 

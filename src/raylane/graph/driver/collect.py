@@ -143,8 +143,8 @@ class Collector:
                     self.after_reading()
             else:
                 self._follow(ready, deadline)
-            left = deadline.left_s()
-            if left is not None and left <= 0:
+            remaining_s = deadline.left_s()
+            if remaining_s is not None and remaining_s <= 0:
                 return ready()
         return True
 
@@ -156,8 +156,8 @@ class Collector:
                 self._notify_followers()
             if ready():
                 return
-            left = deadline.left_s()
-            if left is not None and left <= 0:
+            remaining_s = deadline.left_s()
+            if remaining_s is not None and remaining_s <= 0:
                 return
             if doorbell.absorb():
                 continue
@@ -168,7 +168,7 @@ class Collector:
                     continue
                 doorbell.read = doorbell.consumed  # it was `notify`
             # At most a second: a safety net in case a wake-up is missed.
-            if not doorbell.wait(CHECK_S if left is None else min(left, CHECK_S)):
+            if not doorbell.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)):
                 self._poll_reports()
 
     def _follow(self, ready: Callable[[], bool], deadline: Deadline) -> None:
@@ -178,10 +178,10 @@ class Collector:
                 # Check again under the condition's lock: a leader that saw no follower did not notify.
                 if not self.lock.lock.locked() or ready():
                     return
-                left = deadline.left_s()
+                remaining_s = deadline.left_s()
                 seen = self.lock.observe()
-                notified = self._changed.wait(CHECK_S if left is None else min(left, CHECK_S))
-                if notified or (left is not None and left < CHECK_S):
+                notified = self._changed.wait(CHECK_S if remaining_s is None else min(remaining_s, CHECK_S))
+                if notified or (remaining_s is not None and remaining_s < CHECK_S):
                     return
                 if entered_twice(self.lock):
                     raise GraphError(
@@ -229,8 +229,8 @@ class Collector:
                 if edge.fetching is not None:
                     completed |= self._take_fetched(edge)
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
-                while executions.pending and edge.fetching is None and (found := edge.poll()) is not None:
-                    completed |= self.read(edge, *found)
+                while executions.pending and edge.fetching is None and (message := edge.poll()) is not None:
+                    completed |= self.read(edge, *message)
             if executions.early_failures:
                 completed |= self._fail_early()
         except BaseException as error:  # Ctrl-C too
@@ -279,10 +279,10 @@ class Collector:
         """Return the edges that may have messages: those whose flag is set, or all if there is none."""
         if self.edge_count == 1:
             return self.edges
-        found: list[CollectedEdge] = []
+        flagged: list[CollectedEdge] = []
         while (flag := self.doorbell.flagged()) >= 0:
-            found += self._by_flag.get(flag, ())
-        return found or self.edges
+            flagged += self._by_flag.get(flag, ())
+        return flagged or self.edges
 
     def interrupted(self, error: BaseException) -> None:
         """End the graph after an interrupt between a message and its value: edges are no longer in step."""
@@ -360,15 +360,15 @@ class Collector:
     def _fail_early(self) -> bool:
         """Fail the results whose failure actors have reported. Return True if there were any."""
         executions = self.executions
-        found = False
+        failed = False
         while executions.early_failures:
             execution, body = executions.early_failures.popleft()
             # A report may come after its execution has ended with the same error; then the index is negative.
             index = execution - executions.completed
             if 0 <= index < len(executions.pending) and not (result := executions.pending[index])._done:
                 result.fail(self._decode_error(body))
-                found = True
-        return found
+                failed = True
+        return failed
 
     def _decode_error(self, body: Any) -> BaseException:
         # Every reader gets an object of its own: tracebacks grow when an exception is raised.
@@ -499,6 +499,6 @@ class Collector:
     def counters(self) -> dict[int, tuple[int, int]]:
         """Return (messages, bytes) read so far, for each edge into the driver."""
         return {
-            edge: (found.reader.sequence, found.bytes)
-            for edge, found in zip(self._connections.readers, self.edges, strict=True)
+            edge: (collected.reader.sequence, collected.bytes)
+            for edge, collected in zip(self._connections.readers, self.edges, strict=True)
         }

@@ -76,7 +76,7 @@ class Connections:
 
     def describe_channels(self) -> dict[int, list[tuple[str, str]]]:
         """Return [(kind, note)] for each edge, for `show` and `draw`."""
-        found = {}
+        kinds = {}
         for edge in self.plan.edges:
             route = self.routes.edges[edge.index]
             kind, notes = routing.kind(route), [routing.note(route, self.plan.members)]
@@ -85,13 +85,13 @@ class Connections:
             elif self.with_gpus.intersection((edge.writer, *edge.readers)):
                 notes.append(CUDA_NOTE)
             kind = "tcp" if edge.transport == "tcp" else kind
-            found[edge.index] = [(kind, "; ".join(filter(None, notes)))]
-        return found
+            kinds[edge.index] = [(kind, "; ".join(filter(None, notes)))]
+        return kinds
 
     def leased_bytes(self) -> int:
         """Return the bytes that this process has leased to readers of its host."""
-        own = 0 if self.pool is None else self.pool.leased_bytes()
-        return own + (0 if self.network is None else self.network.leased_bytes())
+        driver_bytes = 0 if self.pool is None else self.pool.leased_bytes()
+        return driver_bytes + (0 if self.network is None else self.network.leased_bytes())
 
     def clock_offset_s(self, member: int) -> float:
         """Return time.perf_counter() of a member minus that of this process, measured when the graph was compiled.

@@ -118,8 +118,8 @@ class ControlChannels:
     def _next_answer(self, member: int, deadline: Deadline) -> Any:
         channel = self._channels[member - 1]
         while True:
-            left = deadline.left_s()
-            if block(channel.reader.full, POLL_S if left is None else min(left, POLL_S)):
+            remaining_s = deadline.left_s()
+            if block(channel.reader.full, POLL_S if remaining_s is None else min(remaining_s, POLL_S)):
                 self._read(member)
             if channel.arrived:
                 channel.answers += 1
@@ -129,7 +129,7 @@ class ControlChannels:
                 raise type(trouble)(trouble.message, **trouble.fields)
             if member in self.dead:
                 raise self.died(member)
-            if left is not None and left <= 0:
+            if remaining_s is not None and remaining_s <= 0:
                 raise GraphTimeoutError(
                     f"{self._names[member - 1]} did not answer within {deadline.timeout_s} s: it is running a method"
                 )

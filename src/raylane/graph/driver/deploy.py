@@ -52,11 +52,11 @@ def deploy(
     ids = {member: _ray.actor_id_of(actor) for member, actor in enumerate(actors, 1)}
 
     def describe(members: Iterable[int]) -> dict[int, ActorInfo]:
-        found = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
+        descriptions = _call_all(plan, actors, dict.fromkeys(members, (bootstrap.describe_actor,)), deadline)
         if len(_described) > MAX_DESCRIBED:
             _described.clear()
-        _described.update((ids[member], info) for member, info in found.items())
-        return found
+        _described.update((ids[member], info) for member, info in descriptions.items())
+        return descriptions
 
     def attempt(infos: Mapping[int, ActorInfo]) -> Connections:
         connections = Connections(plan, actors, [infos[member] for member in ids])
@@ -70,7 +70,7 @@ def deploy(
         _open_channels(connections, setup, deadline)
         return connections
 
-    known = {member: _described[found] for member, found in ids.items() if found in _described}
+    known = {member: _described[actor_id] for member, actor_id in ids.items() if actor_id in _described}
     infos = known | describe(member for member in ids if member not in known)
     try:
         return attempt(infos)
@@ -127,8 +127,8 @@ def _call_all(
         except GraphClosedError as error:
             # A secondary failure: the actor lost its link to another one. Prefer the other's own error, the cause.
             secondary = secondary or error
-            left = deadline.left_s()
-            deadline = Deadline(CAUSE_S if left is None else min(left, CAUSE_S))
+            remaining_s = deadline.left_s()
+            deadline = Deadline(CAUSE_S if remaining_s is None else min(remaining_s, CAUSE_S))
         except GraphTimeoutError:
             if secondary is None:
                 raise

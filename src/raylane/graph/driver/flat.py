@@ -100,10 +100,10 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
     def read(collector: Collector, result: GraphResult) -> None:
         """Read one message after a post of the doorbell."""
         try:  # also around `poll`: Ctrl-C may be raised when it has returned
-            found = poll()
-            if found is None:
+            message = poll()
+            if message is None:
                 return
-            kind, flags, body = found
+            kind, flags, body = message
             if kind != VALUE or body is None or pending[0] is not result or result._done:
                 collector.read(edge, kind, flags, body)
                 return

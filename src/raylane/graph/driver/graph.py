@@ -124,8 +124,8 @@ class CompiledGraph:
                 reason = type(error)
                 if isinstance(error, NotAdmitted):
                     prepared = error.prepared
-            left = deadline.left_s()
-            if left is not None and left <= 0:
+            remaining_s = deadline.left_s()
+            if remaining_s is not None and remaining_s <= 0:
                 raise self._submitter.timeout_error() from None
             # Readers post no doorbell when they return memory, so this is the one wait that polls.
             if reason is NoMemory:
@@ -134,7 +134,7 @@ class CompiledGraph:
             # Another thread holds the submit lock, perhaps pickling a large input: wait on a thread, not in the loop.
             if reason is SubmitBusy:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, self._submitter.wait_until_unlocked, left)
+                await loop.run_in_executor(None, self._submitter.wait_until_unlocked, remaining_s)
                 continue
             try:
                 oldest = self._executions.pending[0]
@@ -153,8 +153,8 @@ class CompiledGraph:
         """Error that has ended the graph; None while it runs."""
         return self._connections.lifecycle.error
 
-    def drain(self, timeout_s: float | None = None, *, left: int = 0, stop_at_failure: bool = False) -> bool:
-        """Wait until at most `left` executions are under way, for `timeout_s` seconds at most (None: no limit).
+    def drain(self, timeout_s: float | None = None, *, remaining: int = 0, stop_at_failure: bool = False) -> bool:
+        """Wait until at most `remaining` executions are under way, for `timeout_s` seconds at most (None: no limit).
 
         Return False after the timeout. With `stop_at_failure` also return False as soon as an execution has failed of
         which other calls still run. Reads no result.
@@ -164,8 +164,8 @@ class CompiledGraph:
         def failed() -> bool:
             return stop_at_failure and any(result._done for result in tuple(pending))
 
-        self._collector.collect_until(lambda: len(pending) <= left or failed(), Deadline(timeout_s))
-        return len(pending) <= left
+        self._collector.collect_until(lambda: len(pending) <= remaining or failed(), Deadline(timeout_s))
+        return len(pending) <= remaining
 
     def ended(self, result: GraphResult) -> bool:
         """Return True if every call of an execution has ended: a result may fail long before. Does not wait."""
@@ -257,7 +257,7 @@ class CompiledGraph:
             for task, execution, *times in records
             if execution >= oldest
         ]
-        return _Records(calls, [one for one in list(self._executions.records) if one[0] >= oldest], silent)
+        return _Records(calls, [record for record in list(self._executions.records) if record[0] >= oldest], silent)
 
     # Ending
 

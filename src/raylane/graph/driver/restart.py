@@ -36,13 +36,13 @@ def wait_until_alive(plan: Plan, actors: Sequence[Any], timeout_s: float | None)
         }
         if not waiting:
             return
-        left = deadline.left_s()
-        if left is not None and left <= 0:
+        remaining_s = deadline.left_s()
+        if remaining_s is not None and remaining_s <= 0:
             raise GraphTimeoutError(
                 f"{', '.join(waiting)} did not restart within {deadline.timeout_s} s: Ray restarts it still, or waits "
                 "for resources (ray status). Call recompile again, or compile with a larger timeout_s"
             )
-        time.sleep(POLL_S if left is None else min(left, POLL_S))
+        time.sleep(POLL_S if remaining_s is None else min(remaining_s, POLL_S))
 
 
 def _answers(name: str, actor: Any, ref: Any, deadline: Deadline) -> bool:

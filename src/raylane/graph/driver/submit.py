@@ -144,11 +144,11 @@ class Submitter:
         for value in self._collected_inputs:
             # A copy, as if the input had travelled: the caller may change its object before it gets the result.
             values[value] = messages.duplicate(encode(inputs[value]))
-        found: list[InputMessage] = [
+        encoded: list[InputMessage] = [
             (writer, (writer.encode if isinstance(writer, PublishingWriter) else encode)(inputs[value]), value)
             for writer, value in self._connections.inputs
         ]
-        return found, values
+        return encoded, values
 
     def _wait_for_lock(self, timeout_s: float | None) -> None:
         """Wait for the submit lock and take it."""
@@ -161,13 +161,13 @@ class Submitter:
             raise SubmitBusy("another thread is submitting an execution: try again, or call execute, which waits")
         deadline = Deadline(timeout_s)
         while True:
-            left = deadline.left_s()
+            remaining_s = deadline.left_s()
             seen = self.lock.observe()
-            if seen.lock.acquire(timeout=CHECK_S if left is None else min(left, CHECK_S)):
+            if seen.lock.acquire(timeout=CHECK_S if remaining_s is None else min(remaining_s, CHECK_S)):
                 return
-            if left is not None and left <= 0:
+            if remaining_s is not None and remaining_s <= 0:
                 raise self.timeout_error()
-            if left is not None and left < CHECK_S:
+            if remaining_s is not None and remaining_s < CHECK_S:
                 continue
             # The state of a half-done submission is unknown, so this lock is replaced and the graph ends.
             if self.lock.recover(seen):

@@ -89,10 +89,10 @@ class Arrivals:
         Until its execution was submitted an actor waits for the driver; from then on for the sender of the last input.
         If the inputs had arrived before, or their senders have no record, the time counts for the actor itself.
         """
-        found: dict[int, dict[int, float]] = {}
+        waits: dict[int, dict[int, float]] = {}
         for task, execution, ready_s, start_s, *_ in self.calls.values():
             member = self.plan.tasks[task].member
-            waited = found.setdefault(member, {})
+            waited = waits.setdefault(member, {})
             submitted_s = self.executions[execution][1] if execution in self.executions else ready_s
             begin_s = min(max(ready_s, submitted_s), start_s)
             last = self.last_input(task, execution)
@@ -100,4 +100,4 @@ class Arrivals:
             for other, seconds in ((DRIVER, begin_s - ready_s), (sender, start_s - begin_s)):
                 if seconds > 0:
                     waited[other] = waited.get(other, 0.0) + seconds
-        return found
+        return waits

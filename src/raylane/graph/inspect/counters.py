@@ -39,14 +39,14 @@ class CounterKey(NamedTuple):
 
 def counters_of(stats: Mapping[str, Any]) -> dict[CounterKey, float]:
     """Return the counters in the result of `CompiledGraph.stats`. Seconds are summed over the calls of an actor."""
-    found: dict[CounterKey, float] = {
+    counters: dict[CounterKey, float] = {
         CounterKey(f"raylane_graph_executions_{kind}", "", ""): count for kind, count in stats["executions"].items()
     }
     for call in stats["calls"].values():
         for field, counter in _SECONDS.items():
             key = CounterKey(counter, "actor", call["actor"])
-            found[key] = found.get(key, 0.0) + call[field]
+            counters[key] = counters.get(key, 0.0) + call[field]
     for edge, numbers in stats["edges"].items():
-        found[CounterKey("raylane_graph_edge_messages", "edge", edge)] = numbers["count"]
-        found[CounterKey("raylane_graph_edge_bytes", "edge", edge)] = numbers["bytes"]
-    return found
+        counters[CounterKey("raylane_graph_edge_messages", "edge", edge)] = numbers["count"]
+        counters[CounterKey("raylane_graph_edge_bytes", "edge", edge)] = numbers["bytes"]
+    return counters

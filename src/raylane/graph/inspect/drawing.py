@@ -132,7 +132,7 @@ def _columns(plan: Plan) -> list[int]:
             before[later].add(earlier)
     columns = [1] * len(before)
     for _ in before:  # the longest possible path; a plan with cycles ends here too
-        columns = [1 + max((columns[one] for one in earlier), default=0) for earlier in before]
+        columns = [1 + max((columns[earlier_task] for earlier_task in earlier), default=0) for earlier in before]
     return columns
 
 
@@ -188,10 +188,10 @@ class _Page:
         self.first_track: dict[int, float] = {}
         x = MARGIN + self.names
         for column in range(1 + max(box.column for box in self.boxes.values())):
-            here = [box for box in self.boxes.values() if box.column == column]
-            wanted = [max(LETTER * len(box.title), SMALL_LETTER * len(box.detail)) + 20 for box in here]
-            width = min(max(*wanted, BOX_WIDTHS[0]), BOX_WIDTHS[1]) if here else 0
-            for box in here:
+            boxes = [box for box in self.boxes.values() if box.column == column]
+            widths = [max(LETTER * len(box.title), SMALL_LETTER * len(box.detail)) + 20 for box in boxes]
+            width = min(max(*widths, BOX_WIDTHS[0]), BOX_WIDTHS[1]) if boxes else 0
+            for box in boxes:
                 box.x, box.width = x, width
             self.first_track[column] = x + width + 12
             tracks = sum(1 for gap, _ in self.upright if gap == column)
@@ -207,10 +207,10 @@ class _Page:
             self.tops[member] = y
             tracks = len({track for (lane, _), track in self.corridors.items() if lane == member})
             top = y + LANE_PADDING + TRACK * tracks
-            here = [box for box in self.boxes.values() if box.member == member]
-            for box in here:
+            boxes = [box for box in self.boxes.values() if box.member == member]
+            for box in boxes:
                 box.y = top
-            y = top + max((box.height for box in here), default=0) + LANE_PADDING
+            y = top + max((box.height for box in boxes), default=0) + LANE_PADDING
         self.tops[-1] = y
         return y
 

@@ -42,8 +42,8 @@ def _received(edge: int, counter: str, answers: dict[int, Any], collected: dict[
 
 def edge_label(plan: Plan, edge: int) -> str:
     """Return a name such as `input -> Encoder` or `Encoder.forward -> Head, driver`."""
-    found = plan.edges[edge]
-    return f"{plan.source_label(found.value)} -> {', '.join(plan.members[reader] for reader in found.readers)}"
+    planned = plan.edges[edge]
+    return f"{plan.source_label(planned.value)} -> {', '.join(plan.members[reader] for reader in planned.readers)}"
 
 
 def spent_of_answers(answers: Mapping[int, Any]) -> dict[int, Sequence[float]]:
@@ -62,7 +62,7 @@ def spent_of_records(plan: Plan, calls: Iterable[CallRecord]) -> dict[int, Seque
         member = plan.tasks[task].member
         before = spent.get(member, (0.0, 0.0, 0.0))
         new = (max(0.0, start_s - ready_s), end_s - start_s, sent_s - end_s)
-        spent[member] = [one + other for one, other in zip(before, new, strict=True)]
+        spent[member] = [earlier + other for earlier, other in zip(before, new, strict=True)]
     return spent
 
 

@@ -45,8 +45,8 @@ def chrome_trace(
     `send`. Arrows are drawn where both ends are known. Times in the trace are microseconds since the first record.
     The metadata tell in words where the time of each actor went.
     """
-    calls, executions = sorted(calls, key=lambda call: call[3]), sorted(executions, key=lambda one: one[1])
-    begin = min([*(call[2] for call in calls), *(one[1] for one in executions)], default=0.0)
+    calls, executions = sorted(calls, key=lambda call: call[3]), sorted(executions, key=lambda record: record[1])
+    begin = min([*(call[2] for call in calls), *(record[1] for record in executions)], default=0.0)
     arrivals = Arrivals(plan, calls, executions)
     trace = _Trace(plan, begin, arrivals)
     for number, submitted_s, completed_s in executions:

@@ -185,8 +185,8 @@ class Plan:
     def source_label(self, value: int) -> str:
         """Return the name of a value for people: `input[0]`, `Encoder.forward[1]`, `Head.loss (part 1 of 4)`."""
         # Selected values are named like the expression that selects them.
-        found = self.values[value]
-        return ("input" if found.source == INPUT else self.labels[found.source]) + steps_label(found.steps)
+        planned = self.values[value]
+        return ("input" if planned.source == INPUT else self.labels[planned.source]) + steps_label(planned.steps)
 
 
 def steps_label(steps: tuple[Step, ...]) -> str:

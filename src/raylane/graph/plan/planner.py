@@ -173,8 +173,8 @@ class _Planner:
         if not isinstance(call, CollectiveNode):
             return None
         combines = sorted((c for c in call.calls if c.collective.role == "combine"), key=lambda c: c.collective.rank)
-        members = tuple(self.keys[self.identify(one.actor)] for one in combines)
-        number = min(self.task_of[id(one)] for one in call.calls)
+        members = tuple(self.keys[self.identify(combine.actor)] for combine in combines)
+        number = min(self.task_of[id(combine)] for combine in call.calls)
         return dataclasses.replace(call.collective, members=members, number=number)
 
     def _draft(self, call: n.CallNode) -> tuple[Any, Any, tuple[int, ...]]:
@@ -186,29 +186,29 @@ class _Planner:
 
     def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
         """Return the tasks that the output depends on."""
-        found: set[int] = set()
+        needed: set[int] = set()
         waiting = [self.numbered[value].source for value in values_in(result)]
         while waiting:
             task = waiting.pop()
-            if task != INPUT and task not in found:
-                found.add(task)
+            if task != INPUT and task not in needed:
+                needed.add(task)
                 waiting.extend(self.numbered[value].source for value in drafts[task][2])
-        return found
+        return needed
 
     def _wanted(self, order: Mapping[Any, Sequence[n.Node]], member_of: Sequence[int]) -> dict[int, list[int]]:
-        wanted = {}
-        for actor, given in order.items():
+        orders = {}
+        for actor, methods in order.items():
             member = self.keys.get(self.identify(actor))
             if member is None:
                 raise GraphPlanError(f"order names {actor!r}, which has no call in this graph. Remove it from order")
-            tasks = [task for node in given for task in self._tasks_of(node)]
+            tasks = [task for node in methods for task in self._tasks_of(node)]
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
                 raise GraphPlanError(
-                    f"order for {self.members[member]} must list each of its {len(mine)} calls once; it lists {given!r}"
+                    f"order for {self.members[member]} must list each of its {len(mine)} calls once; it lists {methods!r}"
                 )
-            wanted[member] = tasks
-        return wanted
+            orders[member] = tasks
+        return orders
 
     def _tasks_of(self, node: Any) -> list[int]:
         """Return the task of a call, or of a collective the two of its actor."""
@@ -262,8 +262,8 @@ class _Planner:
             return Ref(value)
         if isinstance(node, n.MultiOutputNode):
             raise GraphPlanError("a MultiOutputNode can only be the outermost node; pass a list of nodes instead")
-        made = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
-        return Select(made, tuple(steps)) if steps else made
+        expression = self._joined(node) if isinstance(node, n.JoinNode) else self._argument(node)
+        return Select(expression, tuple(steps)) if steps else expression
 
     def _step(self, node: n.ItemNode | n.PartNode) -> Step:
         if isinstance(node, n.PartNode):
@@ -287,7 +287,11 @@ class _Planner:
         """Return the tasks (or INPUT) that a node is made from."""
         if isinstance(node, n.CallNode):
             return [self.task_of[id(node)]]
-        return [INPUT] if isinstance(node, n.InputNode) else [s for one in _nodes_of(node) for s in self._sources(one)]
+        return (
+            [INPUT]
+            if isinstance(node, n.InputNode)
+            else [s for source_node in _nodes_of(node) for s in self._sources(source_node)]
+        )
 
     def _value(self, source: int, steps: tuple[Step, ...]) -> int:
         key = (source, steps)
@@ -301,25 +305,25 @@ def _is_mutable(value: Any) -> bool:
     """Return True if a constant is, or holds in tuples, a container that a method could change."""
     waiting, seen = [value], set[int]()
     while waiting:
-        found = waiting.pop()
-        if type(found) in MUTABLE_CONTAINERS:
+        current = waiting.pop()
+        if type(current) in MUTABLE_CONTAINERS:
             return True
-        if type(found) is tuple and id(found) not in seen:
-            seen.add(id(found))
-            waiting.extend(found)
+        if type(current) is tuple and id(current) not in seen:
+            seen.add(id(current))
+            waiting.extend(current)
     return False
 
 
 def _nodes_of(node: n.Node) -> list[n.Node]:
     """Return the nodes that a node is made from."""
-    return [found for part in n.parts_of(node) for found in n.nodes_in(part)]
+    return [inner for part in n.parts_of(node) for inner in n.nodes_in(part)]
 
 
-def _refuse_cycles(found: Mapping[int, n.Node]) -> None:
+def _refuse_cycles(call_nodes: Mapping[int, n.Node]) -> None:
     try:
-        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in found.items()}).prepare()
+        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in call_nodes.items()}).prepare()
     except graphlib.CycleError as error:
-        cycle = [found[key] for key in error.args[1]]
+        cycle = [call_nodes[key] for key in error.args[1]]
         calls = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
         raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(calls)}. Remove the cycle") from None
 
@@ -335,12 +339,14 @@ def _edges(
     for value in collects:
         readers[value].add(DRIVER)
     edges: list[Edge] = []
-    for found in values:
-        writer = DRIVER if found.source == INPUT else tasks[found.source].member
+    for planned_value in values:
+        writer = DRIVER if planned_value.source == INPUT else tasks[planned_value.source].member
         # The writer itself keeps the value as an object: nothing is sent to it.
-        others = tuple(sorted(readers[found.index] - {writer}))
+        others = tuple(sorted(readers[planned_value.index] - {writer}))
         if others:
-            edges.append(Edge(len(edges), found.index, writer, others, transports.get(found.index, "auto")))
+            edges.append(
+                Edge(len(edges), planned_value.index, writer, others, transports.get(planned_value.index, "auto"))
+            )
     return tuple(edges)
 
 
@@ -348,8 +354,8 @@ def _distinct(names: Sequence[str]) -> list[str]:
     """Return the names with those that occur several times numbered: `name#1`, `name#2`, ..."""
     counts = {name: names.count(name) for name in names}
     met: dict[str, int] = {}
-    found = []
+    distinct = []
     for name in names:
         met[name] = met.get(name, 0) + 1
-        found.append(f"{name}#{met[name]}" if counts[name] > 1 else name)
-    return found
+        distinct.append(f"{name}#{met[name]}" if counts[name] > 1 else name)
+    return distinct

@@ -116,7 +116,7 @@ class Routes:
     @functools.cached_property
     def links(self) -> frozenset[tuple[int, int, int]]:
         """(from, to, level) of each link that is needed."""
-        links = {(relay.source, relay.member, relay.level) for found in self.all for relay in found.relays}
+        links = {(relay.source, relay.member, relay.level) for route in self.all for relay in route.relays}
         # Both ends of a link raise alarms when the link is lost. Members on the driver's host have no other link to
         # the driver, so they get one for that purpose.
         alarms = {(member, DRIVER, CONTROL_LEVEL) for link in links for member in link[:2] if member != DRIVER}
@@ -137,31 +137,31 @@ def routes(plan: Plan, hosts: Sequence[Hashable]) -> Routes:
 def _edge_route(edge: Edge, plan: Plan, hosts: Sequence[Hashable]) -> Route:
     # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
     apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
-    found = route(edge.index, edge.writer, edge.readers, apart)
-    if found.relays and not connects_hosts(edge.transport):
-        writer, reader = plan.members[edge.writer], plan.members[found.relays[0].member]
+    edge_route = route(edge.index, edge.writer, edge.readers, apart)
+    if edge_route.relays and not connects_hosts(edge.transport):
+        writer, reader = plan.members[edge.writer], plan.members[edge_route.relays[0].member]
         raise GraphPlanError(
             f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, but {writer} and {reader} are on "
             "different hosts, which share no memory. Use 'auto' or 'tcp'"
         )
-    return found
+    return edge_route
 
 
-def kind(found: Route) -> str:
+def kind(channel_route: Route) -> str:
     """Return the kind of a channel for `show`: `shared memory`, `link to 1 host`, `shared memory, links to 2 hosts`."""
-    parts = ["shared memory"] if found.local else []
-    count = len(found.relays)
+    parts = ["shared memory"] if channel_route.local else []
+    count = len(channel_route.relays)
     if count:
         parts.append("link to 1 host" if count == 1 else f"links to {count} hosts")
     return ", ".join(parts)
 
 
-def note(found: Route, names: Sequence[str]) -> str:
+def note(channel_route: Route, names: Sequence[str]) -> str:
     """Return the names of the relays for `show`; empty if no message leaves the host."""
-    if not found.relays:
+    if not channel_route.relays:
         return ""
     parts = [
-        names[relay.member] + ("" if relay.source == found.writer else f" (from {names[relay.source]})")
-        for relay in found.relays
+        names[relay.member] + ("" if relay.source == channel_route.writer else f" (from {names[relay.source]})")
+        for relay in channel_route.relays
     ]
     return "relayed by " + ", ".join(parts)

@@ -47,42 +47,42 @@ class Wait(NamedTuple):
 
 
 def order_of(
-    task_members: Sequence[int], needs: Sequence[Collection[int]], wanted: Mapping[int, Sequence[int]] = {}
+    task_members: Sequence[int], needs: Sequence[Collection[int]], user_orders: Mapping[int, Sequence[int]] = {}
 ) -> tuple[tuple[int, ...], ...]:
     """Return the tasks of every member (the driver, 0, has none) in the order in which it runs them.
 
     `task_members[t]` is the member that runs task t, `needs[t]` are the tasks whose results t uses. All members follow
     one global order, in which the smallest index comes first where several tasks may be next; so no two members can
-    wait for each other. `wanted` fixes the order of some members and must list each of their tasks once; the others
+    wait for each other. `user_orders` fixes the order of some members and must list each of their tasks once; the others
     adapt to it where that is possible. Otherwise `find_deadlock` finds the cycle: this function always returns.
     """
     before = [set(need) for need in needs]
-    for member, tasks in wanted.items():
+    for member, tasks in user_orders.items():
         assert sorted(tasks) == [t for t, m in enumerate(task_members) if m == member], f"order of {member}: {tasks}"
         for earlier, later in pairwise(tasks):
             before[later].add(earlier)
     after: list[list[int]] = [[] for _ in before]
     for task, earlier_ones in enumerate(before):
-        for one in earlier_ones:
-            after[one].append(task)
+        for earlier_task in earlier_ones:
+            after[earlier_task].append(task)
     order: list[list[int]] = [[] for _ in range(max(task_members, default=0) + 1)]
-    left = set(range(len(before)))
-    ready = [task for task in left if not before[task]]
+    unplaced = set(range(len(before)))
+    ready = [task for task in unplaced if not before[task]]
     heapq.heapify(ready)  # a heap, so that equal plans get equal orders in every process and in every run
-    while left:
+    while unplaced:
         # No task is free: the wanted orders contradict the data. Continue with a task that has its data, so that the
         # check can name the cycle in terms of the user's calls.
         if not ready:
-            ready = [min((t for t in left if left.isdisjoint(needs[t])), default=min(left))]
+            ready = [min((t for t in unplaced if unplaced.isdisjoint(needs[t])), default=min(unplaced))]
         task = heapq.heappop(ready)
-        left.remove(task)
+        unplaced.remove(task)
         order[task_members[task]].append(task)
         for later in after[task]:
             before[later].remove(task)
-            if not before[later] and later in left:
+            if not before[later] and later in unplaced:
                 heapq.heappush(ready, later)
     # Where no valid order exists, the wish of the user stands: the check then names the cycle with those calls.
-    return tuple(tuple(wanted.get(member, tasks)) for member, tasks in enumerate(order))
+    return tuple(tuple(user_orders.get(member, tasks)) for member, tasks in enumerate(order))
 
 
 def reading_task(plan: Plan, edge: int, member: int) -> int:
@@ -110,14 +110,14 @@ def _add_meetings(plan: Plan, waits: list[list[Wait]]) -> None:
     """Add the waits of process groups, whose members meet: each waits for what the others run before."""
     meeting: dict[int, list[int]] = {}
     for task in plan.tasks:
-        found = task.collective
-        if found is not None and found.role == "combine" and found.transport in GROUPS:
-            meeting.setdefault(found.number, []).append(task.index)
+        collective = task.collective
+        if collective is not None and collective.role == "combine" and collective.transport in GROUPS:
+            meeting.setdefault(collective.number, []).append(task.index)
     before = {task: earlier for tasks in plan.order for earlier, task in pairwise(tasks)}
     for meet in meeting.values():
-        for one in meet:
-            others = [before[other] for other in meet if other != one and other in before]
-            waits[one] += [Wait(one, other, None) for other in others]
+        for member_task in meet:
+            others = [before[other] for other in meet if other != member_task and other in before]
+            waits[member_task] += [Wait(member_task, other, None) for other in others]
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:
@@ -155,7 +155,9 @@ def _cycle(plan: Plan, max_inflight: int = 1, slots: int = 1) -> list[Wait] | No
         raise ValueError(f"max_inflight and slots must be 1 or more, got {max_inflight} and {slots}")
     waits = waits_of(plan)
     try:
-        graphlib.TopologicalSorter({task: [w.before for w in found] for task, found in enumerate(waits)}).prepare()
+        graphlib.TopologicalSorter(
+            {task: [w.before for w in waits_of_task] for task, waits_of_task in enumerate(waits)}
+        ).prepare()
     except graphlib.CycleError as error:
         # The cycle that was found may be a long one: show the shortest on which one of its tasks lies.
         return min((_shortest_cycle(task, waits) for task in sorted(set(error.args[1]))), key=len)
@@ -198,10 +200,10 @@ def _remedy(plan: Plan, members: Sequence[int]) -> str:
     """Return the advice to change the order of one member on the cycle if that is enough, else of several."""
     task_members = [task.member for task in plan.tasks]
     needs = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
-    kept = dict(enumerate(plan.order))
+    orders = dict(enumerate(plan.order))
     # Prefer the smallest change: one member, else all members at once.
-    for wanted in [*({m: order for m, order in kept.items() if m != member} for member in members), {}]:
-        order = order_of(task_members, needs, wanted)
+    for candidate in [*({m: order for m, order in orders.items() if m != member} for member in members), {}]:
+        order = order_of(task_members, needs, candidate)
         if _cycle(dataclasses.replace(plan, order=order)) is None:
             advice = []
             for member, tasks in enumerate(order):

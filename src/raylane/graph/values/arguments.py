@@ -55,6 +55,6 @@ class Arguments:
     def _named(self) -> str:
         return ", ".join([f"{self._count} positional", *(f"{key}=" for key in sorted(self._keys))])
 
-    def _mismatch(self, wanted: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        given = ", ".join([f"{len(args)} positional", *(f"{key}=" for key in kwargs)])
-        return f"this graph takes {wanted}; execute got {given}"
+    def _mismatch(self, expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        received = ", ".join([f"{len(args)} positional", *(f"{key}=" for key in kwargs)])
+        return f"this graph takes {expected}; execute got {received}"

@@ -167,7 +167,7 @@ def _without_contents(parts: list[bytes]) -> list[bytes]:
 
     The pickler writes such a content by itself, after its opcode and length.
     """
-    found, header = [], b""
+    buffers, header = [], b""
     for part in parts:
         size = len(part)
         is_content = size >= _PAYLOAD_BYTES and (
@@ -175,9 +175,9 @@ def _without_contents(parts: list[bytes]) -> list[bytes]:
             or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
         )
         if not is_content:
-            found.append(part)
+            buffers.append(part)
         header = part[-9:]
-    return found
+    return buffers
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:

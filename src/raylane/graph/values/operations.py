@@ -27,10 +27,10 @@ from raylane.graph.plan.ir import MUTABLE_CONTAINERS, Build, Const, Expression, 
 __all__ = ["copy_containers", "evaluate", "gather", "mean", "select", "split"]
 
 
-def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = None) -> Any:
+def evaluate(expression: Expression, values: Any, results: dict[int, Any] | None = None) -> Any:
     """Return the value of an expression; `values[index]` is the value with this index.
 
-    Mutable containers among constants are copied, but not the objects in them. `made` holds the copies of the same
+    Mutable containers among constants are copied, but not the objects in them. `results` holds the copies of the same
     call, so that one container in several arguments stays one object.
     """
     kind = type(expression)
@@ -38,45 +38,45 @@ def evaluate(expression: Expression, values: Any, made: dict[int, Any] | None = 
         return values[expression.value]  # type: ignore[union-attr]
     if kind is Const:
         constant: Any = expression
-        return copy_containers(constant.value, made) if constant.mutable else constant.value
+        return copy_containers(constant.value, results) if constant.mutable else constant.value
     # Type checks in the order of frequency: most arguments are values or constants.
     if isinstance(expression, Build):
-        items = [evaluate(item, values, made) for item in expression.items]
+        items = [evaluate(item, values, results) for item in expression.items]
         if expression.kind == "dict":
             return dict(zip(expression.keys, items, strict=True))
         return tuple(items) if expression.kind == "tuple" else items
     if isinstance(expression, Select):
-        return select(evaluate(expression.base, values, made), expression.steps)
+        return select(evaluate(expression.base, values, results), expression.steps)
     assert isinstance(expression, Join), expression
-    return _join(expression, values, made)
+    return _join(expression, values, results)
 
 
-def copy_containers(value: Any, made: dict[int, Any] | None = None) -> Any:
+def copy_containers(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """Copy lists, dicts, sets, tuples and bytearrays at any depth. Other objects (arrays, tensors) are not copied."""
     kind = type(value)
     if kind is not tuple and kind not in MUTABLE_CONTAINERS:
         return value
-    made = {} if made is None else made
-    if id(value) in made:  # shared with another argument, or inside itself
-        return made[id(value)]
+    copies = {} if copies is None else copies
+    if id(value) in copies:  # shared with another argument, or inside itself
+        return copies[id(value)]
     new: Any
     if kind is list:
-        new = made[id(value)] = []
-        new.extend([copy_containers(item, made) for item in value])
+        new = copies[id(value)] = []
+        new.extend([copy_containers(item, copies) for item in value])
     elif kind is dict:
-        new = made[id(value)] = {}
-        new.update({key: copy_containers(item, made) for key, item in value.items()})
+        new = copies[id(value)] = {}
+        new.update({key: copy_containers(item, copies) for key, item in value.items()})
     elif kind is tuple:
-        new = made[id(value)] = tuple([copy_containers(item, made) for item in value])
+        new = copies[id(value)] = tuple([copy_containers(item, copies) for item in value])
     else:
-        new = made[id(value)] = kind(value)
+        new = copies[id(value)] = kind(value)
     return new
 
 
-def _join(expression: Join, values: Any, made: dict[int, Any] | None) -> Any:
+def _join(expression: Join, values: Any, results: dict[int, Any] | None) -> Any:
     if expression.how == "first":
-        return evaluate(expression.items[0], values, made)
-    items = [evaluate(item, values, made) for item in expression.items]
+        return evaluate(expression.items[0], values, results)
+    items = [evaluate(item, values, results) for item in expression.items]
     return gather(items, expression.axis) if expression.how == "gather" else mean(items)
 
 
@@ -192,12 +192,14 @@ def _splitter_of(kind: type) -> Callable[[Any, int, int], Any] | None:
 
 def _parameters(kind: type, method: str) -> list[str]:
     """Return the required parameters of a type's method, without self; an empty list if there is no such method."""
-    found = inspect.getattr_static(kind, method, None)
-    if not inspect.isfunction(found):
+    function = inspect.getattr_static(kind, method, None)
+    if not inspect.isfunction(function):
         return []
-    parameters = list(inspect.signature(found).parameters.values())[1:]
+    parameters = list(inspect.signature(function).parameters.values())[1:]
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in parameters if one.default is one.empty and one.kind in plain]
+    return [
+        parameter.name for parameter in parameters if parameter.default is parameter.empty and parameter.kind in plain
+    ]
 
 
 # Joining
@@ -383,22 +385,22 @@ def _family(value: Any) -> type:
 
 def _by_key(operation: str, dicts: Sequence[dict[Any, Any]], join: Callable[[list[Any]], Any]) -> Any:
     keys = set(dicts[0])
-    for number, one in enumerate(dicts):
-        if set(one) != keys:
+    for number, mapping in enumerate(dicts):
+        if set(mapping) != keys:
             raise ValueError(
                 f"{operation} of dicts with different keys: value 0 has {list(dicts[0])}, "
-                f"value {number} has {list(one)}"
+                f"value {number} has {list(mapping)}"
             )
-    return _same_dict(dicts[0], {key: _at(key, join, [one[key] for one in dicts]) for key in dicts[0]})
+    return _same_dict(dicts[0], {key: _at(key, join, [mapping[key] for mapping in dicts]) for key in dicts[0]})
 
 
 def _same_dict(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
     """Return the items in a dict of the same type as `like`, with its default factory and attributes."""
     if type(like) is dict:
         return items
-    made = copy.copy(like)
-    made.update(items)
-    return made
+    merged = copy.copy(like)
+    merged.update(items)
+    return merged
 
 
 def _at(key: Any, function: Callable[..., Any], *args: Any) -> Any:

@@ -69,7 +69,7 @@ def dispatch_table() -> dict[type, Callable[[Any], Any]]:
 
 def refused(value: Any, reference: Any) -> GraphValueError:
     """Return the error for a value with a reference in it; it names the reference, its place and the remedy."""
-    name, remedy = next(found for kind, found in _REMEDIES.items() if isinstance(reference, kind))
+    name, remedy = next(remedy_of_kind for kind, remedy_of_kind in _REMEDIES.items() if isinstance(reference, kind))
     place = _place_of(reference, value)
     return GraphValueError(
         f"{name} cannot travel in a graph{f' at {place}' if place else ''}: Ray would not count it, and it could end "
@@ -96,8 +96,8 @@ def _place_of(reference: Any, value: Any) -> str:
     seen = {id(value)}
     waiting = collections.deque([("", value)])
     while waiting and len(seen) < MAX_SEARCHED:
-        place, found = waiting.popleft()
-        for step, item in _items(found):
+        place, current = waiting.popleft()
+        for step, item in _items(current):
             if item is reference:
                 return place + step
             if id(item) not in seen:
@@ -132,10 +132,10 @@ def pack(value: Any) -> tuple[bytes, list[Any]]:
     """
     references: list[Any] = []
 
-    def number_of(found: Any) -> int | None:
-        if not is_counted(found):
+    def number_of(item: Any) -> int | None:
+        if not is_counted(item):
             return None
-        references.append(found)
+        references.append(item)
         return len(references) - 1
 
     return _ray.dumps(value, number_of), references

@@ -67,22 +67,22 @@ def share(collective: Collective, group: Any, *values: Any) -> Any:
     """
     several = len(values) > 1  # inputs are named in messages where there are several
     tensors = [
-        found
+        array
         for place, value in enumerate(values)
-        for found in _tensors(value, collective.name, f"input {place}" if several else "")
+        for array in _tensors(value, collective.name, f"input {place}" if several else "")
     ]
     specs = tuple(spec for spec, _ in tensors)
     for spec in specs:
         _check(collective, spec)
-    found = [tensor for _, tensor in tensors]
-    like = values, found
+    array = [tensor for _, tensor in tensors]
+    like = values, array
     if group is not None:
-        made = Share(specs, (), like, group.meeting())
-        return made if collective.kind != "reducescatter" else (made,) * collective.size
+        new_share = Share(specs, (), like, group.meeting())
+        return new_share if collective.kind != "reducescatter" else (new_share,) * collective.size
     if collective.kind != "reducescatter":
-        return Share(specs, _packed(specs, found), like)
+        return Share(specs, _packed(specs, array), like)
     # A part for each member, so that the planner sends it to that member alone.
-    parts = ([_rows(tensor, rank, collective.size) for tensor in found] for rank in range(collective.size))
+    parts = ([_rows(tensor, rank, collective.size) for tensor in array] for rank in range(collective.size))
     return tuple(Share(specs, _packed(specs, part), like) for part in parts)
 
 
@@ -93,26 +93,29 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
 
     ValueError, with the members and their shapes, if the shares do not fit together.
     """
-    own = shares[collective.rank]
+    own_share = shares[collective.rank]
     _check_equal(collective, names, shares)
-    values, tensors = own.like
+    values, tensors = own_share.like
     # Every dtype travels in an array of its own, so the tensors are made out of order.
-    made: list[Any] = [None] * len(own.specs)
-    for number, places in enumerate(_by_dtype(own.specs)):
-        spec = own.specs[places[0]]
-        shapes = [part_shape(collective, own.specs[place].shape) for place in places]
+    outputs: list[Any] = [None] * len(own_share.specs)
+    for number, places in enumerate(_by_dtype(own_share.specs)):
+        spec = own_share.specs[places[0]]
+        shapes = [part_shape(collective, own_share.specs[place].shape) for place in places]
         if group is not None:
             results = group.exchange(
-                [one.meeting for one in shares], collective, spec, [tensors[place] for place in places]
+                [member_share.meeting for member_share in shares],
+                collective,
+                spec,
+                [tensors[place] for place in places],
             )
         elif collective.kind == "allgather":
             results = _gathered(spec, _flat(spec, shares, number), shapes)
         else:
             results = cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
         for place, result in zip(places, results, strict=True):
-            made[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
-    left = iter(made)
-    answers = [_rebuilt(value, left) for value in values]
+            outputs[place] = result if spec.module == "numpy" else result.to(tensors[place].device)
+    remaining = iter(outputs)
+    answers = [_rebuilt(value, remaining) for value in values]
     return answers[0] if len(answers) == 1 else tuple(answers)
 
 
@@ -232,15 +235,15 @@ def _check(collective: Collective, spec: Spec) -> None:
 def _is_reducible(module: str, dtype: str, op: str) -> bool:
     """Return True if a reduction of this dtype can be computed; asked of NumPy or torch with one element."""
     if module == "numpy":
-        one = sys.modules["numpy"].ones(1, dtype)
+        array = sys.modules["numpy"].ones(1, dtype)
     else:
         torch = sys.modules["torch"]
         try:
-            one = torch.ones(1, dtype=torch.float32, device="cpu").to(getattr(torch, dtype))
+            array = torch.ones(1, dtype=torch.float32, device="cpu").to(getattr(torch, dtype))
         except (RuntimeError, NotImplementedError):
             return False
     try:
-        _reduced(Spec("", module, dtype, (1,)), op, [one, one])
+        _reduced(Spec("", module, dtype, (1,)), op, [array, array])
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True
@@ -257,16 +260,16 @@ def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[
     """Raise ValueError if the members gave different tensors."""
     first = shares[0].specs
     # All are compared with the first one, in every member: so all raise the same error.
-    for rank, found in enumerate(shares):
-        if found.specs == first:
+    for rank, other in enumerate(shares):
+        if other.specs == first:
             continue
-        lengths = len(first), len(found.specs)
+        lengths = len(first), len(other.specs)
         # Name the first difference: hundreds of gradients would not fit into a message.
-        place = next((i for i, pair in enumerate(zip(first, found.specs, strict=False)) if pair[0] != pair[1]), None)
+        place = next((i for i, pair in enumerate(zip(first, other.specs, strict=False)) if pair[0] != pair[1]), None)
         if place is None:
             detail = f"{names[0]} gave {lengths[0]} tensors, {names[rank]} {lengths[1]}"
         else:
-            detail = f"{names[0]} gave {first[place]}, {names[rank]} gave {found.specs[place]}"
+            detail = f"{names[0]} gave {first[place]}, {names[rank]} gave {other.specs[place]}"
         raise ValueError(f"{collective.name}: all actors must give equal shapes and dtypes, but {detail}")
 
 
@@ -275,10 +278,10 @@ def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[
 
 def _by_dtype(specs: Sequence[Spec]) -> list[list[int]]:
     """Return the places of the tensors of each dtype."""
-    found: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[str, str], list[int]] = {}
     for place, spec in enumerate(specs):
-        found.setdefault((spec.module, spec.dtype), []).append(place)
-    return list(found.values())
+        places.setdefault((spec.module, spec.dtype), []).append(place)
+    return list(places.values())
 
 
 def _packed(specs: Sequence[Spec], tensors: Sequence[Any]) -> list[Any]:
@@ -309,7 +312,7 @@ def plain(tensor: Any) -> Any:
 
 
 def _flat(spec: Spec, shares: Sequence[Share], number: int) -> list[Any]:
-    return [_typed(spec, found.arrays[number]) for found in shares]
+    return [_typed(spec, member_share.arrays[number]) for member_share in shares]
 
 
 def _typed(spec: Spec, data: Any) -> Any:
@@ -336,21 +339,21 @@ def part_shape(collective: Collective, shape: tuple[int, ...]) -> tuple[int, ...
 
 def cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return the tensors that lie one after the other in a flat one."""
-    start, found = 0, []
+    start, parts = 0, []
     for shape in shapes:
         end = start + functools.reduce(lambda a, b: a * b, shape, 1)
-        found.append(flat[start:end].reshape(shape))
+        parts.append(flat[start:end].reshape(shape))
         start = end
-    return found
+    return parts
 
 
 # Reductions
 
 
 def _gathered(spec: Spec, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    parts = [cut(one, shapes) for one in flat]
+    parts = [cut(array, shapes) for array in flat]
     join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
-    return [join(list(found)) for found in zip(*parts, strict=True)]
+    return [join(list(pieces)) for pieces in zip(*parts, strict=True)]
 
 
 def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
@@ -359,11 +362,11 @@ def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:
     dtype = flat[0].dtype
     wide = wide_dtype(module, dtype, op)
     # Own and foreign memory is only read; the first sum is new memory, into which the others are added.
-    first, *others = [one if one.dtype == wide else _cast(one, wide) for one in flat]
+    first, *others = [array if array.dtype == wide else _cast(array, wide) for array in flat]
     function: Callable[..., Any] = getattr(module, _FUNCTIONS[op])
     total = function(first, others[0]) if others else _cast(first, wide, copy=True)
-    for one in others[1:]:
-        function(total, one, out=total)
+    for array in others[1:]:
+        function(total, array, out=total)
     if op == "avg":
         total /= len(flat)
     return total if wide == dtype else _cast(total, dtype)

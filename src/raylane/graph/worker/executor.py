@@ -198,7 +198,9 @@ class Executor:
             for value in [plan.edges[edge].value]
         }
         fetched = {edge.index: fetched_edge(plan, edge, member, timeout_s) for edge in plan.edges_to(member)}
-        self.fetches = Fetches({edge: found for edge, found in fetched.items() if found is not None}, doorbell)
+        self.fetches = Fetches(
+            {edge: edge_fetch for edge, edge_fetch in fetched.items() if edge_fetch is not None}, doorbell
+        )
         """Tensors that are on their way."""
         self._asyncio_loop = loop
         self.lock = lock
@@ -233,29 +235,31 @@ class Executor:
     def _prepare(self, instance: Any, writers: Mapping[int, Writer]) -> list[PreparedTask]:
         plan, arrived, prepared = self.plan, set[int](), []
         by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
-        own = plan.order[self.member]
-        used_here = {value for index in own for value in plan.tasks[index].reads}
-        for index in own:
+        own_tasks = plan.order[self.member]
+        used_here = {value for index in own_tasks for value in plan.tasks[index].reads}
+        for index in own_tasks:
             task = plan.tasks[index]
             # A value that an earlier task of the execution has read is here already.
             inputs = [by_value[value] for value in task.reads if value in by_value and value not in arrived]
             arrived.update(inbound.value for inbound in inputs)
             method = task.collective is None
             call = method_of(instance, task.method) if method else self.collectives.call(plan, task)
-            found = PreparedTask(task, plan.labels[index], call, inputs)
+            prepared_task = PreparedTask(task, plan.labels[index], call, inputs)
             for value in plan.values:
                 if value.source == index and value.index in used_here:
-                    found.local.append((value.index, value.steps, value.index in plan.fatal_values))
+                    prepared_task.local.append((value.index, value.steps, value.index in plan.fatal_values))
             for edge, writer in writers.items():
                 value = plan.values[plan.edges[edge].value]
                 if value.source == index:
                     to_driver = DRIVER in plan.edges[edge].readers
-                    found.outputs.append(OutboundEdge(value.steps, writer, value.index in plan.fatal_values, to_driver))
-            seen_by_driver = any(edge.fatal and not edge.reports for edge in found.outputs)
+                    prepared_task.outputs.append(
+                        OutboundEdge(value.steps, writer, value.index in plan.fatal_values, to_driver)
+                    )
+            seen_by_driver = any(edge.fatal and not edge.reports for edge in prepared_task.outputs)
             # The driver reads errors on its own edges anyway; a report would only come twice.
-            found.reports = index in plan.fatal_tasks and not seen_by_driver
-            prepared.append(found)
-        last_readers = {read: found for found in prepared for read in found.reads}
+            prepared_task.reports = index in plan.fatal_tasks and not seen_by_driver
+            prepared.append(prepared_task)
+        last_readers = {read: prepared_task for prepared_task in prepared for read in prepared_task.reads}
         for read, reader in last_readers.items():
             if reader is not prepared[-1]:
                 reader.done_with.append(read)
@@ -267,11 +271,11 @@ class Executor:
         missing = self._missing
         while missing:
             inbound = missing[-1]
-            found = inbound.poll()
-            if found is None:
+            message = inbound.poll()
+            if message is None:
                 return False
             missing.pop()
-            self.read(inbound, *found)
+            self.read(inbound, *message)
         if self.fetches.pending and not self._take_fetched():
             return False
         self.run(self.tasks[self._next])
@@ -331,12 +335,12 @@ class Executor:
 
     def _take_fetched(self) -> bool:
         """Take over the tensors that have arrived. Return False if some are still on their way."""
-        found = self.fetches.take()
-        if found is None:
+        fetched = self.fetches.take()
+        if fetched is None:
             return False
         if self.before_user_code is not None:
             self.before_user_code()
-        for inbound, fetch in found:
+        for inbound, fetch in fetched:
             try:
                 value = fetch.value()
             except SegmentGone:
@@ -441,9 +445,9 @@ class Executor:
             if task.single_argument is not None and self.lock is None:
                 result = task.call(values[task.single_argument])
             else:
-                made: dict[int, Any] = {}
-                args = [operations.evaluate(expression, values, made) for expression in task.task.args]
-                kwargs = {key: operations.evaluate(value, values, made) for key, value in task.task.kwargs}
+                results: dict[int, Any] = {}
+                args = [operations.evaluate(expression, values, results) for expression in task.task.args]
+                kwargs = {key: operations.evaluate(value, values, results) for key, value in task.task.kwargs}
                 with self.lock or _UNLOCKED:
                     result = task.call(*args, **kwargs)
             return self.run_coroutine(result) if type(result) is CoroutineType else result
@@ -516,7 +520,7 @@ class Executor:
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of tasks and inbound edges, for the driver."""
-        totals = {found.index: self.recorder.totals(found.index) for found in self.tasks}
+        totals = {prepared.index: self.recorder.totals(prepared.index) for prepared in self.tasks}
         tasks = {
             task: {"count": count, "wait_s": wait, "compute_s": compute, "send_s": send}
             for task, (count, wait, compute, send) in totals.items()
@@ -537,14 +541,14 @@ def _do_nothing() -> bool:
 
 def method_of(instance: Any, name: str) -> Callable[..., Any]:
     """Return the bound method `name`. GraphPlanError if there is none, or if it is a generator."""
-    found = _ray.untraced_method(instance, name)
+    method = _ray.untraced_method(instance, name)
     kind = type(instance).__name__
-    if not callable(found):
+    if not callable(method):
         known = [
             key for key in dir(type(instance)) if not key.startswith("_") and callable(getattr(instance, key, None))
         ]
         raise GraphPlanError(f"{kind} has no method {name!r}; it has {', '.join(known)}")
-    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
         raise GraphPlanError(f"cannot call {kind}.{name} in a graph: it is a generator. Return a list instead")
-    call: Callable[..., Any] = found
+    call: Callable[..., Any] = method
     return call

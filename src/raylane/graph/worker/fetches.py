@@ -34,11 +34,11 @@ class Fetches:
         """Return all transfers if all are done, else None."""
         if not all(fetch.done() for _, fetch in self.pending):
             return None
-        found, self.pending = self.pending, []
+        finished, self.pending = self.pending, []
         if self._doorbell is not None:
             # Each transfer has posted the doorbell once, without a message, or is about to.
-            self._doorbell.read += len(found)
-        return found
+            self._doorbell.read += len(finished)
+        return finished
 
     def close(self) -> None:
         """Forget the transfers: their threads end by themselves, at the latest after the time limit of the graph."""

@@ -60,10 +60,10 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
         return True
 
     def step() -> bool:
-        found = poll()
-        if found is None:
+        message = poll()
+        if message is None:
             return False
-        kind, flags, body = found
+        kind, flags, body = message
         # Kept in the executor, because reports of failures carry the flag too.
         executor.flags = wakes = flags & WAKE
         if kind != VALUE or body is None or executor.before_user_code is not None:

@@ -131,16 +131,16 @@ class GraphLoop:
     def _start_session(self, session: Session, state: ThreadState) -> None:
         self.doorbell.read += 1  # `add` posts the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
-        self._thread_states[session] = own = equal or _SharedThreadState(state)
+        self._thread_states[session] = thread_state = equal or _SharedThreadState(state)
         # A new tuple each time: other threads may iterate over the old one.
         self.sessions = (*self.sessions, session)
         self._by_flag.setdefault(session.flag, []).append(session)
         self._active.append(session)  # its messages may have come before
         # The settings in effect may be those of a graph that has left meanwhile.
         if self._applied not in self._thread_states.values():
-            self._apply(own)
+            self._apply(thread_state)
         # Hooks cost time in every task, so they are set only once there are graphs of different settings.
-        if any(shared is not own for shared in self._thread_states.values()):
+        if any(shared is not thread_state for shared in self._thread_states.values()):
             for each, shared in self._thread_states.items():
                 each.call_before_user_code(functools.partial(self._apply, shared))
 
@@ -176,11 +176,11 @@ class GraphLoop:
 
     def _flagged(self) -> list[Session]:
         """Return the active sessions and those whose flag is set, each once."""
-        found = self._active
+        flagged = self._active
         # Two graphs may share a flag; polling one in vain is harmless.
         while (flag := self.doorbell.flagged()) >= 0:
-            found = [*found, *(session for session in self._by_flag.get(flag, ()) if session not in found)]
-        return found
+            flagged = [*flagged, *(session for session in self._by_flag.get(flag, ()) if session not in flagged)]
+        return flagged
 
     def _advance(self, sessions: Sequence[Session]) -> bool:
         """Run at most one task of each session. Return False if none of them had anything to do."""

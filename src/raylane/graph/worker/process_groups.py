@@ -135,8 +135,8 @@ class Group:
         # What the calls of this actor have started on the GPU comes before the collective.
         ready = torch.cuda.current_stream().record_event() if self._transport == "nccl" else None
         future = self._submit(lambda member: self._run(member.group(), collective, spec, tensors, ready))
-        found: list[Any] = self._finish(future, collective)
-        return found
+        results: list[Any] = self._finish(future, collective)
+        return results
 
     def leave(self, error: BaseException) -> None:
         """Take no further part in the group that is open, because of an error, which the others raise at once too."""
@@ -218,16 +218,16 @@ class Group:
         return [result.cpu().numpy() for result in results] if spec.module == "numpy" else results
 
     def _collect(self, group: Any, collective: Collective, tensors: Sequence[Any]) -> list[Any]:
-        given = [_as_torch(tensor, self._transport) for tensor in tensors]
-        shapes = [part_shape(collective, tuple(tensor.shape)) for tensor in given]
-        size, dtype = self._size, given[0].dtype
-        flat = _flat(given, size if collective.kind == "reducescatter" else 1)
+        inputs = [_as_torch(tensor, self._transport) for tensor in tensors]
+        shapes = [part_shape(collective, tuple(tensor.shape)) for tensor in inputs]
+        size, dtype = self._size, inputs[0].dtype
+        flat = _flat(inputs, size if collective.kind == "reducescatter" else 1)
         if collective.kind == "allgather":
             out = torch.empty(size * flat.numel(), dtype=dtype, device=flat.device)
             # As bytes: gloo knows fewer dtypes than torch.
             group._allgather_base(out.view(torch.uint8), flat.view(torch.uint8)).wait()
-            parts = [cut(one, shapes) for one in out.chunk(size)] if out.numel() else [cut(out, shapes)] * size
-            return [torch.cat(found) for found in zip(*parts, strict=True)]
+            parts = [cut(chunk, shapes) for chunk in out.chunk(size)] if out.numel() else [cut(out, shapes)] * size
+            return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         # Sums of halves in single precision, as over the graph's own channels.
         wide = wide_dtype(torch, dtype, collective.op)
         flat = flat.to(_GLOO_WIDE.get(wide, wide) if self._transport == "gloo" else wide)
@@ -296,13 +296,13 @@ class _Member:
             return self._group
         keys = self._open_keys()
         # Ask until all are here: a wait of torch's own would go on after the graph has ended.
-        here = [f"here/{rank}" for rank in range(self._size)]
-        keys.set(here[self._rank], b"")
+        ready_keys = [f"here/{rank}" for rank in range(self._size)]
+        keys.set(ready_keys[self._rank], b"")
         deadline = Deadline(self._timeout.total_seconds())
         while True:
             if keys.check([_LEFT]):
                 raise RuntimeError("a member has left before all had come")
-            if keys.check(here):
+            if keys.check(ready_keys):
                 break
             if self._closed.wait(ASK_S) or deadline.left_s() == 0:
                 raise RuntimeError("not all members came")
@@ -363,10 +363,12 @@ def _is_of_network(error: BaseException) -> bool:
 
 def _as_torch(tensor: Any, transport: str) -> Any:
     if isinstance(tensor, torch.Tensor):
-        found = plain(tensor)
+        tensor_or_array = plain(tensor)
     else:
-        found = torch.from_numpy(tensor.astype(native_dtype(tensor), order="C"))  # a copy: arrays may be read-only
-    return found.cuda() if transport == "nccl" else found.cpu()
+        tensor_or_array = torch.from_numpy(
+            tensor.astype(native_dtype(tensor), order="C")
+        )  # a copy: arrays may be read-only
+    return tensor_or_array.cuda() if transport == "nccl" else tensor_or_array.cpu()
 
 
 def _flat(tensors: Sequence[Any], parts: int) -> Any:

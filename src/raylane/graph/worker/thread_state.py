@@ -92,7 +92,7 @@ def apply(state: ThreadState) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _toggle_inference(torch: Any, wanted: bool) -> None:
+def _toggle_inference(torch: Any, enabled: bool) -> None:
     """Switch inference mode by leaving the mode that was entered last, or by entering one if there is none.
 
     torch has no function that sets the mode: it is a context manager, and leaving it restores the opposite.
@@ -100,7 +100,7 @@ def _toggle_inference(torch: Any, wanted: bool) -> None:
     modes = _entered.__dict__.setdefault("modes", [])
     if modes:
         modes.pop().__exit__(None, None, None)
-    if torch.is_inference_mode_enabled() != wanted:
-        mode = torch.inference_mode(wanted)
+    if torch.is_inference_mode_enabled() != enabled:
+        mode = torch.inference_mode(enabled)
         mode.__enter__()
         modes.append(mode)
