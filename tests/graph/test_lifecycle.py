@@ -11,7 +11,18 @@ from raylane.core.semaphore import post, value
 from raylane.errors import GraphClosedError
 from raylane.graph.channels.ring import Doorbell
 from raylane.graph.driver.locks import RecoverableLock
-from raylane.graph.lifecycle import LINK_TRANSITIONS, TRANSITIONS, Event, Lifecycle, LinkEvent, LinkState, State
+from raylane.graph.lifecycle import (
+    EXECUTOR_TRANSITIONS,
+    LINK_TRANSITIONS,
+    TRANSITIONS,
+    Event,
+    ExecutorEvent,
+    ExecutorState,
+    Lifecycle,
+    LinkEvent,
+    LinkState,
+    State,
+)
 
 
 def test_lifecycle_has_a_transition_for_every_state_and_event() -> None:
@@ -35,6 +46,18 @@ def test_link_table_refuses_a_second_connection() -> None:
 
 def test_link_abandoned_stays_abandoned() -> None:
     assert {LINK_TRANSITIONS[LinkState.ABANDONED, event] for event in LinkEvent} == {LinkState.ABANDONED}
+
+
+def test_executor_table_refuses_a_second_block_and_resume() -> None:
+    refused = set(itertools.product(ExecutorState, ExecutorEvent)) - set(EXECUTOR_TRANSITIONS)
+    assert refused == {
+        (ExecutorState.READY, ExecutorEvent.RESUME),
+        (ExecutorState.BLOCKED, ExecutorEvent.BLOCK),
+    }
+
+
+def test_executor_stopped_stays_stopped() -> None:
+    assert {EXECUTOR_TRANSITIONS[ExecutorState.STOPPED, event] for event in ExecutorEvent} == {ExecutorState.STOPPED}
 
 
 def test_lifecycle_keeps_the_first_error() -> None:

@@ -15,6 +15,12 @@ Each link to a process of another host (`channels.peer_link`) has a state of its
     BROKEN   --connect-->     CONNECTED   frames are sent; it begins BROKEN, before the first connection
     CONNECTED --break-->      BROKEN      sending and waiting threads connect again
     any      --abandon-->     ABANDONED   the peer has gone, could not be reached, or the graph ends: frames are dropped
+
+The tasks of an actor in one graph (`worker.executor`) have a state, too:
+
+    READY    --block-->       BLOCKED     a message of the last task waits for memory of its reader
+    BLOCKED  --resume-->      READY       all messages are sent; the next task may run
+    any      --stop-->        STOPPED     the actor ends, or the graph: no method is called any more
 """
 
 from __future__ import annotations
@@ -24,7 +30,18 @@ import threading
 
 from raylane.errors import GraphError
 
-__all__ = ["LINK_TRANSITIONS", "TRANSITIONS", "Event", "Lifecycle", "LinkEvent", "LinkState", "State"]
+__all__ = [
+    "EXECUTOR_TRANSITIONS",
+    "LINK_TRANSITIONS",
+    "TRANSITIONS",
+    "Event",
+    "ExecutorEvent",
+    "ExecutorState",
+    "Lifecycle",
+    "LinkEvent",
+    "LinkState",
+    "State",
+]
 
 
 class State(enum.Enum):
@@ -94,6 +111,32 @@ LINK_TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
     **{(state, LinkEvent.ABANDON): LinkState.ABANDONED for state in LinkState},
 }
 """Next state of a link. A connected link that connects is a defect of raylane: KeyError."""
+
+
+class ExecutorState(enum.IntEnum):
+    """State of the tasks of one actor in a graph. Integers, because each step looks up what its state does."""
+
+    READY = 0
+    BLOCKED = 1
+    STOPPED = 2
+
+
+class ExecutorEvent(enum.Enum):
+    """Event that may change the state of an executor."""
+
+    BLOCK = "block"
+    RESUME = "resume"
+    STOP = "stop"
+
+
+EXECUTOR_TRANSITIONS: dict[tuple[ExecutorState, ExecutorEvent], ExecutorState] = {
+    (ExecutorState.READY, ExecutorEvent.BLOCK): ExecutorState.BLOCKED,
+    (ExecutorState.BLOCKED, ExecutorEvent.RESUME): ExecutorState.READY,
+    **{(state, ExecutorEvent.STOP): ExecutorState.STOPPED for state in ExecutorState},
+    # A method that is running when the graph ends still sends its result.
+    **{(ExecutorState.STOPPED, event): ExecutorState.STOPPED for event in ExecutorEvent},
+}
+"""Next state of an executor. A blocked executor that blocks, or a ready one that resumes, is a defect: KeyError."""
 
 
 class Lifecycle:

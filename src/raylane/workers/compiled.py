@@ -47,6 +47,7 @@ from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
+from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
 from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from raylane.workers.future import Pending, lost, translated
 from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
@@ -245,8 +246,8 @@ class CompiledWorkerGroup(WorkerGroup):
         """Graphs that have ended, until the next one is compiled."""
         self._unsettled: set[int] = set()
         """Ranks that may still be in a method of a graph that has ended."""
-        self._compiled_before = False
-        """True after the first graph was compiled: later failures do not change the way of calling."""
+        self._calling = Calling.PLAIN if mode == "off" else Calling.UNTRIED
+        """Way in which calls are sent; guarded by `_lock`."""
         self._lock = threading.RLock()  # guards the graphs: calls of several threads are sent one after the other
         self._send_within = Deadline(None)
         """Limit of the wait for earlier calls when a call is sent."""
@@ -255,7 +256,10 @@ class CompiledWorkerGroup(WorkerGroup):
     @property
     def compiled(self) -> bool:
         """True if calls run through compiled graphs."""
-        return self.mode != "off" and self.fallback_reason is None
+        return self._calling is not Calling.PLAIN
+
+    def _enter(self, event: CallingEvent) -> None:
+        self._calling = CALLING_TRANSITIONS[self._calling, event]
 
     def _deliver(
         self,
@@ -271,6 +275,8 @@ class CompiledWorkerGroup(WorkerGroup):
         if not self._lock.acquire(timeout=-1 if limit is None else limit):
             raise WorkerGroupError(f"{self!r}: {label} was not sent: another thread is sending a call")
         try:
+            if not self.compiled:  # another thread has given up graphs meanwhile
+                return super()._deliver(label, method, plan, slices, common)
             if not self._actors:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")
             self._put_ended_graphs_aside()
@@ -285,12 +291,13 @@ class CompiledWorkerGroup(WorkerGroup):
         except GraphValueError as error:
             raise unpicklable(label, error) from error
         except GraphError as error:
-            if not self._compiled_before and self.mode == "preferred" and not isinstance(error, GraphActorDiedError):
+            may_fall_back = self._calling is Calling.UNTRIED and self.mode == "preferred"
+            if may_fall_back and not isinstance(error, GraphActorDiedError):
                 self._fall_back(error)
                 return super()._deliver(label, method, plan, slices, common)
             if isinstance(error, GraphPlanError):
                 raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
-            alive = all(values_of_path.graph.ended_by is None for values_of_path in self._graphs.values())
+            alive = all(known.graph.ended_by is None for known in self._graphs.values())
             if isinstance(error, GraphTimeoutError) and alive:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: {error}") from error
             return FailedCalls(lost_worker(label, error, self._rank_of_actor))
@@ -301,7 +308,7 @@ class CompiledWorkerGroup(WorkerGroup):
         # Graphs are few: one for each way in which the program calls its workers.
         self._rank_of_actor = {_ray.actor_id_of(actor): rank for rank, actor in enumerate(self._actors)}
         graph = CallGraph(plan, self._actors, self.inflight, self._send_within.left_s())
-        self._compiled_before = True
+        self._enter(CallingEvent.COMPILE)
         self._graphs[plan] = graph
         # After the new graph: the thread of a worker ends with the last graph of its process.
         ended, self._ended = self._ended, []
@@ -322,6 +329,7 @@ class CompiledWorkerGroup(WorkerGroup):
         for plan in ended:
             self._unsettled.update(plan.called_ranks)
             self._ended.append(self._graphs.pop(plan))
+        self._enter(CallingEvent.GRAPH_ENDED)
         # Ray's thread of each worker is free. Errors of dead workers are raised by the calls that need them.
         for rank in self._unsettled:
             self._actors[rank].fence.remote(self._failures.count, 0.0)
@@ -331,6 +339,8 @@ class CompiledWorkerGroup(WorkerGroup):
 
         Return the error if one of them has died; WorkerGroupError if one is still in its method after STUCK_S.
         """
+        if self._calling is not Calling.UNSETTLED:
+            return None
         ranks = sorted(self._unsettled.intersection(plan.called_ranks))
         fences = {rank: self._actors[rank].fence.remote(self._failures.count, STUCK_S) for rank in ranks}
         busy = []
@@ -350,6 +360,8 @@ class CompiledWorkerGroup(WorkerGroup):
                 ranks=busy,
             )
         self._unsettled.difference_update(ranks)
+        if not self._unsettled:
+            self._enter(CallingEvent.SETTLE)
         return None
 
     def _wait_for_turn(self, label: str, graph: CallGraph) -> None:
@@ -368,6 +380,7 @@ class CompiledWorkerGroup(WorkerGroup):
                 )
 
     def _fall_back(self, error: GraphError) -> None:
+        self._enter(CallingEvent.FALL_BACK)
         self.fallback_reason = f"{type(error).__name__}: {error}"
         _log.warning(
             "%r: compiled graphs cannot be used, so calls are plain Ray calls, about a millisecond for each worker. "
@@ -387,6 +400,7 @@ class CompiledWorkerGroup(WorkerGroup):
             graph.graph.teardown(0.0)
         with self._lock:
             self._graphs, self._ended, self._unsettled = {}, [], set()
+            self._enter(CallingEvent.RESTART)
             return super()._end_processes(deadline)
 
 

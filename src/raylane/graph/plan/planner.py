@@ -205,7 +205,8 @@ class _Planner:
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
                 raise GraphPlanError(
-                    f"order for {self.members[member]} must list each of its {len(mine)} calls once; it lists {methods!r}"
+                    f"order for {self.members[member]} must list each of its {len(mine)} calls once; "
+                    f"it lists {methods!r}"
                 )
             orders[member] = tasks
         return orders

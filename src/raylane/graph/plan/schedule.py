@@ -53,8 +53,8 @@ def order_of(
 
     `task_members[t]` is the member that runs task t, `needs[t]` are the tasks whose results t uses. All members follow
     one global order, in which the smallest index comes first where several tasks may be next; so no two members can
-    wait for each other. `user_orders` fixes the order of some members and must list each of their tasks once; the others
-    adapt to it where that is possible. Otherwise `find_deadlock` finds the cycle: this function always returns.
+    wait for each other. `user_orders` fixes the order of some members and must list each of their tasks once; the
+    others adapt to it where that is possible. Otherwise `find_deadlock` finds the cycle: this function always returns.
     """
     before = [set(need) for need in needs]
     for member, tasks in user_orders.items():

@@ -26,6 +26,7 @@ from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, Grap
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.published import PublishingWriter, fetched_edge
 from raylane.graph.channels.ring import WAKE, Doorbell, Received
+from raylane.graph.lifecycle import EXECUTOR_TRANSITIONS, ExecutorEvent, ExecutorState
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
 from raylane.graph.values import operations
@@ -219,6 +220,9 @@ class Executor:
         """Position of the next task in `_tasks`."""
         self._missing = self.tasks[0].inputs.copy()
         """Edges whose message the next task still needs."""
+        self.state = ExecutorState.READY
+        self._steps: tuple[Callable[[], bool], ...] = (self.run_next, self._send_blocked, _do_nothing)
+        """What `advance` does, by state."""
 
     def _failed(self, message: Message, report: bool) -> Message:
         """Return the message of an error that has arisen here; report it to the driver first if `report`.
@@ -266,6 +270,17 @@ class Executor:
         return prepared
 
     def advance(self) -> bool:
+        """Take the next step of the current state. Return False if there was nothing to do."""
+        return self._steps[self.state]()
+
+    def use_for_ready(self, step: Callable[[], bool]) -> None:
+        """Run the next task by `step` instead of `run_next`, which it must equal in all but speed."""
+        self._steps = (step, *self._steps[1:])
+
+    def _enter(self, event: ExecutorEvent) -> None:
+        self.state = EXECUTOR_TRANSITIONS[self.state, event]
+
+    def run_next(self) -> bool:
         """Run the next task if all its inputs are here. Return False if there was nothing to do."""
         # An edge whose message has arrived is removed, so that the next call does not poll it again.
         missing = self._missing
@@ -297,7 +312,7 @@ class Executor:
         # The reset at the end of an execution comes before the next one begins: values of two never mix.
         self._next += 1
         if self._exiting:
-            self.advance = _do_nothing  # type: ignore[method-assign]  # the actor ends: no method is called any more
+            self._enter(ExecutorEvent.STOP)
             self._callbacks[0]()
             return
         if self._next == len(self.tasks):
@@ -402,13 +417,12 @@ class Executor:
                 # The rest is encoded now: code of the actor may change the values before there is memory.
                 waiting = [(later, self._message(later, result, task)) for later in task.outputs[position:]]
                 self._blocked = _BlockedSend(task, waiting, Deadline(self._timeout_s))
-                self._unblocked = self.advance
-                self.advance = self._send_blocked  # type: ignore[method-assign]  # until there is memory
+                self._enter(ExecutorEvent.BLOCK)
                 return
         self.recorder.sent(task.index, self.execution)
 
     def _send_blocked(self) -> bool:
-        """Send messages that wait for memory. Takes the place of `advance`; False if none could be sent."""
+        """Send messages that wait for memory; False if none could be sent."""
         blocked = self._blocked
         assert blocked is not None
         sent = False
@@ -433,7 +447,7 @@ class Executor:
             blocked.waiting.pop(0)
             sent = True
         self._blocked = None
-        self.advance = self._unblocked  # type: ignore[method-assign]
+        self._enter(ExecutorEvent.RESUME)
         self.recorder.sent(blocked.task.index, self.execution)
         self.end_task()
         return True
@@ -510,9 +524,9 @@ class Executor:
 
     def close(self) -> None:
         """Stop: `advance` does nothing any more, and blocked messages are dropped."""
-        self.advance = _do_nothing  # type: ignore[method-assign]
+        self._enter(ExecutorEvent.STOP)
         self._blocked = None
-        self._unblocked = _do_nothing
+        self._steps = (_do_nothing, _do_nothing, _do_nothing)  # cuts the cycle of references, as below
         self.collectives.close()
         self.fetches.close()
         # The callbacks are methods of the session, which holds this executor: cut the cycle to free memory now.

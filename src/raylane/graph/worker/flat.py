@@ -23,10 +23,10 @@ from raylane.graph.worker.executor import Executor
 
 
 def shorten(executor: Executor) -> None:
-    """Replace `advance` of an executor where the short path applies."""
+    """Let an executor run its task by the short path where that applies."""
     step = _flat_step(executor)
     if step is not None:
-        executor.advance = step  # type: ignore[method-assign]
+        executor.use_for_ready(step)
 
 
 def _message(body: bytes, value: Any) -> Message:
@@ -35,7 +35,7 @@ def _message(body: bytes, value: Any) -> Message:
 
 
 def _flat_step(executor: Executor) -> Callable[[], bool] | None:
-    """Return a function like `Executor.advance` for the usual case, or None where that does not apply.
+    """Return a function like `Executor.run_next` for the usual case, or None where that does not apply.
 
     The usual case is one task whose one argument is the one message that it needs, and whose result goes as it is to
     readers of this host.
