@@ -100,7 +100,7 @@ def test_large_reads_need_no_more_threads_than_there_are(monkeypatch: pytest.Mon
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(vm._Reader, "start", fail)
+    monkeypatch.setattr(vm._ProcessReader, "start", fail)
     for _ in range(3):  # the number of threads is tried out
         target[:] = bytes(len(target))
         vm.read(os.getpid(), [(there, here, len(source))])

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from raylane.core.watcher import Watcher, _Source
+from raylane.core.watcher import Watcher, _WatchedDescriptor
 
 Eventually = Callable[..., None]
 
@@ -138,7 +138,7 @@ def test_watch_of_a_reused_number_gets_a_new_descriptor(watcher: Watcher, sleepe
     told: list[str] = []
     old, new = sleeper(), sleeper()
     with watcher._lock:  # the thread cannot notice the end before the second watch exists
-        watcher._by_pid[new.pid] = source = _Source(os.pidfd_open(old.pid), select.POLLIN, new.pid)
+        watcher._by_pid[new.pid] = source = _WatchedDescriptor(os.pidfd_open(old.pid), select.POLLIN, new.pid)
         watcher._add(source, lambda: told.append("old"))
         end(old)
         assert source.ended()

@@ -193,7 +193,7 @@ def test_empty_many_arrays_in_one_message(keeper: Any, graph: Compile) -> None:
 
 
 def test_empty_place_that_is_no_place_is_refused() -> None:
-    from raylane.core.handover import Place
+    from raylane.core.handover import RegionPlace
     from raylane.graph.channels.lease import LeaseReader
 
     array = raylane.empty(1000, np.uint8)
@@ -203,7 +203,7 @@ def test_empty_place_that_is_no_place_is_refused() -> None:
     reader = LeaseReader()
     for offset, nbytes in [(0, 10), (handover.DATA_OFFSET, 1001), (handover.DATA_OFFSET, 0), (1 << 40, 1), (-1, 1)]:
         with pytest.raises(OSError, match="smaller than the array"):
-            reader.borrow_place(Place(path, offset, nbytes), private=False)
+            reader.borrow_place(RegionPlace(path, offset, nbytes), private=False)
     assert os.path.exists(path.partition("#")[0])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from raylane.core.semaphore import post, value
 from raylane.errors import GraphClosedError
-from raylane.graph.channels.ring import Doorbell
+from raylane.graph.channels.ring import ProcessDoorbell
 from raylane.graph.driver.locks import RecoverableLock
 from raylane.graph.lifecycle import (
     EXECUTOR_TRANSITIONS,
@@ -129,7 +129,7 @@ def test_lock_taken_by_an_interrupted_thread_is_orphaned() -> None:
 
 
 def test_doorbell_absorbs_posts_of_messages_read_before() -> None:
-    doorbell = Doorbell()
+    doorbell = ProcessDoorbell()
     for _ in range(3):
         post(doorbell.address)
     doorbell.read = 2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.receiver import MAX_REPORT_BYTES, Receiver
 from raylane.graph.values.message import ERROR, VALUE
@@ -100,7 +100,7 @@ def test_peer_that_reconnects_often_costs_one_thread(peer_of: Fixture) -> None:
 
 
 def test_network_refuses_peers_that_were_not_announced() -> None:
-    layout = Layout(
+    layout = GraphLayout(
         graph="6b",
         member=0,
         names=("driver", "a"),

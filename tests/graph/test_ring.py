@@ -24,7 +24,7 @@ from raylane.graph.channels.ring import (
     MAX_READERS,
     SLOT_BYTES,
     WAKE,
-    Doorbell,
+    ProcessDoorbell,
     Received,
     RingReader,
     RingSpec,
@@ -43,7 +43,7 @@ class Ring:
     def __init__(self, readers: int = 1, slots: int = 2, limit_bytes: int = 1 << 30) -> None:
         names = tuple(f"reader {index}" for index in range(readers))
         ((self.spec, self.segment),) = ring.make_rings([RingSpec(names, slots, tuple(range(readers)))])
-        self.doorbells = [Doorbell() for _ in range(readers)]
+        self.doorbells = [ProcessDoorbell() for _ in range(readers)]
         self.bells = [doorbell.segment for doorbell in self.doorbells]
         self.pool = LeasePool(limit_bytes, timeout_s=0.05)
         self.writer = RingWriter(self.segment, self.spec, self.bells, self.pool)
@@ -290,9 +290,9 @@ READER = """
 import zlib
 from raylane.core.semaphore import Segment, block, try_wait
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.values.message import Message, VALUE
-bell = Doorbell()
+bell = ProcessDoorbell()
 pipe.send(bell.segment.path)
 there, back, driver, count, keep = pipe.receive()
 there, back = RingSpec(*there), RingSpec(*back)
@@ -337,7 +337,7 @@ class Line:
         ((spec, segment),) = ring.make_rings([RingSpec(names, slots, (7,) * readers)])
         self.pool = LeasePool(1 << 30, timeout_s=20)
         self.writer = RingWriter(segment, spec, bells, self.pool)
-        self.bell, self.slots, self.answered = Doorbell(), slots, 0
+        self.bell, self.slots, self.answered = ProcessDoorbell(), slots, 0
         self.back: list[RingReader] = []
         for child in self.children:
             ((back, memory),) = ring.make_rings([RingSpec(("writer",), slots, (0,))])

@@ -26,7 +26,7 @@ from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, Gr
 from raylane.graph.worker.loop import graph_loop
 from raylane.transport.backends.nixl.agents import Agents
 from raylane.transport.link.endpoint import endpoint
-from raylane.transport.produce.staging import Stage
+from raylane.transport.produce.staging import EdgeStage
 
 pytestmark = pytest.mark.ray
 TRANSPORTS = ["gloo", "nixl"]
@@ -518,7 +518,7 @@ def test_stage_copies_tensors_that_cannot_lie_in_their_blocks() -> None:
     class Here:
         pool = BufferPool(1 << 30)
 
-    stage = Stage()
+    stage = EdgeStage()
     for value in (1.0, 2.0):
         tensor.fill_(value)
         copies = stage._copied(Here, [array, tensor])  # type: ignore[arg-type]

@@ -21,9 +21,9 @@ from raylane.transport.backends import base
 from raylane.transport.backends.cuda import driver as cuda_driver
 from raylane.transport.backends.cuda.backend import NEVER, CudaIpcBackend, IpcChannel
 from raylane.transport.backends.nixl.agent import Range, _batches, merge_ranges
-from raylane.transport.backends.pieces import Memory, Piece, pieces_of_target
+from raylane.transport.backends.pieces import OwnedMemory, Piece, pieces_of_target
 from raylane.transport.backends.registry import backends
-from raylane.transport.hold.device_memory import Group, groups_of, new_blocks, separated, whole
+from raylane.transport.hold.device_memory import DeviceGroup, groups_of, new_blocks, separated, whole
 from raylane.transport.link import wire
 from raylane.transport.link.link import Connection
 from raylane.transport.read.choose import choose
@@ -41,9 +41,9 @@ def test_small_blocks_of_one_device_travel_together() -> None:
     # Block 1 is in host memory; blocks 4 and 5 are on another device.
     found = groups_of({0: 0, 2: 0, 3: 0, 4: 1, 5: 1}, sizes)
     assert found == [
-        Group(0, [0, 3], [Span(0, 100), Span(128, 158)], 192),
-        Group(0, [2], [Span(0, BIG)], BIG),
-        Group(1, [4, 5], [Span(0, 40), Span(64, 114)], 128),
+        DeviceGroup(0, [0, 3], [Span(0, 100), Span(128, 158)], 192),
+        DeviceGroup(0, [2], [Span(0, BIG)], BIG),
+        DeviceGroup(1, [4, 5], [Span(0, 40), Span(64, 114)], 128),
     ]
     assert groups_of({}, sizes) == []
 
@@ -154,7 +154,7 @@ def test_readers_without_a_device_get_the_value_another_way() -> None:
 def test_one_small_block_travels_as_it_is() -> None:
     # The source sends its 100 bytes, so the reader must not expect more.
     found = groups_of({0: 0, 1: 0}, [100, BIG])
-    assert found == [Group(0, [0], [Span(0, 100)], 100), Group(0, [1], [Span(0, BIG)], BIG)]
+    assert found == [DeviceGroup(0, [0], [Span(0, 100)], 100), DeviceGroup(0, [1], [Span(0, BIG)], BIG)]
 
 
 def test_received_blocks_have_storages_of_their_own() -> None:
@@ -173,7 +173,7 @@ def test_cuda_ipc_sends_host_memory_over_its_connection() -> None:
     given = torch.arange(1 << 20, dtype=torch.int32)
     target = torch.zeros_like(given)
     there, here = [
-        [Piece(None, Memory(None, span, span))]
+        [Piece(None, OwnedMemory(None, span, span))]
         for span in (Span(one.data_ptr(), one.data_ptr() + one.nbytes) for one in (given, target))
     ]
     with ThreadPoolExecutor(1) as pool:
@@ -191,7 +191,7 @@ def test_sizes_are_compared_before_memory_of_devices_is_copied() -> None:
     ends[0].send(wire.Allocations([], False))
     with pytest.raises(ProtocolError, match="other sizes"):
         IpcChannel(ends[1]).expect([])(Deadline(10))
-    ends[0].send(wire.Word(NEVER, b"no such memory"))
+    ends[0].send(wire.RendezvousEntry(NEVER, b"no such memory"))
     with pytest.raises(TransportUnavailableError, match="no such memory"):
         IpcChannel(ends[1]).expect([])(Deadline(10))
     ends[0].send(wire.Refusal("out of memory"))

@@ -211,7 +211,7 @@ def test_listener_passes_streams_to_their_owner_only(server: Server) -> None:
     server.streams[b"key"] = lambda *found: taken.put(found)
     for address in server.addresses:
         link = server.link(address)
-        link.send(wire.Stream(b"key", 3, 1))
+        link.send(wire.StreamRequest(b"key", 3, 1))
         sock, *who = taken.get(timeout=10)
         assert who == [3, 1]
         sock.sendall(wire.pack_frame(wire.Streaming([(0, 7)], 1.5)))  # from now on it is the taker's alone
@@ -221,13 +221,13 @@ def test_listener_passes_streams_to_their_owner_only(server: Server) -> None:
         sock.close()
         link.close()
         refused = server.link(address)
-        refused.send(wire.Stream(b"other", 3, 1))
+        refused.send(wire.StreamRequest(b"other", 3, 1))
         answer = refused.receive()
         assert isinstance(answer, wire.Refusal)
         assert "this process has no such stream" in answer.reason
         refused.close()
     with socket.create_connection(("127.0.0.1", server.listener.port), timeout=10) as sock:
-        sock.sendall(wire.pack_frame(wire.Stream(b"key", 3, 1)))  # without proof
+        sock.sendall(wire.pack_frame(wire.StreamRequest(b"key", 3, 1)))  # without proof
         while sock.recv(1 << 16):
             pass
     assert taken.empty()

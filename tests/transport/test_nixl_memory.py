@@ -17,7 +17,7 @@ from raylane.transport.backends.nixl import agents as nixl_agents
 from raylane.transport.backends.nixl import memory as nixl_memory
 from raylane.transport.backends.nixl.agent import Agent, Range, merge_ranges
 from raylane.transport.backends.nixl.memory import Registrations
-from raylane.transport.backends.pieces import Memory, Piece, pieces_of_target
+from raylane.transport.backends.pieces import OwnedMemory, Piece, pieces_of_target
 
 
 class Owner:
@@ -37,7 +37,7 @@ class Card:
         return span
 
     def use(self, owner: Any, start: int, stop: int, whole: Span | None = None) -> None:
-        self.cache.release([self.cache.hold(Memory(owner, whole or Span(0, 1000), Span(start, stop)))])
+        self.cache.release([self.cache.hold(OwnedMemory(owner, whole or Span(0, 1000), Span(start, stop)))])
 
 
 def test_parts_of_one_owner_share_a_registration() -> None:
@@ -58,7 +58,7 @@ def test_death_of_the_owner_drops_the_registration() -> None:
 
 def test_owner_that_dies_during_a_transfer_is_dropped_after_it() -> None:
     card, owner = Card(), Owner()
-    held = card.cache.hold(Memory(owner, Span(0, 10), Span(0, 10)))
+    held = card.cache.hold(OwnedMemory(owner, Span(0, 10), Span(0, 10)))
     del owner
     gc.collect()
     assert card.held == [Span(0, 10)]

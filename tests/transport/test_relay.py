@@ -69,13 +69,13 @@ class Reader:
         tcp.TcpBackend().fetch_parts(ticket, parts, here, Deadline(30))
         return target
 
-    def meet(self, ticket: Ticket) -> relay.Relay:
+    def meet(self, ticket: Ticket) -> relay.HostRelay:
         here: Any = self
         found = relay.meet(ticket, here, Deadline(30))
-        assert isinstance(found, relay.Relay)
+        assert isinstance(found, relay.HostRelay)
         return found
 
-    def fill(self, first: relay.Relay, ticket: Ticket) -> FetchResult:
+    def fill(self, first: relay.HostRelay, ticket: Ticket) -> FetchResult:
         """Read the value as the relay does, without an end of the meeting."""
         here: Any = self
         return tcp._fetch(ticket, here, Deadline(30), first.receive_into)
@@ -104,7 +104,7 @@ class Scene:
             nonce=secrets.randbits(60),
         )
 
-    def others(self, first: relay.Relay, wait: Callable[..., None]) -> list[Future[FetchResult]]:
+    def others(self, first: relay.HostRelay, wait: Callable[..., None]) -> list[Future[FetchResult]]:
         """Let all other readers begin, and return when they wait for the first one."""
         begun = [self.threads.submit(one.read, self.ticket) for one in self.readers[1:]]
         wait(lambda: first.accept() == len(begun))

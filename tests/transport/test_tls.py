@@ -251,7 +251,7 @@ def stream(server: Server, eventually: Any) -> Iterator[tuple[tls.TlsSocket, tls
     taken: list[Any] = []
     server.streams[b"here"] = lambda sock, member, level: taken.append(sock)
     link = server.link()
-    link.send(wire.Stream(b"here", 0, 0))
+    link.send(wire.StreamRequest(b"here", 0, 0))
     eventually(lambda: taken)
     _configure(link.socket, 20.0)
     yield link.socket, taken[0]  # type: ignore[misc]

@@ -18,7 +18,7 @@ MESSAGES: list[wire.Message] = [
     wire.Release(b"k"),
     wire.HeldQuery(),
     wire.HeldCount(4),
-    wire.Stream(b"k", 3, 1),
+    wire.StreamRequest(b"k", 3, 1),
     wire.Streaming([(0, 5), (7, 2)], 1.5),
 ]
 

@@ -24,7 +24,7 @@ def test_plain_calls_stay_plain() -> None:
     assert leads_to == {Calling.PLAIN}
 
 
-def test_ended_graph_leaves_workers_unsettled_until_they_answer_or_restart() -> None:
+def test_ended_graph_unsettles_until_answer_or_restart() -> None:
     ended = after(CallingEvent.COMPILE, CallingEvent.GRAPH_ENDED)
     assert ended is Calling.UNSETTLED
     assert after(CallingEvent.COMPILE, begin=ended) is Calling.UNSETTLED

@@ -33,7 +33,7 @@ DATA_OFFSET = 4096
 """Offset of the data in a region, in bytes: pages can be mapped alone."""
 
 
-class Place(NamedTuple):
+class RegionPlace(NamedTuple):
     """Bytes within a region, as another process finds them."""
 
     path: str
@@ -118,7 +118,7 @@ def release(segment: Segment) -> None:
         segment.discard()
 
 
-def find(buffer: Any) -> tuple[Place, Region] | None:
+def find(buffer: Any) -> tuple[RegionPlace, Region] | None:
     """Return (place, region) of a contiguous buffer; None if it does not lie in a region of this process.
 
     The caller keeps the region until the readers have opened it.
@@ -130,7 +130,7 @@ def find(buffer: Any) -> tuple[Place, Region] | None:
     region = region_at(start)
     if region is None or start + view.nbytes > region.end:
         return None
-    return Place(region.path, DATA_OFFSET + start - region.start, view.nbytes), region
+    return RegionPlace(region.path, DATA_OFFSET + start - region.start, view.nbytes), region
 
 
 def region_at(address: int) -> Region | None:

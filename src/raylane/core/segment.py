@@ -59,7 +59,7 @@ def size_class(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-class _Region:
+class _PoolRegion:
     """One anonymous mapping; `base` is the offset of the first usable byte."""
 
     __slots__ = ("base", "capacity", "idle_since", "mapping")
@@ -94,10 +94,10 @@ class BufferPool:
         self.idle_s = idle_s
         self._lock = threading.Lock()  # guards _idle, idle_bytes, used_bytes and _trimmer
         self._trimmer = Trimmer(self, idle_s, "raylane-pool")
-        self._idle: collections.OrderedDict[int, list[_Region]] = collections.OrderedDict()
+        self._idle: collections.OrderedDict[int, list[_PoolRegion]] = collections.OrderedDict()
         self.idle_bytes = 0
         self.used_bytes = 0
-        self._returned: collections.deque[_Region] = collections.deque()
+        self._returned: collections.deque[_PoolRegion] = collections.deque()
         """Regions that finalizers gave back and `_reclaim` has not counted yet. Needs no lock: deques are atomic."""
 
     def take(self, nbytes: int) -> Any:
@@ -115,7 +115,7 @@ class BufferPool:
         if region is None:
             # Map outside the lock, so that other threads can take and return buffers meanwhile.
             try:
-                region = _Region(capacity)
+                region = _PoolRegion(capacity)
             except BaseException:
                 with self._lock:
                     self.used_bytes -= capacity
@@ -125,7 +125,7 @@ class BufferPool:
         weakref.finalize(array, self._give_back, region).atexit = False
         return array
 
-    def _give_back(self, region: _Region) -> None:
+    def _give_back(self, region: _PoolRegion) -> None:
         """Take back a region; runs as a finalizer and never waits."""
         self._returned.append(region)
         # Python may run a finalizer at any allocation, even in a thread that holds the lock: waiting would deadlock.

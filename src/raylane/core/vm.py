@@ -119,11 +119,11 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     threads = _choice.threads()
     calls = collections.deque(_calls(ranges, min(MAX_BYTES_PER_CALL, -(-total // threads))))
     began = time.perf_counter()
-    helpers: list[_Reader] = []
+    helpers: list[_ProcessReader] = []
     try:
         with contextlib.suppress(RuntimeError):  # the system starts no more threads: this one reads everything
             for _ in range(threads - 1):
-                helper = _Reader(pid, calls, deadline)
+                helper = _ProcessReader(pid, calls, deadline)
                 helper.start()
                 helpers.append(helper)
         _read_calls(pid, calls, deadline)
@@ -136,7 +136,7 @@ def read(pid: int, ranges: Sequence[Range], deadline: Deadline | None = None) ->
     _choice.copied(threads, total, time.perf_counter() - began)
 
 
-def _join(helpers: Sequence[_Reader]) -> None:
+def _join(helpers: Sequence[_ProcessReader]) -> None:
     """Wait for the helpers, also after an error or Ctrl-C: nothing may be written here after `read` has returned."""
     try:
         for helper in helpers:
@@ -159,7 +159,7 @@ def _read_calls(pid: int, calls: collections.deque[list[Range]], deadline: Deadl
         _move(_libc.process_vm_readv, pid, call)
 
 
-class _Reader(threading.Thread):
+class _ProcessReader(threading.Thread):
     """A thread that helps with one read."""
 
     def __init__(self, pid: int, calls: collections.deque[list[Range]], deadline: Deadline | None) -> None:

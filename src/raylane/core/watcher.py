@@ -20,7 +20,7 @@ from collections.abc import Callable
 log = logging.getLogger("raylane.core")
 
 
-class _Source:
+class _WatchedDescriptor:
     """Descriptor of one process or connection, shared by all its watches: an idle graph holds no descriptor."""
 
     __slots__ = ("events", "fd", "pid", "users", "watches")
@@ -47,7 +47,7 @@ class Watch:
 
     __slots__ = ("_watcher", "on_end", "source")
 
-    def __init__(self, watcher: Watcher, source: _Source, on_end: Callable[[], None]) -> None:
+    def __init__(self, watcher: Watcher, source: _WatchedDescriptor, on_end: Callable[[], None]) -> None:
         self._watcher = watcher
         self.source = source
         self.on_end = on_end
@@ -67,9 +67,9 @@ class Watcher:
         self._lock = threading.Lock()  # guards _thread, _eventfd, _by_pid and users; _watched belongs to the thread
         self._arriving: collections.deque[Watch] = collections.deque()
         self._forgotten: collections.deque[Watch] = collections.deque()
-        self._by_pid: dict[int, _Source] = {}
+        self._by_pid: dict[int, _WatchedDescriptor] = {}
         """Descriptors of processes with a user."""
-        self._watched: dict[int, _Source] = {}
+        self._watched: dict[int, _WatchedDescriptor] = {}
         """Sources that the thread polls, by descriptor."""
         self._thread: threading.Thread | None = None
         self._eventfd: int | None = None
@@ -87,7 +87,7 @@ class Watcher:
             source = self._by_pid.get(pid)
             # The kernel may have given the number of a process that has just ended to a new one.
             if source is None or source.ended():
-                source = self._by_pid[pid] = _Source(os.pidfd_open(pid), select.POLLIN, pid)
+                source = self._by_pid[pid] = _WatchedDescriptor(os.pidfd_open(pid), select.POLLIN, pid)
             return self._add(source, on_end)
 
     def watch_connection(self, sock: socket.socket, on_end: Callable[[], None]) -> Watch:
@@ -96,9 +96,9 @@ class Watcher:
         A copy of the descriptor is watched: until it is forgotten only `shutdown` ends the connection, not `close`.
         """
         with self._lock:
-            return self._add(_Source(os.dup(sock.fileno()), select.POLLRDHUP, None), on_end)
+            return self._add(_WatchedDescriptor(os.dup(sock.fileno()), select.POLLRDHUP, None), on_end)
 
-    def _add(self, source: _Source, on_end: Callable[[], None]) -> Watch:
+    def _add(self, source: _WatchedDescriptor, on_end: Callable[[], None]) -> Watch:
         """Hand a new watch to the thread. Call with the lock held."""
         watch = Watch(self, source, on_end)
         source.users += 1
@@ -156,20 +156,20 @@ class Watcher:
             self._thread = None
             return False
 
-    def _stop_polling(self, poll: select.poll, source: _Source) -> None:
+    def _stop_polling(self, poll: select.poll, source: _WatchedDescriptor) -> None:
         """Unregister a source without watches, and close its descriptor if no watch is on its way. Holds the lock."""
         del self._watched[source.fd]
         poll.unregister(source.fd)
         if not source.users:
             os.close(source.fd)
 
-    def _release(self, source: _Source, watches: int) -> None:
+    def _release(self, source: _WatchedDescriptor, watches: int) -> None:
         """Count these watches of a source as removed. Call with the lock held."""
         source.users -= watches
         if not source.users and source.pid is not None and self._by_pid.get(source.pid) is source:
             del self._by_pid[source.pid]
 
-    def _end(self, poll: select.poll, source: _Source) -> None:
+    def _end(self, poll: select.poll, source: _WatchedDescriptor) -> None:
         with self._lock:
             watches = list(source.watches)
             source.watches.clear()

@@ -22,7 +22,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.ring import Doorbell, Received, RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import ProcessDoorbell, Received, RingReader, RingSpec, RingWriter
 from raylane.graph.driver.completion import complete_result
 from raylane.graph.driver.result import GraphResult
 from raylane.graph.inspect import critical_path, drawing, stats, trace
@@ -88,7 +88,7 @@ class InlineGraph:
             RingSpec(tuple(plan.members[reader] for reader in edge.readers), 1, (0,) * len(edge.readers), edge.writer)
             for edge in plan.edges
         ]
-        doorbell = Doorbell()  # nobody waits for it: the executors are asked in turn
+        doorbell = ProcessDoorbell()  # nobody waits for it: the executors are asked in turn
         doorbell.segment.close_fd()
         for edge, (spec, segment) in zip(plan.edges, ring.make_rings(sizes), strict=True):
             segment.close_fd()  # no other process opens it

@@ -37,7 +37,7 @@ def pattern(nbytes: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8))
 
 
-class Publisher:
+class SourceActor:
     """Actor that publishes values."""
 
     def publish(self, sizes: list[int], transport: str, device: str) -> list[Any]:
@@ -78,7 +78,7 @@ class BackendContract:
     @classmethod
     def start_source(cls) -> Any:
         """Start a source actor and wait until it is ready."""
-        source: Any = ray.remote(**cls.actor_options)(Publisher).remote()
+        source: Any = ray.remote(**cls.actor_options)(SourceActor).remote()
         ray.get(source.__ray_ready__.remote())
         return source
 
@@ -86,7 +86,7 @@ class BackendContract:
         """Return a ref to a list of patterns of these sizes."""
         transport = self.published_as or self.name
         if self.within_process:
-            return Publisher().publish(sizes, transport, self.device)[0]
+            return SourceActor().publish(sizes, transport, self.device)[0]
         return ray.get((source or self.source).publish.remote(sizes, transport, self.device))[0]
 
     def pending(self, ref: Any) -> Pending:

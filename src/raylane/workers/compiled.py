@@ -49,7 +49,7 @@ from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
 from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
 from raylane.workers.dispatch import DispatchPlan, WorkerCall
-from raylane.workers.future import Pending, lost, translated
+from raylane.workers.future import PendingCalls, lost, translated
 from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
 from raylane.workers.host import Arguments, Head
 from raylane.workers.options import WorkerOptions
@@ -268,14 +268,14 @@ class CompiledWorkerGroup(WorkerGroup):
         plan: DispatchPlan,
         slices: Mapping[Path, Arguments],
         common: Mapping[str, Any],
-    ) -> Pending:
+    ) -> PendingCalls:
         if not self.compiled:
             return super()._deliver(label, method, plan, slices, common)
         limit = self._send_within.left_s()
         if not self._lock.acquire(timeout=-1 if limit is None else limit):
             raise WorkerGroupError(f"{self!r}: {label} was not sent: another thread is sending a call")
         try:
-            if not self.compiled:  # another thread has given up graphs meanwhile
+            if self._calling is Calling.PLAIN:  # another thread has given up graphs meanwhile
                 return super()._deliver(label, method, plan, slices, common)
             if not self._actors:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")

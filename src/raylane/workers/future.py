@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from raylane.workers.dispatch import DispatchPlan
 
-__all__ = ["Failures", "GroupFuture", "Pending", "RefCalls", "lost", "translated"]
+__all__ = ["Failures", "GroupFuture", "PendingCalls", "RefCalls", "lost", "translated"]
 
 _CAUSE_GRACE_S = 2.0
 """Seconds to wait, after a method raised, for the news of a dead worker, which is then reported as the cause.
@@ -31,7 +31,7 @@ quiet machine, 0.6 s on a busy one).
 """
 
 
-class Pending(Protocol):
+class PendingCalls(Protocol):
     """Calls under way: by plain Ray calls (`RefCalls`) or through a compiled graph (`compiled.GraphCalls`)."""
 
     def done(self) -> bool:
@@ -69,7 +69,7 @@ class GroupFuture:
     label: str
     """Name of the call in messages, as ClassName.method."""
     plan: DispatchPlan
-    calls: Pending
+    calls: PendingCalls
     failures: Failures
     """Failures of the group, to which this future adds its own when it is read for the first time."""
     generation: int = 0

@@ -32,7 +32,7 @@ from raylane.graph.values import references
 from raylane.transport.api import put
 from raylane.workers.batch import BatchDict
 from raylane.workers.dispatch import DispatchPlan, Pass, WorkerCall, check_nesting, plan_sharded, plan_some, take
-from raylane.workers.future import Failures, GroupFuture, Pending, RefCalls
+from raylane.workers.future import Failures, GroupFuture, PendingCalls, RefCalls
 from raylane.workers.host import CONSTRUCT, Arguments, Seat, WorkerHost
 from raylane.workers.methods import check_call, check_constructor, check_worker_class
 from raylane.workers.options import WorkerOptions
@@ -264,7 +264,7 @@ class WorkerGroup:
         plan: DispatchPlan,
         slices: Mapping[Path, Arguments],
         common: Mapping[str, Any],
-    ) -> Pending:
+    ) -> PendingCalls:
         """Send a call to the workers of the plan by plain Ray calls, with one slice of the arguments for each path."""
         if plan.passes:
             raise WorkerGroupError(

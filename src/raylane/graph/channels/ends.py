@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 
 from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
 from raylane.graph.channels.published import PublishingWriter
-from raylane.graph.channels.ring import Doorbell, RingReader, RingSpec, RingWriter
+from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan.ir import DRIVER, Edge
 
@@ -22,7 +22,7 @@ class ChannelEnds:
     """Opens the ends of one process. Maps each segment once, whatever the number of rings in it."""
 
     def __init__(
-        self, layout: Layout, segments: Iterable[Segment] = (), links: Mapping[tuple[int, int], PeerLink] = {}
+        self, layout: GraphLayout, segments: Iterable[Segment] = (), links: Mapping[tuple[int, int], PeerLink] = {}
     ) -> None:
         """Create without ends. `segments` are those of this process, `links` its links by (member, level)."""
         self._layout = layout
@@ -37,7 +37,7 @@ class ChannelEnds:
     def _open_ring(self, spec: RingSpec) -> Segment:
         return self._open(spec.path, DRIVER if self._layout.near_driver else spec.writer)
 
-    def reader(self, channel: int, leases: LeaseReader, doorbell: Doorbell) -> RingReader:
+    def reader(self, channel: int, leases: LeaseReader, doorbell: ProcessDoorbell) -> RingReader:
         """Open the reading end of a channel, whose writer rings `doorbell` of this process."""
         layout = self._layout
         writer = layout.routes[channel].ring_of(layout.member)

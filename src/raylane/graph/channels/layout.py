@@ -31,7 +31,7 @@ def report_slots(max_inflight: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class GraphLayout:
     """Channels of one graph that `member` writes, reads or relays. Channel numbers are those of `routing.Routes`."""
 
     graph: str

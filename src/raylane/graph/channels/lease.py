@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from raylane.core import copying, handover, semaphore
 from raylane.core.deadline import Deadline
-from raylane.core.handover import Place, Region
+from raylane.core.handover import Region, RegionPlace
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.errors import GraphTimeoutError, GraphValueError
@@ -399,7 +399,7 @@ class LeaseReader:
         view = _watched(segment, DATA_OFFSET, total, _post, segment, address, writable=writable)
         return [view[at : at + nbytes] for at, nbytes in zip(offsets, descriptor.sizes, strict=True)]
 
-    def borrow_place(self, place: Place, *, private: bool) -> memoryview:
+    def borrow_place(self, place: RegionPlace, *, private: bool) -> memoryview:
         """Return bytes of a region of `core.handover` in place, with the errors of `borrow`.
 
         Read-only; with `private` writable, and what this process writes stays in this process.

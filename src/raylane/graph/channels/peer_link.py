@@ -33,7 +33,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.watcher import Watch, watcher
 from raylane.errors import ProtocolError, TransportError
 from raylane.graph.channels import frames
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.ring import RingWriter
 from raylane.graph.lifecycle import LINK_TRANSITIONS, Lifecycle, LinkEvent, LinkState
 from raylane.graph.values.message import Message
@@ -88,7 +88,7 @@ class PeerLink:
     """
 
     def __init__(
-        self, layout: Layout, member: int, level: int, address: Address, secret: bytes, events: LinkEvents
+        self, layout: GraphLayout, member: int, level: int, address: Address, secret: bytes, events: LinkEvents
     ) -> None:
         """Create the link to `member`, which is not connected yet. `secret` is that of the cluster."""
         self._layout = layout
@@ -175,7 +175,7 @@ class PeerLink:
             raise
         try:
             began = time.perf_counter()
-            link.send(wire.Stream(layout.key, layout.member, self._level))
+            link.send(wire.StreamRequest(layout.key, layout.member, self._level))
             answer = link.receive()
             ended = time.perf_counter()
             if isinstance(answer, wire.Refusal):

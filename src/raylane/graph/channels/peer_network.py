@@ -4,9 +4,9 @@ The driver has a `PeerNetwork`, and so has every actor that sends to another hos
 one host has none. It is set up in two steps, because every process must be ready before the first link is opened:
 
     driver                                      every actor with a link
-    Layout                              --->    `prepare`: create rings, register the graph with the listener
+    GraphLayout                              --->    `prepare`: create rings, register the graph with the listener
     addresses and rings of all          <---
-    Layout with these                   --->    `connect`: open links
+    GraphLayout with these                   --->    `connect`: open links
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raylane.core.semaphore import Segment
 from raylane.errors import GraphClosedError, GraphPlanError, GraphTimeoutError, TransportError
 from raylane.graph.channels import ring
 from raylane.graph.channels.ends import ChannelEnds
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_link import PeerLink, PeerRefused
 from raylane.graph.channels.receiver import JOIN_S, MAX_REPORT_BYTES, InboundChannel, Receiver
@@ -58,7 +58,7 @@ class NetworkEvents:
 class PeerNetwork:
     """Links and receivers of this process for one graph. Thread-safe after `connect`."""
 
-    def __init__(self, layout: Layout, lifecycle: Lifecycle | None = None) -> None:
+    def __init__(self, layout: GraphLayout, lifecycle: Lifecycle | None = None) -> None:
         self.layout = layout
         self.lifecycle = lifecycle or Lifecycle()
         """State of the graph in this process. ORPHANED in an actor: the driver has ended or has dropped the graph."""
@@ -111,7 +111,7 @@ class PeerNetwork:
         endpoints.endpoint().streams[layout.key] = self._accept  # last: from now on peers may connect
         return new
 
-    def connect(self, layout: Layout, deadline: Deadline) -> None:
+    def connect(self, layout: GraphLayout, deadline: Deadline) -> None:
         """Open every link of this process, to the addresses in `layout`. Waits until all are open.
 
         GraphClosedError if a peer has gone, GraphTimeoutError after the deadline, GraphPlanError if a peer cannot be

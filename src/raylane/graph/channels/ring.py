@@ -15,8 +15,8 @@
 The doorbell comes last: a reader that it wakes must find the message. An actor has one doorbell for all rings that it
 reads, of all graphs; the driver has one for each graph. The flags on the doorbell's page say which rings have messages,
 so that the cost of a message does not depend on the number of rings (`core.portable`). A reader often finds a message
-before it has consumed the message's doorbell post; `Doorbell` counts messages and consumed posts, so that left-over
-posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
+before it has consumed the message's doorbell post; `ProcessDoorbell` counts messages and consumed posts, so that
+left-over posts are consumed (`absorb`) before the reader sleeps: each would end a later wait in vain.
 
 There is no semaphore for free slots. A graph admits no more executions than its rings have slots, and an execution
 ends only after every message of it was read: so the slot that comes next is always free (`plan.schedule` proves this
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import handover, native, portable, semaphore
-from raylane.core.handover import Place, Region
+from raylane.core.handover import Region, RegionPlace
 from raylane.core.segment import segment_offsets
 from raylane.core.semaphore import SEMAPHORE_BYTES, Segment
 from raylane.core.waiting import patience
@@ -242,9 +242,9 @@ class RingWriter:
             at += len(part)
 
 
-def _handed_over(buffers: Sequence[Any]) -> list[tuple[Place, Region] | None]:
+def _handed_over(buffers: Sequence[Any]) -> list[tuple[RegionPlace, Region] | None]:
     """Return (place, region) for each buffer that needs no copy, at most MAX_PLACES, None for others."""
-    regions: list[tuple[Place, Region] | None] = []
+    regions: list[tuple[RegionPlace, Region] | None] = []
     count = 0
     for buffer in buffers:
         place = handover.find(buffer) if count < MAX_PLACES else None
@@ -330,11 +330,11 @@ class RingReader:
             if place is not None:
                 # The sender keeps the array, so NumPy's are read-only; tensors, which cannot be, are copied on write.
                 private = writable and kind == TENSORS
-                borrowed.insert(index, self._leases.borrow_place(Place(*place), private=private))
+                borrowed.insert(index, self._leases.borrow_place(RegionPlace(*place), private=private))
         return Received(kind, flags & WAKE, whole, borrowed, self._shared)
 
 
-class Doorbell(native.Doorbell):
+class ProcessDoorbell(native.Doorbell):
     """Doorbell of this process. One thread waits at a time; any process posts."""
 
     __slots__ = ("address", "policy", "segment")

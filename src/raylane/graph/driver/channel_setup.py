@@ -19,7 +19,7 @@ from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
 from raylane.graph.channels.ends import ChannelEnds
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.published import check_available
@@ -86,7 +86,7 @@ class ChannelSetup:
         self._sources: dict[int, Source] = {}
         """Address of each process with a link."""
 
-    def _layout(self, member: int) -> Layout:
+    def _layout(self, member: int) -> GraphLayout:
         """Return what a member must know of the channels, as far as it is known yet."""
         routes, links = self._routes[member], self._links[member]
         used = (
@@ -96,7 +96,7 @@ class ChannelSetup:
             if member == writer or member in readers
         )
         ring_readers = {reader for route in routes.values() for reader in route.rings.get(member, ())}
-        return Layout(
+        return GraphLayout(
             graph=self.graph,
             member=member,
             names=self._names,
@@ -127,7 +127,7 @@ class ChannelSetup:
             self._rings[at] = spec
             self._made.append(segment)
 
-    def peer_layouts(self) -> dict[int, Layout]:
+    def peer_layouts(self) -> dict[int, GraphLayout]:
         """Return the layout for each actor with a link, which must get ready for links. Empty within one host."""
         return {member: self._layout(member) for member, links in enumerate(self._links) if links and member != DRIVER}
 

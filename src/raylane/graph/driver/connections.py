@@ -19,7 +19,7 @@ from raylane.graph.channels.peer_link import Writer
 from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.published import PublishingWriter
 from raylane.graph.channels.receiver import JOIN_S
-from raylane.graph.channels.ring import Doorbell, RingReader
+from raylane.graph.channels.ring import ProcessDoorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.nodes import EDGE_TRANSPORTS
@@ -44,7 +44,7 @@ class Connections:
         """Handles: a graph keeps its actors alive."""
         self.infos = list(infos)
         self.lifecycle = Lifecycle()
-        self.doorbell = Doorbell()
+        self.doorbell = ProcessDoorbell()
         self.routes = Routes(())
         self.network: PeerNetwork | None = None
         """Connections to other hosts, if the graph spans hosts."""

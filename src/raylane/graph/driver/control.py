@@ -37,7 +37,7 @@ RESERVED_SLOTS = 1
 """Slots of an orders ring that only "close" may use: it must get through to an actor that is busy."""
 
 
-class _Channel:
+class _ControlChannel:
     """Control channel to one actor."""
 
     def __init__(self, writer: Writer, reader: RingReader) -> None:
@@ -59,7 +59,7 @@ class ControlChannels:
         self._names = names
         self._actor_ids = actor_ids
         self._lifecycle = lifecycle
-        self._channels: list[_Channel] = []
+        self._channels: list[_ControlChannel] = []
         self._asking = threading.Lock()  # held during one order and its answer
         self._asked: int | None = None
         """Member whose answer is waited for."""
@@ -73,7 +73,7 @@ class ControlChannels:
 
     def add(self, writer: Writer, reader: RingReader) -> None:
         """Add the control channel of the next member."""
-        self._channels.append(_Channel(writer, reader))
+        self._channels.append(_ControlChannel(writer, reader))
 
     def ask(self, member: int, order: str, *, timeout_s: float | None = ANSWER_S) -> Any:
         """Send an order to an actor and wait for its answer.
@@ -111,7 +111,7 @@ class ControlChannels:
                 silent.append(name)
         return answers, silent
 
-    def _send(self, channel: _Channel, order: str) -> None:
+    def _send(self, channel: _ControlChannel, order: str) -> None:
         channel.writer.write(channel.orders, messages.Message(messages.VALUE, pickle.dumps((order,), 5)))
         channel.orders += 1
 

@@ -20,7 +20,7 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan.ir import Plan
@@ -83,7 +83,7 @@ def deploy(
 
 def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Deadline) -> None:
     plan, actors = connections.plan, connections.actors
-    peers: dict[int, Layout] = {}
+    peers: dict[int, GraphLayout] = {}
     try:
         # Rings first: layouts name their paths.
         setup.create_rings()

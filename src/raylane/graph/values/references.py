@@ -77,7 +77,7 @@ def refused(value: Any, reference: Any) -> GraphValueError:
     )
 
 
-class _Refusing(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
+class _ReferenceRefuser(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
     def reducer_override(self, obj: Any) -> Any:
         refuse(obj)
         return super().reducer_override(obj)
@@ -85,7 +85,7 @@ class _Refusing(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 
 def pickler(file: io.BytesIO, **options: Any) -> Any:
     """Return a cloudpickle pickler that raises ReferenceInside for a reference."""
-    return _Refusing(file, protocol=5, **options)
+    return _ReferenceRefuser(file, protocol=5, **options)
 
 
 # Places

@@ -15,7 +15,7 @@ from typing import Any
 from raylane import _ray
 from raylane.core.place import here
 from raylane.errors import GraphPlanError
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.values import references
@@ -41,7 +41,7 @@ _prepared: dict[str, PeerNetwork] = {}
 """Networks by graph, between `prepare_network` and `join_graph`. Only ordinary calls of the actor use this."""
 
 
-def prepare_network(instance: Any, layout: Layout) -> tuple[Source, dict[tuple[int, int], RingSpec]]:
+def prepare_network(instance: Any, layout: GraphLayout) -> tuple[Source, dict[tuple[int, int], RingSpec]]:
     """Create the rings that this actor writes and accept connections of a graph that spans hosts.
 
     Return the actor's address and the new rings.

@@ -35,7 +35,7 @@ class Collectives:
             # In the order of the ranks: the same actors in another order are another group.
             key = collective.transport, collective.members
             if key not in self._groups:
-                self._groups[key] = process_groups.Group(
+                self._groups[key] = process_groups.ProcessGroup(
                     collective.transport, collective.rank, collective.size, self._timeout_s, self._has_ended
                 )
             group = self._groups[key]

@@ -25,7 +25,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
 from raylane.graph.channels.published import PublishingWriter, fetched_edge
-from raylane.graph.channels.ring import WAKE, Doorbell, Received
+from raylane.graph.channels.ring import WAKE, ProcessDoorbell, Received
 from raylane.graph.lifecycle import EXECUTOR_TRANSITIONS, ExecutorEvent, ExecutorState
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
@@ -179,7 +179,7 @@ class Executor:
         on_exit: Callable[[], None],
         on_failure: Callable[[int, Message, int], None],
         timeout_s: float | None,
-        doorbell: Doorbell | None = None,
+        doorbell: ProcessDoorbell | None = None,
     ) -> None:
         """Prepare all tasks of `member`. `readers` and `writers` are those of its edges.
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from raylane.core.semaphore import post
 from raylane.graph.channels.published import Fetch, Fetched
-from raylane.graph.channels.ring import Doorbell
+from raylane.graph.channels.ring import ProcessDoorbell
 
 
 class Fetches:
     """Transfers of one graph in this actor. Used by the graph loop's thread alone."""
 
-    def __init__(self, edges: dict[int, Fetched], doorbell: Doorbell | None) -> None:
+    def __init__(self, edges: dict[int, Fetched], doorbell: ProcessDoorbell | None) -> None:
         """Create without transfers. `edges` has the inbound edges with a transport of their own, by index."""
         self.edges = edges
         self._doorbell = doorbell

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from raylane.core.semaphore import post
 from raylane.graph.channels.lease import POLL_INTERVAL_S
-from raylane.graph.channels.ring import Doorbell
+from raylane.graph.channels.ring import ProcessDoorbell
 from raylane.graph.lifecycle import Event, Lifecycle, State
 from raylane.graph.worker import thread_state
 from raylane.graph.worker.thread_state import ThreadState
@@ -38,7 +38,7 @@ Looking in every round would cost a tenth of a small task.
 """
 
 
-class Executor(Protocol):
+class LoopExecutor(Protocol):
     """Tasks of one graph, as the loop uses them (implemented by `executor.Executor`)."""
 
     @property
@@ -49,7 +49,7 @@ class Executor(Protocol):
         """Run at most one task. Return False if there was nothing to do. Never waits for a message."""
 
 
-class Session(Protocol):
+class LoopSession(Protocol):
     """One graph in this actor, as the loop uses it (implemented by `session.Session`)."""
 
     name: str
@@ -60,7 +60,7 @@ class Session(Protocol):
     """Flag that writers of this graph set on the page of the doorbell. Several graphs may share one."""
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> LoopExecutor:
         """Tasks of the graph."""
 
     def obey(self) -> bool:
@@ -97,25 +97,25 @@ class GraphLoop:
     """The graph loop of this process. `add` may be called from any thread; the loop's thread uses everything else."""
 
     def __init__(self) -> None:
-        self.doorbell = Doorbell()
+        self.doorbell = ProcessDoorbell()
         self.exclusive = threading.RLock()
         """Held around methods of graphs compiled with exclusive=True, and around ordinary calls of their actor."""
         self._lock = threading.Lock()  # guards _arriving and _thread
         self._arriving: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
-        self.sessions: tuple[Session, ...] = ()
+        self.sessions: tuple[LoopSession, ...] = ()
         """Sessions that the loop serves at present."""
-        self._thread_states: dict[Session, _SharedThreadState] = {}
+        self._thread_states: dict[LoopSession, _SharedThreadState] = {}
         """Thread settings under which each graph was compiled; one object for equal settings."""
         self._applied: _SharedThreadState | None = None
         """Settings that the loop's thread has at present."""
-        self._by_flag: dict[int, list[Session]] = {}
-        self._active: list[Session] = []
+        self._by_flag: dict[int, list[LoopSession]] = {}
+        self._active: list[LoopSession] = []
         """Sessions that may have something to do although their flag is not set."""
         self._next_owner_check = 0.0
         self._busy_rounds = 0
 
-    def add(self, session: Session, state: ThreadState) -> None:
+    def add(self, session: LoopSession, state: ThreadState) -> None:
         """Serve a graph from now on, under these thread settings. Starts the thread if it does not run."""
         with self._lock:
             self._arriving.append(lambda: self._start_session(session, state))
@@ -128,7 +128,7 @@ class GraphLoop:
         """Wake the loop without a message."""
         post(self.doorbell.address)
 
-    def _start_session(self, session: Session, state: ThreadState) -> None:
+    def _start_session(self, session: LoopSession, state: ThreadState) -> None:
         self.doorbell.read += 1  # `add` posts the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = thread_state = equal or _SharedThreadState(state)
@@ -161,7 +161,7 @@ class GraphLoop:
             if (self._arriving or not self.sessions) and not self._start_sessions():
                 return
             # A single session needs no search for its flag.
-            sessions: Sequence[Session] = self.sessions if len(self.sessions) == 1 else self._flagged()
+            sessions: Sequence[LoopSession] = self.sessions if len(self.sessions) == 1 else self._flagged()
             # One task of each at a time: no graph keeps the others waiting for more than a task.
             if self._advance(sessions):
                 continue
@@ -174,7 +174,7 @@ class GraphLoop:
                 self._active = self._flagged() or list(self.sessions)
             self._check_owners()
 
-    def _flagged(self) -> list[Session]:
+    def _flagged(self) -> list[LoopSession]:
         """Return the active sessions and those whose flag is set, each once."""
         flagged = self._active
         # Two graphs may share a flag; polling one in vain is harmless.
@@ -182,7 +182,7 @@ class GraphLoop:
             flagged = [*flagged, *(session for session in self._by_flag.get(flag, ()) if session not in flagged)]
         return flagged
 
-    def _advance(self, sessions: Sequence[Session]) -> bool:
+    def _advance(self, sessions: Sequence[LoopSession]) -> bool:
         """Run at most one task of each session. Return False if none of them had anything to do."""
         check = self._busy_rounds % ROUNDS_PER_CHECK == ROUNDS_PER_CHECK - 1
         busy = False
@@ -208,7 +208,7 @@ class GraphLoop:
                 self._check_owners()
         return busy
 
-    def _fail(self, session: Session, error: BaseException) -> None:
+    def _fail(self, session: LoopSession, error: BaseException) -> None:
         """End one graph because of an error. Never raises: this thread serves the other graphs too."""
         log.error("graph %s in %s", session.name, session.actor_name, exc_info=error)
         session.lifecycle.advance(Event.LEAVE)  # first: the report must not wait for memory
@@ -240,7 +240,7 @@ class GraphLoop:
             if session.lifecycle.state is State.ORPHANED:
                 self._remove(session)
 
-    def _remove(self, session: Session) -> None:
+    def _remove(self, session: LoopSession) -> None:
         if session.lifecycle.state is State.ORPHANED:
             log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
         self.sessions = tuple(other for other in self.sessions if other is not session)

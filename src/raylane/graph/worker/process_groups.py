@@ -11,7 +11,7 @@ A member whose part fails leaves the group: it writes its error into the store a
 others raise the same error at once. Each share says how often its member has left. When a number has changed, all
 members open a new group:
 
-    Group (graph loop)                                thread
+    ProcessGroup (graph loop)                                thread
     State: (address, times that each member left)
     other than before? a new thread           --->    open: keys of this state in the store, then connections
     task                                      --->    run; on an error write it, drop the process group
@@ -45,7 +45,7 @@ from raylane.graph.values import message as messages
 from raylane.graph.values.shares import Spec, cut, native_dtype, part_shape, plain, wide_dtype
 from raylane.transport.link.tls import cleartext_refusal
 
-__all__ = ["Group", "check_available"]
+__all__ = ["ProcessGroup", "check_available"]
 
 Address = tuple[str, int]
 """Host and port of the store through which the members of a group find each other."""
@@ -82,7 +82,7 @@ def check_available(transport: str) -> None:
         raise GraphPlanError(f"transport {transport!r}: {why}")
 
 
-class Group:
+class ProcessGroup:
     """One member of a process group. `ended` says, and is asked while this waits, whether the graph has ended."""
 
     def __init__(

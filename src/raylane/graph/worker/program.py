@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from raylane.core.place import Place
-from raylane.graph.channels.layout import Layout
+from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.plan.ir import Plan
 
 HOST_VARIABLE = "RAYLANE_HOST"
@@ -38,7 +38,7 @@ class ActorInfo:
 class Program:
     """Share of one member in a graph."""
 
-    layout: Layout
+    layout: GraphLayout
     plan: Plan
     owner: Place
     """Place of the driver. Where it runs on another host, a link notices that it has ended."""

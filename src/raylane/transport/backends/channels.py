@@ -198,13 +198,13 @@ class ChannelLink(Link):
         """Connect to a listener and open a channel of a transport; waits until the deadline."""
         super().__init__(address, secret, deadline, client=client, peer=peer)
         try:
-            self.send(wire.Stream(CHANNELS, 0, 0))
+            self.send(wire.StreamRequest(CHANNELS, 0, 0))
             answer = self.receive()
             if not isinstance(answer, wire.Streaming):
                 raise TransportUnavailableError(
                     f"{peer} opens no channels: {getattr(answer, 'reason', type(answer).__name__)}"
                 )
-            self.send(wire.Meet(backend.name))
+            self.send(wire.OpenChannel(backend.name))
             self.channel = backend.open(self, 1, process)
         except BaseException:
             self.close()
@@ -263,7 +263,7 @@ class ChannelServer:
         try:
             connection.send(wire.Streaming([], time.perf_counter()))
             meet = connection.receive()
-            if not isinstance(meet, wire.Meet):
+            if not isinstance(meet, wire.OpenChannel):
                 raise ProtocolError(f"expected Meet, got {type(meet).__name__}")
             try:
                 backend = self._find(meet.backend)

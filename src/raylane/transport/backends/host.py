@@ -195,7 +195,7 @@ def _ask_for_copy(ticket: Ticket, process: Process, deadline: Deadline) -> list[
     """
     source = ticket.origin()
     with process.links().borrow(process.address_of(source), source, deadline) as link:
-        link.send(wire.Share(ticket.key))
+        link.send(wire.ShareRequest(ticket.key))
         answer = link.receive()
     if not isinstance(answer, wire.Shared):
         return None

@@ -21,7 +21,7 @@ from raylane.core.spans import Span
 from raylane.transport.hold.store import Entry
 from raylane.transport.link.link import Connection
 
-__all__ = ["Memory", "Piece", "pieces_of_entry", "pieces_of_target", "receive_host_pieces", "send_host_pieces"]
+__all__ = ["OwnedMemory", "Piece", "pieces_of_entry", "pieces_of_target", "receive_host_pieces", "send_host_pieces"]
 
 
 _CHUNK_BYTES = 1 << 20
@@ -31,7 +31,7 @@ HOST = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class OwnedMemory:
     """A block of memory, and the object with whose life the memory ends."""
 
     owner: Any
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
     The source passes the bytes of a value in the producer's own memory in the host only to system calls.
     """
-    memory: Memory
+    memory: OwnedMemory
 
     @property
     def on_device(self) -> bool:
@@ -85,7 +85,7 @@ def pieces_of_entry(entry: Entry, pool: BufferPool, *, on_device: bool) -> list[
         start = ctypes.addressof(ctypes.c_char.from_buffer(view))
         span = Span(start, start + view.nbytes)
         # Bytes that the entry itself keeps are those of a leaf; a snapshot and a copy have an owner of their own.
-        memory = _of_leaf(leaf_of[host[k]], span) if keeper is entry else Memory(keeper, span, span)
+        memory = _of_leaf(leaf_of[host[k]], span) if keeper is entry else OwnedMemory(keeper, span, span)
         pieces.append(Piece(view, memory))
     if devices is not None:
         devices.wait()
@@ -117,25 +117,25 @@ def pieces_of_target(blocks: Sequence[Any], sizes: Sequence[int], devices: Mappi
     return pieces
 
 
-def _in_pool(array: Any, block: Span) -> Memory:
+def _in_pool(array: Any, block: Span) -> OwnedMemory:
     mapping = mapping_of(array)
     if mapping is None:  # memory of the user's own tensors
-        return Memory(None, block, block)
+        return OwnedMemory(None, block, block)
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    return Memory(mapping, Span(start, start + len(mapping)), block)
+    return OwnedMemory(mapping, Span(start, start + len(mapping)), block)
 
 
-def _of_leaf(leaf: Any, block: Span) -> Memory:
+def _of_leaf(leaf: Any, block: Span) -> OwnedMemory:
     """Return the memory of a block that lies in a tensor or an array (see `store.Entry.leaves`)."""
     if hasattr(leaf, "untyped_storage"):
         # torch keeps one Python object for each storage, so it can stand for the memory.
         storage = leaf.untyped_storage()
         start = storage.data_ptr()
-        return Memory(storage, Span(start, start + storage.nbytes()), block)
+        return OwnedMemory(storage, Span(start, start + storage.nbytes()), block)
     # The last array of the chain owns the memory, or borrows it from an object that need not be weakly referenceable.
     while isinstance(leaf.base, type(leaf)):
         leaf = leaf.base
-    return Memory(leaf, block, block)
+    return OwnedMemory(leaf, block, block)
 
 
 def _of_tensor(tensor: Any) -> Piece:

@@ -34,7 +34,7 @@ class Rendezvous(Store):
     def set(self, key: str, value: Any) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
-        self._connection.send(wire.Word(key, data))
+        self._connection.send(wire.RendezvousEntry(key, data))
 
     def get(self, key: str) -> bytes:
         while key not in self._values:
@@ -50,14 +50,14 @@ class Rendezvous(Store):
 
     def finish(self) -> None:
         """Tell the other end that this one is open, and wait for the same; words that nobody needs are dropped."""
-        self._connection.send(wire.Met())
-        while not isinstance(message := self._connection.receive(), wire.Met):
+        self._connection.send(wire.ChannelOpened())
+        while not isinstance(message := self._connection.receive(), wire.ChannelOpened):
             self._take(message)
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, wire.Refusal):
             raise TransportUnavailableError(f"{self._connection.peer} cannot open the channel: {message.reason}")
-        if not isinstance(message, wire.Word):
+        if not isinstance(message, wire.RendezvousEntry):
             raise TransportUnavailableError(
                 f"{self._connection.peer} sent {type(message).__name__} instead of its part of the rendezvous"
             )

@@ -29,7 +29,7 @@ from raylane.core.spans import Span
 from raylane.transport.value.layout import Layout, local_device
 
 __all__ = [
-    "Group",
+    "DeviceGroup",
     "OnDevice",
     "as_here",
     "current_streams",
@@ -44,7 +44,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """Blocks of one device that travel as one piece: many small ones, or a large one."""
 
     device: int
@@ -55,7 +55,7 @@ class Group(NamedTuple):
     nbytes: int
 
 
-def groups_of(devices: Mapping[int, int], sizes: Sequence[int]) -> list[Group]:
+def groups_of(devices: Mapping[int, int], sizes: Sequence[int]) -> list[DeviceGroup]:
     """Return the blocks on devices as they travel. Pure: source and reader compute the same.
 
     `devices` gives the device of a block (`Layout.devices`), `sizes` the sizes of all blocks in bytes.
@@ -65,18 +65,18 @@ def groups_of(devices: Mapping[int, int], sizes: Sequence[int]) -> list[Group]:
         if sizes[number] < SMALL_BLOCK_BYTES:
             small.setdefault(device, []).append(number)
         else:
-            groups.append(Group(device, [number], [Span(0, sizes[number])], sizes[number]))
+            groups.append(DeviceGroup(device, [number], [Span(0, sizes[number])], sizes[number]))
     for device, numbers in small.items():
         # Aligned to 64 bytes, as every dtype needs.
         offsets, total = segment_offsets([sizes[number] for number in numbers])
         if len(numbers) == 1:  # it travels as it is
             total = sizes[numbers[0]]
         spans = [Span(start, start + sizes[number]) for start, number in zip(offsets, numbers, strict=True)]
-        groups.append(Group(device, numbers, spans, total))
+        groups.append(DeviceGroup(device, numbers, spans, total))
     return sorted(groups, key=lambda group: group.numbers[0])
 
 
-def new_blocks(groups: Iterable[Group]) -> dict[int, torch.Tensor]:
+def new_blocks(groups: Iterable[DeviceGroup]) -> dict[int, torch.Tensor]:
     """Return memory for the blocks of these groups, by number: tensors of bytes on this process's devices.
 
     A block lies on the device of the same number as in its source, or on the current one (`local_device`); in

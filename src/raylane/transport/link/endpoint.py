@@ -30,7 +30,7 @@ from raylane.transport.link.holdings import holdings
 from raylane.transport.link.link import Address, Link, LinkPool, LinkT, TakeStream, is_gone
 from raylane.transport.link.listener import Listener
 from raylane.transport.link.membership import groups_of_this_process
-from raylane.transport.observe.recording import Recorder
+from raylane.transport.observe.recording import TransferRecorder
 from raylane.transport.value.source import Source
 
 MAX_IDLE_POOL_BYTES = 2 << 30
@@ -93,7 +93,7 @@ class Endpoint:
         self.store = Store(SharedPool(pool_limit_bytes() // SHARED_PART, self._idle_s))
         self.budget = Budget(self.store, bytes_in("RAYLANE_BUDGET_BYTES"))
         """Limit of the bytes in the store."""
-        self.recorder = Recorder(self.place, self.stats)
+        self.recorder = TransferRecorder(self.place, self.stats)
         """Record of publications and reads, for traces and metrics."""
         self.pool = BufferPool(pool_limit_bytes(), idle_s=self._idle_s)
         self.blocked: dict[tuple[str, place.Place], str] = {}

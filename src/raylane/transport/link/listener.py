@@ -62,7 +62,7 @@ _TLS_ONLY = wire.pack_frame(wire.Refusal("it uses TLS, and this process does not
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _Client:
     """One connection and the state of its requests. Belongs to the listener's thread."""
 
     number: int
@@ -117,8 +117,8 @@ class Listener:
         # First, because it fails for missing files, and nothing is open yet.
         self._tls = tls.server_context()
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[int, _Peer] = {}
-        self._unauthenticated: collections.OrderedDict[int, _Peer] = collections.OrderedDict()
+        self._peers: dict[int, _Client] = {}
+        self._unauthenticated: collections.OrderedDict[int, _Client] = collections.OrderedDict()
         self._next_number = 1
         self._callbacks: collections.deque[Callable[[], None]] = collections.deque()
         """Callbacks from other threads, run by the listener's thread."""
@@ -175,7 +175,7 @@ class Listener:
                 if self._unauthenticated:
                     until = min(until, next(iter(self._unauthenticated.values())).deadline)
                 for key, events in self._selector.select(max(0.0, until - now)):
-                    if isinstance(key.data, _Peer):
+                    if isinstance(key.data, _Client):
                         self._serve(key.data, events)
                     else:
                         key.data(key.fileobj)
@@ -241,7 +241,7 @@ class Listener:
             # Drop the oldest: a member of the cluster authenticates within milliseconds, so new ones are more likely
             # to be members.
             self._drop(next(iter(self._unauthenticated.values())), "too many connections without proof")
-        peer = _Peer(
+        peer = _Client(
             number=self._next_number,
             socket=sock,
             deadline=time.monotonic() + HANDSHAKE_TIMEOUT_S,
@@ -257,11 +257,11 @@ class Listener:
         else:
             self._challenge(peer)
 
-    def _challenge(self, peer: _Peer) -> None:
+    def _challenge(self, peer: _Client) -> None:
         self._send(peer, wire.Challenge(wire.VERSION, peer.nonce))
         self._advance(peer)
 
-    def _shake(self, peer: _Peer) -> None:
+    def _shake(self, peer: _Client) -> None:
         """Continue the handshake of TLS. The limits of unauthenticated peers hold meanwhile."""
         if not isinstance(peer.socket, tls.TlsSocket):
             raise AssertionError("only connections with TLS have a handshake")
@@ -291,7 +291,7 @@ class Listener:
         for sock in (self._unix, self._tcp):
             self._selector.register(sock, selectors.EVENT_READ, self._accept)
 
-    def _drop(self, peer: _Peer, why: str | None) -> None:
+    def _drop(self, peer: _Client, why: str | None) -> None:
         if self._peers.pop(peer.number, None) is None:
             return
         self._unauthenticated.pop(peer.number, None)
@@ -305,7 +305,7 @@ class Listener:
         peer.out.clear()
         peer.held.clear()
 
-    def _serve(self, peer: _Peer, events: int) -> None:
+    def _serve(self, peer: _Client, events: int) -> None:
         if peer.number not in self._peers:  # dropped by an earlier event of the same batch
             return
         if peer.shaking:
@@ -326,7 +326,7 @@ class Listener:
             return
         self._advance(peer)
 
-    def _advance(self, peer: _Peer) -> None:
+    def _advance(self, peer: _Client) -> None:
         """Send what the socket accepts, serve the received requests one by one, and register for the next event."""
         try:
             self._flush(peer)
@@ -344,7 +344,7 @@ class Listener:
             log.exception("serving link %d", peer.number)
             self._drop(peer, "internal error")
 
-    def _watch(self, peer: _Peer, events: int) -> None:
+    def _watch(self, peer: _Client, events: int) -> None:
         """Register a peer's socket for these events."""
         if events == peer.watched:
             return
@@ -356,11 +356,11 @@ class Listener:
             self._selector.unregister(peer.socket)
         peer.watched = events
 
-    def _send(self, peer: _Peer, message: wire.Message) -> None:
+    def _send(self, peer: _Client, message: wire.Message) -> None:
         """Queue a message; `_advance` sends it."""
         peer.out.append((memoryview(wire.pack_frame(message)), None))
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: _Client) -> None:
         """Send as much of a peer's answer as the socket accepts, at most 16 batches of 4 MiB."""
         # sendmsg accepts at most IOV_MAX (1024) parts; fewer keep the lists short.
         most = _MAX_PARTS
@@ -386,7 +386,7 @@ class Listener:
 
     # Messages
 
-    def _handle(self, peer: _Peer, message: wire.Message) -> None:
+    def _handle(self, peer: _Client, message: wire.Message) -> None:
         if not peer.authenticated:
             self._authenticate(peer, message)
         elif isinstance(message, wire.Read):
@@ -399,16 +399,16 @@ class Listener:
             self._send(peer, self._holdings(message.most))
         elif isinstance(message, wire.Put):
             self._put(peer, message.key)
-        elif isinstance(message, wire.Share):
+        elif isinstance(message, wire.ShareRequest):
             self._share(peer, message.key)
         elif isinstance(message, wire.Release):
             peer.held.pop(message.key, None)
-        elif isinstance(message, wire.Stream):
+        elif isinstance(message, wire.StreamRequest):
             self._hand_over(peer, message)
         else:
             self._drop(peer, f"sent {type(message).__name__}, which only a listener sends")
 
-    def _authenticate(self, peer: _Peer, message: wire.Message) -> None:
+    def _authenticate(self, peer: _Client, message: wire.Message) -> None:
         """Check the client's proof and answer with this listener's own, or refuse the peer."""
         if not isinstance(message, wire.Hello) or message.version != wire.VERSION:
             reason = "expected a Hello of version " + str(wire.VERSION)
@@ -425,7 +425,7 @@ class Listener:
             return
         self._refuse(peer, reason)
 
-    def _refuse(self, peer: _Peer, reason: str) -> None:
+    def _refuse(self, peer: _Client, reason: str) -> None:
         if peer.number not in self._peers:
             return
         self._send(peer, wire.Refusal(reason))
@@ -434,7 +434,7 @@ class Listener:
             self._flush(peer)
         self._drop(peer, reason)
 
-    def _hand_over(self, peer: _Peer, message: wire.Stream) -> None:
+    def _hand_over(self, peer: _Client, message: wire.StreamRequest) -> None:
         take = self._streams.get(message.key)
         if take is None:
             self._refuse(peer, "this process has no such stream: the stream has ended, or was never announced")
@@ -449,7 +449,7 @@ class Listener:
         peer.socket.setblocking(True)  # the component uses threads that block
         take(peer.socket, message.member, message.level)
 
-    def _intact(self, peer: _Peer, key: bytes) -> Entry | None:
+    def _intact(self, peer: _Client, key: bytes) -> Entry | None:
         """Return the requested entry; if its value was freed, send Gone to the peer and return None."""
         entry = self._store.get(key)
         if entry is not None and entry.is_intact():
@@ -457,7 +457,7 @@ class Listener:
         self._send(peer, wire.Gone(key, moved=entry is not None))
         return None
 
-    def _find(self, peer: _Peer, key: bytes) -> tuple[Entry, bool] | None:
+    def _find(self, peer: _Client, key: bytes) -> tuple[Entry, bool] | None:
         """Return the requested entry, marked as read, and whether its creator has read it before.
 
         If the value was freed, send Gone to the peer and return None.
@@ -469,7 +469,7 @@ class Listener:
         by_creator, _ = self._store.mark_read(entry, creator=False)
         return entry, by_creator
 
-    def _read(self, peer: _Peer, key: bytes, parts: list[tuple[int, int, int]] | None) -> None:
+    def _read(self, peer: _Client, key: bytes, parts: list[tuple[int, int, int]] | None) -> None:
         """Send the blocks of a value, or these parts of them (block, offset, size)."""
         holding = self._find(peer, key)
         if holding is None:
@@ -486,7 +486,7 @@ class Listener:
         self._work_for(peer, entry, entry.views, answer, "could not copy CUDA tensors to the host")
 
     def _send_blocks(
-        self, peer: _Peer, entry: Entry, parts: list[tuple[int, int, int]] | None, by_creator: bool
+        self, peer: _Client, entry: Entry, parts: list[tuple[int, int, int]] | None, by_creator: bool
     ) -> None:
         views = entry.views()
         if parts is not None:
@@ -504,7 +504,7 @@ class Listener:
         peer.out.extend(views)
         peer.out.append((trailer, entry))
 
-    def _put(self, peer: _Peer, key: bytes) -> None:
+    def _put(self, peer: _Client, key: bytes) -> None:
         holding = self._find(peer, key)
         if holding is None:
             return
@@ -518,7 +518,7 @@ class Listener:
 
         self._work_for(peer, entry, lambda: self._put_entry(entry), answer, "object store put failed")
 
-    def _share(self, peer: _Peer, key: bytes) -> None:
+    def _share(self, peer: _Client, key: bytes) -> None:
         entry = self._intact(peer, key)  # not `_find`: the reader counts its read by itself
         if entry is None:
             return
@@ -532,7 +532,7 @@ class Listener:
 
     def _work_for(
         self,
-        peer: _Peer,
+        peer: _Client,
         entry: Entry,
         work: Callable[[], _T],
         answer: Callable[[_T], wire.Message | None],

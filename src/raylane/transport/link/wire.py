@@ -15,7 +15,7 @@ at one listener is invalid at another. Frames after the handshake have no integr
 `docs/reference/security.md` describes the networks on which this is safe. A client sends one request at a time and
 reads the answer before the next request.
 
-After a Stream request the listener passes the connection to the component that registered for the given key in its
+After a StreamRequest the listener passes the connection to the component that registered for the given key in its
 process. That component answers Streaming and uses its own protocol from then on (`graph.channels.frames`).
 """
 
@@ -199,7 +199,7 @@ class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
     kept: list[Kept]
 
 
-class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
+class StreamRequest(msgspec.Struct, tag=12, array_like=True, frozen=True):
     """Request to pass this connection to the component that registered for `key`; answered by Streaming.
 
     `member` identifies the client there, and `level` distinguishes the connections of one client.
@@ -211,7 +211,7 @@ class Stream(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """Acceptance of a Stream request.
+    """Acceptance of a StreamRequest.
 
     `expected` holds pairs of a channel and the number of its next message; a channel that is not listed begins with its
     first message. `clock_s` is the sender's time.perf_counter().
@@ -221,20 +221,23 @@ class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
     clock_s: float
 
 
-class Meet(msgspec.Struct, tag=15, array_like=True, frozen=True):
-    """First message of a stream to `pairs`: both processes create a channel of this backend. Words follow, then Met."""
+class OpenChannel(msgspec.Struct, tag=15, array_like=True, frozen=True):
+    """First message of a stream to `channels`: both processes create a channel of this backend.
+
+    RendezvousEntry messages follow, then ChannelOpened.
+    """
 
     backend: str
 
 
-class Word(msgspec.Struct, tag=16, array_like=True, frozen=True):
+class RendezvousEntry(msgspec.Struct, tag=16, array_like=True, frozen=True):
     """Part of the rendezvous of a channel, in either direction: a value under a key."""
 
     key: str
     value: bytes
 
 
-class Met(msgspec.Struct, tag=17, array_like=True, frozen=True):
+class ChannelOpened(msgspec.Struct, tag=17, array_like=True, frozen=True):
     """End of the rendezvous: the sender's end of the channel is open."""
 
 
@@ -244,7 +247,7 @@ class Send(msgspec.Struct, tag=18, array_like=True, frozen=True):
     key: _Key
 
 
-class Want(msgspec.Struct, tag=30, array_like=True, frozen=True):
+class OfferRequest(msgspec.Struct, tag=30, array_like=True, frozen=True):
     """Request for the ranges of the value that the Data before announced; answered by Offers (`nixl_channel`).
 
     The reader has the metadata of the source's registrations up to `number` of this epoch; 0 and 0 for none.
@@ -288,7 +291,7 @@ class Allocations(msgspec.Struct, tag=33, array_like=True, frozen=True):
     """True if another one follows."""
 
 
-class Share(msgspec.Struct, tag=40, array_like=True, frozen=True):
+class ShareRequest(msgspec.Struct, tag=40, array_like=True, frozen=True):
     """Request for a copy of a value in shared memory, for all readers of the host.
 
     Answered by Shared, Gone or Refusal.
@@ -319,16 +322,16 @@ Message: TypeAlias = (
     | Release
     | HeldQuery
     | HeldCount
-    | Stream
+    | StreamRequest
     | Streaming
-    | Meet
-    | Word
-    | Met
+    | OpenChannel
+    | RendezvousEntry
+    | ChannelOpened
     | Send
     | ReadParts
-    | Share
+    | ShareRequest
     | Shared
-    | Want
+    | OfferRequest
     | Offer
     | Taken
     | Allocations

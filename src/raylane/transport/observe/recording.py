@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from raylane.transport.value.ticket import Ticket
 
 
-class Recorder:
+class TransferRecorder:
     """The trace and the metrics of one endpoint. Times are those of time.perf_counter_ns. Thread-safe."""
 
     def __init__(self, place: Place, stats: Callable[[], Mapping[str, Any]]) -> None:

@@ -33,7 +33,7 @@ from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, Layout, itemsize_of
 from raylane.transport.value.ticket import decode_ticket, encode_ticket
 
-__all__ = ["Stage", "check_available", "fetch", "worth_publishing"]
+__all__ = ["EdgeStage", "check_available", "fetch", "worth_publishing"]
 
 
 def check_available(transport: str) -> str | None:
@@ -68,7 +68,7 @@ def _on_gpu(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_cpu
 
 
-class _Copies(NamedTuple):
+class _StageCopies(NamedTuple):
     """Memory of a stage."""
 
     shape: Any
@@ -78,7 +78,7 @@ class _Copies(NamedTuple):
     """Copies of the leaves, in their order, in these blocks; None if some leaves cannot lie in their blocks."""
 
 
-class Stage:
+class EdgeStage:
     """Memory of one slot of an edge, and the value that is published from it. Used by one thread at a time.
 
     `abandon` alone may be called from any thread.
@@ -90,7 +90,7 @@ class Stage:
         self._store: Store | None = None
         self._keys: list[bytes] = []
         """Key of the published value; empty if there is none."""
-        self._copies: _Copies | None = None
+        self._copies: _StageCopies | None = None
 
     def publish(self, leaves: Sequence[Any], transport: str, origin: str) -> tuple[bytes, int]:
         """Copy leaves, publish the copies, and return the encoded ticket and the number of bytes.
@@ -132,7 +132,9 @@ class Stage:
         if copies is None or copies.shape != shape:
             self._copies = copies = None  # before new memory is taken: the old one may serve
             blocks = take_blocks(sizes, process.pool, layout.devices)
-            copies = _Copies(shape, blocks, codec.build_leaves(layout.specs, blocks) if _lie_in_place(layout) else None)
+            copies = _StageCopies(
+                shape, blocks, codec.build_leaves(layout.specs, blocks) if _lie_in_place(layout) else None
+            )
         for number, (target, block) in enumerate(zip(copies.blocks, layout.blocks, strict=True)):
             if number in layout.devices:
                 target.copy_(on_device[number])  # on the current stream, after the kernels that wrote the tensor

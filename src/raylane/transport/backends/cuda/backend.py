@@ -52,7 +52,7 @@ class IpcChannel(Channel):
                     places.append((handle, offset, block.nbytes, cuda_driver.uuid_of(device)))
         except cuda_driver.CudaError as error:
             if error.permanent:
-                self._connection.send(wire.Word(NEVER, str(error).encode()))
+                self._connection.send(wire.RendezvousEntry(NEVER, str(error).encode()))
             raise
         for first in range(0, max(1, len(places)), MAX_PLACES):
             some = places[first : first + MAX_PLACES]
@@ -74,7 +74,7 @@ class IpcChannel(Channel):
         more = True
         while more:
             answer = connection.receive()
-            if isinstance(answer, wire.Word) and answer.key == NEVER:
+            if isinstance(answer, wire.RendezvousEntry) and answer.key == NEVER:
                 raise TransportUnavailableError(f"{connection.peer}: {answer.value.decode()}")
             if isinstance(answer, wire.Refusal):  # such as a device without memory
                 raise cuda_driver.CudaError(str(connection.peer), 0, answer.reason)
@@ -142,9 +142,9 @@ class CudaIpcBackend(ChannelBackend):
         except cuda_driver.CudaError as error:
             raise TransportUnavailableError(f"cuda_ipc needs a CUDA device in both processes: {error}") from error
         if rank == 0:
-            connection.send(wire.Met())
+            connection.send(wire.ChannelOpened())
         elif isinstance(answer := connection.receive(), wire.Refusal):
             raise TransportUnavailableError(f"{connection.peer} cannot open the channel: {answer.reason}")
-        elif not isinstance(answer, wire.Met):
+        elif not isinstance(answer, wire.ChannelOpened):
             raise ProtocolError(f"{connection.peer} sent {type(answer).__name__} instead of Met")
         return IpcChannel(connection)

@@ -43,9 +43,9 @@ class ManagedBackend(ChannelBackend):
         if rank == 1:
             # Managers of collective transports find the ranks of the two processes by their actors.
             actor = this_actor()
-            connection.send(wire.Word(ACTOR, b"" if actor is None else _ray.dumps(actor)))
+            connection.send(wire.RendezvousEntry(ACTOR, b"" if actor is None else _ray.dumps(actor)))
             return ManagerChannel(registered, connection, None)
         message = connection.receive()
-        if not isinstance(message, wire.Word) or message.key != ACTOR:
+        if not isinstance(message, wire.RendezvousEntry) or message.key != ACTOR:
             raise ProtocolError(f"expected the reader's actor, got {type(message).__name__}")
         return ManagerChannel(registered, connection, pickle.loads(message.value) if message.value else None)

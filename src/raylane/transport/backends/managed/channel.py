@@ -72,7 +72,7 @@ class ManagerChannel(Channel):
                 communicator = manager.get_communicator_metadata(this_actor(), self._reader, self._name.upper())
             except Exception as error:
                 raise self._refused(error) from error
-            connection.send(wire.Word(name, _ray.dumps((terms, communicator))))
+            connection.send(wire.RendezvousEntry(name, _ray.dumps((terms, communicator))))
             if not manager.is_one_sided():
                 call = functools.partial(manager.send_multiple_tensors, tensors, terms, communicator)
                 self._run(call, name, communicator, deadline, peer_may_send=True)
@@ -91,7 +91,7 @@ class ManagerChannel(Channel):
         message = self._connection.receive()
         if isinstance(message, wire.Refusal):
             raise ManagerError(message.reason)
-        if not isinstance(message, wire.Word):
+        if not isinstance(message, wire.RendezvousEntry):
             raise ProtocolError(f"{self._connection.peer} sent {type(message).__name__} instead of metadata")
         terms, communicator = pickle.loads(message.value)
         targets = _tensors(pieces)

@@ -42,13 +42,13 @@ class NixlBackend(ChannelBackend):
         agents = process.part(Agents)
         # Both ends create their agents at the same time: that takes half a second.
         if rank == 0:
-            connection.send(wire.Word(AGENT, agents.offering().name.encode()))
+            connection.send(wire.RendezvousEntry(AGENT, agents.offering().name.encode()))
             return NixlChannel(agents, connection, "")
         # The reader sends nothing here: its agent starts no connection before its first read.
         agents.prepare_reading()
         message = connection.receive()
         if isinstance(message, wire.Refusal):
             raise TransportUnavailableError(f"{connection.peer} cannot open the channel: {message.reason}")
-        if not isinstance(message, wire.Word) or message.key != AGENT:
+        if not isinstance(message, wire.RendezvousEntry) or message.key != AGENT:
             raise ProtocolError(f"{connection.peer} sent {type(message).__name__} instead of the name of its agent")
         return NixlChannel(agents, connection, message.value.decode())

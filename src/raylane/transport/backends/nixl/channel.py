@@ -47,7 +47,7 @@ class NixlChannel(Channel):
         agent, connection = self._agents.offering(), self._connection
         # Asked here and not with the request for the value: the reader holds its lock on this agent from now on.
         want = connection.receive()
-        if not isinstance(want, wire.Want):
+        if not isinstance(want, wire.OfferRequest):
             raise ProtocolError(f"expected Want, got {type(want).__name__}")
         held: list[Registration] = []
         try:
@@ -104,7 +104,7 @@ class NixlChannel(Channel):
     def _ranges(self, agent: Agent, peer: Peer, pieces: Sequence[Piece]) -> list[Range]:
         """Ask for the source's memory; return what to read where. The peer's lock is held."""
         connection = self._connection
-        connection.send(wire.Want(peer.epoch, peer.number))
+        connection.send(wire.OfferRequest(peer.epoch, peer.number))
         theirs: list[wire.OfferedRange] = []
         more = True
         while more:
@@ -126,7 +126,7 @@ class NixlChannel(Channel):
         )
 
 
-def _offers(agent: Agent, want: wire.Want, ranges: Sequence[wire.OfferedRange]) -> Iterator[wire.Offer]:
+def _offers(agent: Agent, want: wire.OfferRequest, ranges: Sequence[wire.OfferedRange]) -> Iterator[wire.Offer]:
     """Yield the ranges, and the metadata of everything that the reader does not know, in frames of limited size."""
     epoch, unknown = agent.offered.since(want.epoch, want.number)
     # Without new registrations the reader is as far as before; in a new epoch it knows nothing.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raylane.core.spans import Span
-from raylane.transport.backends.pieces import HOST, Memory
+from raylane.transport.backends.pieces import HOST, OwnedMemory
 
 __all__ = ["MAX_UNUSED", "Registration", "Registrations"]
 
@@ -77,7 +77,7 @@ class Registrations:
         self.made = 0
         """Number of registrations made so far."""
 
-    def hold(self, memory: Memory) -> Registration:
+    def hold(self, memory: OwnedMemory) -> Registration:
         """Return a registration of a block, made now or earlier; the caller calls `release` after the transfer."""
         with self._lock:
             self._drop_finished()
@@ -121,7 +121,7 @@ class Registrations:
             self._drop_finished()
             return len(self._live)
 
-    def _find(self, memory: Memory) -> Registration | None:
+    def _find(self, memory: OwnedMemory) -> Registration | None:
         if memory.owner is None:
             return None
         for registration in list(self._by_owner.get(id(memory.owner), ())):
@@ -131,7 +131,7 @@ class Registrations:
                 return registration
         return None
 
-    def _make(self, memory: Memory) -> Registration:
+    def _make(self, memory: OwnedMemory) -> Registration:
         whole, block = memory.whole, memory.block
         fits = whole.start <= block.start and block.stop <= whole.stop
         small = whole.nbytes <= max(WHOLE_BYTES, WHOLE_FACTOR * block.nbytes)

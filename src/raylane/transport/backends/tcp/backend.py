@@ -57,7 +57,7 @@ class TcpBackend(Backend):
         meeting = _meet(ticket, process, deadline)
         if meeting is None:
             return _fetch_parts(ticket, parts, process, deadline, Link.receive_into)
-        if isinstance(meeting, relay.Relay):
+        if isinstance(meeting, relay.HostRelay):
             with meeting as first:
                 if not first.expects_others:
                     first.refuse()
@@ -68,10 +68,10 @@ class TcpBackend(Backend):
         return dataclasses.replace(meeting, blocks=[])
 
 
-def _meet(ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult | relay.Relay | None:
+def _meet(ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult | relay.HostRelay | None:
     """Return a value that another reader of this host has received, the Relay that this reader now is, or None."""
     meeting = relay.meet(ticket, process, deadline)
-    if meeting is None or isinstance(meeting, relay.Relay):
+    if meeting is None or isinstance(meeting, relay.HostRelay):
         return meeting
     # After the copy is here, as after every read: only then does an unchanged state cover all of it.
     source = ticket.origin()

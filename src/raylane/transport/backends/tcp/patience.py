@@ -17,7 +17,7 @@ _JUDGE_AFTER_S = 1.0
 """Time after which the speed of the other reader is taken for its speed until the end."""
 
 
-class Patience:
+class RelayWait:
     """State of one wait. `now` is always the monotonic clock, in seconds."""
 
     __slots__ = ("_began", "_deadline", "_done", "_first", "_heard", "_nbytes", "_silent_s")

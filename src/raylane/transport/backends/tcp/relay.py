@@ -32,7 +32,7 @@ from raylane.core.place import Place
 from raylane.core.segment import segment_offsets
 from raylane.core.shared_pool import map_received
 from raylane.transport.backends.base import FetchResult, Process
-from raylane.transport.backends.tcp.patience import Patience
+from raylane.transport.backends.tcp.patience import RelayWait
 from raylane.transport.hold.blocks import share_from_bytes
 from raylane.transport.link.link import Link
 from raylane.transport.value.ticket import Ticket
@@ -91,8 +91,8 @@ def covers(ticket: Ticket, nbytes: int) -> bool:
     return nbytes * 4 >= ticket.nbytes * 3
 
 
-def meet(ticket: Ticket, process: Process, deadline: Deadline) -> list[Any] | Relay | None:
-    """Return the blocks that another reader of this host has received, or the Relay that this reader now is.
+def meet(ticket: Ticket, process: Process, deadline: Deadline) -> list[Any] | HostRelay | None:
+    """Return the blocks that another reader of this host has received, or the HostRelay that this reader now is.
 
     None if this reader shall read from the source for itself alone. The caller must ask the source about the state of
     its memory after this: another reader asked before, perhaps before this one began.
@@ -120,7 +120,7 @@ def meet(ticket: Ticket, process: Process, deadline: Deadline) -> list[Any] | Re
     return None
 
 
-def _bind(name: _Name, ticket: Ticket, process: Process) -> Relay | None:
+def _bind(name: _Name, ticket: Ticket, process: Process) -> HostRelay | None:
     """Return the relay for a value if there is none yet."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -132,7 +132,7 @@ def _bind(name: _Name, ticket: Ticket, process: Process) -> Relay | None:
         if error.errno != errno.EADDRINUSE:
             raise
         return None
-    return Relay(server, name, ticket, process)
+    return HostRelay(server, name, ticket, process)
 
 
 def _connect(name: _Name) -> socket.socket | None:
@@ -155,7 +155,7 @@ def _connect(name: _Name) -> socket.socket | None:
 
 def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) -> list[Any] | None:
     """Wait for the relay's copy of the blocks. None: read from the source. ConnectionError if the relay has ended."""
-    patience = Patience(time.monotonic(), deadline.left_s(), ticket.nbytes)
+    patience = RelayWait(time.monotonic(), deadline.left_s(), ticket.nbytes)
     while left_s := patience.left_s(time.monotonic()):
         sock.settimeout(left_s)
         try:
@@ -183,7 +183,7 @@ def _wait(sock: socket.socket, name: _Name, ticket: Ticket, deadline: Deadline) 
     return None
 
 
-class Relay:
+class HostRelay:
     """The end of the reader that fetches a value for all readers of its host; used in a `with` block.
 
     A reader that fills tensors of its user (`into=`) receives straight into them. Their content cannot be passed on,
@@ -201,7 +201,7 @@ class Relay:
         self._refuses = False
         self._next_word = time.monotonic() + WORD_S
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> HostRelay:
         return self
 
     def __exit__(
