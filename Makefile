@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py src/raylane/core/_native
 	touch $(STAMP)
 
 check: setup
-	$(BIN)/ruff format --check src tests examples
-	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/mypy
 
 # Everything that is quick enough to wait for.

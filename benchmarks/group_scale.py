@@ -1,6 +1,6 @@
 """Driver cost of one call on a worker group against the number of workers: measured up to 64, computed up to 4,096.
 
-    python -m raylane.bench.group_scale
+    python -m benchmarks.group_scale
 
 The measured groups are light actors (no torch) on this machine, called as `CompiledWorkerGroup` and `WorkerGroup` call
 theirs: every worker gets the same small message, one returns a small dict. The driver's CPU time is that of the whole
@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from raylane.bench import graph_scale
+from benchmarks import graph_scale
 from raylane.core.deadline import Deadline
 from raylane.workers.compiled import CallGraph
 from raylane.workers.dispatch import DispatchPlan, plan_sharded

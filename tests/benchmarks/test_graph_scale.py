@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.graph_scale import broadcast, driver_links, hosts_of, simulate
 
-from raylane.bench import graph_scale as scale
-from raylane.bench.graph_scale import broadcast, driver_links, hosts_of, simulate
+from benchmarks import graph_scale as scale
 
 
 def test_hosts_are_filled_evenly() -> None:

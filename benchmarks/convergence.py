@@ -1,6 +1,6 @@
 """Convergence of a run through compiled graphs against the same run by plain Ray calls: losses and a picture.
 
-    python -m raylane.bench.convergence CONFIG OUT.svg [override...]
+    python -m benchmarks.convergence CONFIG OUT.svg [override...]
 
 Both runs start from the same configuration and differ only in `policy.compiled_graph.mode` and in their folders, which
 are temporary. Exits with an error unless every training and validation loss is the same number, bit for bit.
