@@ -29,6 +29,9 @@ def crew(request: pytest.FixtureRequest, ray_session: None) -> Iterator[Any]:
     crew = request.module.Crew()
     yield crew
     vars(crew).clear()  # the fixture itself outlives this
+    for item in request.session.items:  # and so do the arguments of the last test, among them handles of actors
+        if isinstance(item, pytest.Function) and item.module is request.module and item.funcargs:
+            item.funcargs.clear()
     assert not leaks(before, within_s=20)
 
 

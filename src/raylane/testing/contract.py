@@ -156,7 +156,8 @@ class BackendContract:
         if self.within_process:
             return  # a dead source would be a dead reader as well
         source = self.start_source()
-        pending = self.pending(self.publish([100_000], source))
+        ref = self.publish([100_000], source)  # kept: the source would free the value before it dies
+        pending = self.pending(ref)
         ray.kill(source)
         error = self.first_error(pending)
         assert type(error) is SourceLostError, error

@@ -71,7 +71,7 @@ class PublishingWriter:
         self._transport = transport
         self._label = f"edge {label}"
         self._staging = staging()
-        self._stages = [self._staging.Stage() for _ in range(slots)]
+        self._stages = [self._staging.EdgeStage() for _ in range(slots)]
         self._sequences = [-1] * slots
         """Message to which the value of each stage belongs."""
         self._encoder = Encoder()

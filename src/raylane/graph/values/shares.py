@@ -61,7 +61,7 @@ def _received(specs: Sequence[Any], arrays: Sequence[Any], meeting: Any) -> Shar
 def share(collective: Collective, group: Any, *values: Any) -> Any:
     """Return what this member gives: one Share for all, or for a reducescatter one for each member.
 
-    With `group` (a `worker.process_groups.Group`) the shares hold no tensors, which travel through the group.
+    With `group` (a `worker.process_groups.ProcessGroup`) the shares hold no tensors, which travel through the group.
     TypeError if a value holds anything but tensors and arrays that are nothing but their memory, or has no such
     reduction; ValueError if it has no such parts.
     """

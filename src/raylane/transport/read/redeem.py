@@ -18,6 +18,7 @@ import torch
 from raylane import _ray
 from raylane.core.collector import paused
 from raylane.core.deadline import Deadline
+from raylane.core.place import Place
 from raylane.core.segment import bytes_at
 from raylane.core.spans import merge
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
@@ -33,9 +34,12 @@ from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, LeafSpec, itemsize_of
 from raylane.transport.value.leaf_memory import leaf_address, leaf_span, strides_bytes
 from raylane.transport.value.parts import Part, size_of
+from raylane.transport.value.source import Source
 from raylane.transport.value.ticket import Ticket, checksum, freed_error, moved_error
 
 PLAIN = Delivery()
+_MOST_CHOICES = 4096
+"""Limit of the choices that are kept: actors that are restarted again and again have new places."""
 
 
 @dataclass(frozen=True)
@@ -271,19 +275,53 @@ def _find(
         # The producer chose it for readers with a GPU; a driver without one wants the value all the same.
         process.counts["without_device"] += 1
         name = AUTO
-    find(name)
-    choice = choose(
-        source, process.place, name, backends(), process.blocked, may_call_ray=may_call_ray, on_device=on_device
-    )
-    if backends()[choice.names[0]].capability.own_objects:
+    names = _choice(process, source, name, may_call_ray=may_call_ray, on_device=on_device)
+    if backends()[names[0]].capability.own_objects:
         entry = process.store.get(ticket.key)
         if entry is None or entry.nonce != ticket.nonce:
             raise freed_error(ticket)
         # A snapshot is fetched like any other value below: nobody may write to its sealed memory.
         if entry.segment < 0:
-            process.counts[choice.names[0]] += 1
+            process.counts[names[0]] += 1
             return _own(process, entry, ticket, skeleton)
-    return _Fetching(process, ticket, choice.names, deadline, last_resort=name != AUTO)
+    return _Fetching(process, ticket, names, deadline, last_resort=name != AUTO)
+
+
+class _Choices(dict[tuple[str, Place, bool, bool, int], tuple[str, ...]]):
+    """Transports that were chosen for a source, by all that the choice depends on."""
+
+    def stats(self) -> dict[str, int]:
+        """Return no counters."""
+        return {}
+
+    def close(self) -> None:
+        """Forget the choices."""
+        self.clear()
+
+
+def _choice(
+    process: Endpoint, source: Source, transport: str, *, may_call_ray: bool, on_device: bool
+) -> tuple[str, ...]:
+    """Return the transports that `choose` gives. Kept, because the next reads from a source mostly ask the same."""
+    # `blocked` only grows: every transport that failed asks for a new choice.
+    key = (transport, source.place, may_call_ray, on_device, len(process.blocked))
+    choices = process.part(_Choices)
+    names = choices.get(key)
+    if names is None:
+        find(transport)
+        choice = choose(
+            source,
+            process.place,
+            transport,
+            backends(),
+            process.blocked,
+            may_call_ray=may_call_ray,
+            on_device=on_device,
+        )
+        if len(choices) >= _MOST_CHOICES:
+            choices.clear()
+        names = choices[key] = choice.names
+    return names
 
 
 def _lacks_device(name: str) -> bool:
