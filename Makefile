@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup check test test-fast test-all test-pure faults gpu bench sft docs clean
+.PHONY: setup check test test-fast test-all test-pure faults gpu bench figures sft docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,10 @@ bench: setup
 	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench graph --json benchmarks/results/graph-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench sft --json benchmarks/results/sft-$$(date +%F).json $(ARGS)
+
+# The figures of the newest runs, into the README and the docs.
+figures: setup
+	$(BIN)/python -m benchmarks.figures
 
 sft: setup
 	$(BIN)/raylane data docstrings --out runs/docstrings/data
