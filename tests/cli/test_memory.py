@@ -21,7 +21,7 @@ def held(nbytes: int, age_s: float, origin: str, *, snapshot: bool = False) -> w
 
 def report(process: str, values: list[wire.Held], **more: object) -> Report:
     names = ("waiting", "pool_idle_bytes", "pool_used_bytes", "shared_bytes", "shared_idle_bytes")
-    plain = {"budget": None, **dict.fromkeys(names, 0), "kept": []}
+    plain = {"budget": None, **dict.fromkeys(names, 0), "kept_actors": []}
     nbytes = sum(one.nbytes for one in values)
     holdings = wire.Holdings(**{"entries": len(values), "nbytes": nbytes, "values": values} | plain | more)
     return Report(process, 7, "h", "10.0.0.1", holdings)
@@ -45,7 +45,7 @@ def test_render_names_budget_kept_actors_and_silent_processes() -> None:
     kept = [wire.Kept("bb", [("weights", 2)], 0), wire.Kept("cc", [], 1)]
     text = render(
         [
-            report("the driver", [], kept=kept, budget=1_000_000, waiting=1),
+            report("the driver", [], kept_actors=kept, budget=1_000_000, waiting=1),
             report("Actor(C, cc2)", [], shared_bytes=3_000_000, shared_idle_bytes=1_000_000),
             report("Actor(W, bb)", []),
             Report("Actor(S, dd)", 9, "h", "10.0.0.1", None, "no answer within 5 s"),

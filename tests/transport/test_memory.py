@@ -72,7 +72,7 @@ def test_report_tells_size_origin_and_reads_of_values() -> None:
     line = test_report_tells_size_origin_and_reads_of_values.__code__.co_firstlineno
     assert driver.values[0].origin.startswith(f"put at {__file__}:")
     assert line < int(driver.values[0].origin.rpartition(":")[2]) < line + 15
-    kept = {kept.actor: kept for kept in driver.kept}
+    kept = {kept.actor: kept for kept in driver.kept_actors}
     assert dict(kept[report.process.split(", ")[1].rstrip(")")].refs)["make"] == 1
     del refs, mine
 

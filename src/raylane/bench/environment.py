@@ -29,12 +29,12 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that affect results; None for a package not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions_by_name: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("raylane", "ray", "torch", "numpy", "nixl", "vllm"):
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
+            versions_by_name[name] = None
     if wheel := os.environ.get("RAYLANE_VLLM_WHEEL"):
-        found["vllm"] = os.path.basename(os.path.normpath(wheel))
-    return found
+        versions_by_name["vllm"] = os.path.basename(os.path.normpath(wheel))
+    return versions_by_name

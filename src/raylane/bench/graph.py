@@ -107,8 +107,8 @@ def _open(contender: Contender, runner: asyncio.Runner) -> float:
     async def opened() -> float:
         contender.open()
         began = time.perf_counter()
-        found = await contender.call_async()
-        return _checked(contender, found, began)
+        answer = await contender.call_async()
+        return _checked(contender, answer, began)
 
     if contender.case.workload == "asyncio":
         return runner.run(opened())
@@ -120,12 +120,12 @@ def _open(contender: Contender, runner: asyncio.Runner) -> float:
     return _checked(contender, contender.call(), began)
 
 
-def _checked(contender: Contender, found: Any, began: float) -> float:
-    """Return the microseconds since `began`; RuntimeError if `found` is not the expected answer."""
+def _checked(contender: Contender, answer: Any, began: float) -> float:
+    """Return the microseconds since `began`; RuntimeError if `answer` is not the expected answer."""
     first_us = (time.perf_counter() - began) * 1e6
-    if found != contender.answer:
+    if answer != contender.answer:
         raise RuntimeError(
-            f"{contender.case.name}: {contender.name} returned {found!r}, expected {contender.answer!r}. This is a bug"
+            f"{contender.case.name}: {contender.name} returned {answer!r}, expected {contender.answer!r}. This is a bug"
         )
     return first_us
 
@@ -160,9 +160,9 @@ def _close(contenders: Sequence[Contender]) -> None:
         contender.close()
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     pids = [pid for contender in contenders for pid in contender.pids]
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+    while running := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > deadline:
-            print(f"processes {left} of ended actors still exist after {EXIT_TIMEOUT_S:.0f} s", flush=True)
+            print(f"processes {running} of ended actors still exist after {EXIT_TIMEOUT_S:.0f} s", flush=True)
             return
         time.sleep(0.02)
 

@@ -120,14 +120,14 @@ def cases(only: str | None) -> list[Case]:
     return measure.choose(CASES, only)
 
 
-def group_by_graph(wanted: Iterable[Case]) -> list[list[Case]]:
+def group_by_graph(cases: Iterable[Case]) -> list[list[Case]]:
     """Return the cases grouped by graph: one set of actors and graphs serves all cases of a group."""
-    found: dict[tuple[object, ...], list[Case]] = {}
-    for case in wanted:
-        own = case.workload if case.workload in ("asyncio", "compile") else ""
-        key = (case.actors, case.shape, case.method, case.in_flight, own, case.idle_graphs, case.empty)
-        found.setdefault(key, []).append(case)
-    return list(found.values())
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        way_of_calling = case.workload if case.workload in ("asyncio", "compile") else ""
+        key = (case.actors, case.shape, case.method, case.in_flight, way_of_calling, case.idle_graphs, case.empty)
+        groups.setdefault(key, []).append(case)
+    return list(groups.values())
 
 
 def contender_names(group: Iterable[Case]) -> list[str]:

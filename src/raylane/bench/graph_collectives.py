@@ -60,7 +60,7 @@ def bind_raylane(actors: Sequence[Any], transport: str) -> Any:
     """Return raylane's graph."""
     with raylane.InputNode() as x:
         summed = raylane.graph.allreduce.bind([raylane.bind(actor.give, x) for actor in actors], transport=transport)
-        return raylane.MultiOutputNode([raylane.bind(a.take, one) for a, one in zip(actors, summed, strict=True)])
+        return raylane.MultiOutputNode([raylane.bind(a.take, value) for a, value in zip(actors, summed, strict=True)])
 
 
 def bind_in_method(actors: Sequence[Any]) -> Any:
@@ -72,9 +72,9 @@ def bind_in_method(actors: Sequence[Any]) -> Any:
 def bind_ray(actors: Sequence[Any]) -> Any:
     """Return Ray's graph. Its only communicator for CPUs is one actor that adds the tensors of all."""
     with dag.InputNode() as x:
-        given = [actor.give.bind(x) for actor in actors]
-        summed = collective.allreduce.bind(given, transport=CPUCommunicator(len(actors), list(actors)))
-        return dag.MultiOutputNode([a.take.bind(one) for a, one in zip(actors, summed, strict=True)])
+        shares = [actor.give.bind(x) for actor in actors]
+        summed = collective.allreduce.bind(shares, transport=CPUCommunicator(len(actors), list(actors)))
+        return dag.MultiOutputNode([a.take.bind(value) for a, value in zip(actors, summed, strict=True)])
 
 
 def open_groups(actors: Sequence[Any], timeout_s: float) -> None:

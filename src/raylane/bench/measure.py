@@ -64,11 +64,11 @@ def choose(known: Mapping[str, CaseT], only: str | None, more: str = "") -> list
     """
     if only is None:
         return list(known.values())
-    wanted = only.split(",")
-    unknown = [name for name in wanted if name not in known]
+    names = only.split(",")
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"unknown cases {', '.join(unknown)}; the cases are {', '.join(known)}{more}")
-    return [known[name] for name in wanted]
+    return [known[name] for name in names]
 
 
 def take_turns(
@@ -147,11 +147,11 @@ def cpu_clock(pid: int) -> int:
 
     OSError (ProcessLookupError if the process does not exist).
     """
-    found = ctypes.c_int()
-    error = _libc().clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(found))
+    clock = ctypes.c_int()
+    error = _libc().clock_getcpuclockid(ctypes.c_int(pid), ctypes.byref(clock))
     if error:
         raise OSError(error, f"{os.strerror(error)}: CPU clock of process {pid}")
-    return found.value
+    return clock.value
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -169,10 +169,10 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def record(case: str, contender: str, tally: Tally, first_us: float) -> dict[str, Any]:
     """Return the record of one contender in one case: times in microseconds, `cpu_s` in seconds over all `n` calls."""
     ordered = sorted(tally.samples_us)
-    found: dict[str, Any] = {"case": case, "contender": contender, "n": tally.calls}
-    found.update({name: round(quantile(ordered, q), 1) for name, q in QUANTILES.items()})
-    found |= {"min_us": round(ordered[0], 1), "first_us": round(first_us, 1), "cpu_s": round(tally.cpu_s, 4)}
-    return found | tally.extra
+    fields: dict[str, Any] = {"case": case, "contender": contender, "n": tally.calls}
+    fields.update({name: round(quantile(ordered, q), 1) for name, q in QUANTILES.items()})
+    fields |= {"min_us": round(ordered[0], 1), "first_us": round(first_us, 1), "cpu_s": round(tally.cpu_s, 4)}
+    return fields | tally.extra
 
 
 def table(records: Sequence[Mapping[str, Any]], baselines: Mapping[str, tuple[str, str]]) -> str:

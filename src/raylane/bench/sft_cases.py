@@ -88,13 +88,13 @@ def cases(only: str | None) -> list[Case]:
     return measure.choose(CASES, only)
 
 
-def group_by_workers(wanted: Iterable[Case]) -> list[list[Case]]:
+def group_by_workers(cases: Iterable[Case]) -> list[list[Case]]:
     """Return the cases grouped by the workers that they need: one set of processes serves all cases of a group."""
-    found: dict[tuple[int, str], list[Case]] = {}
-    for case in wanted:
+    groups: dict[tuple[int, str], list[Case]] = {}
+    for case in cases:
         # `repeat` turns the worker of a no-op into that of a 20 ms step, so both share their processes.
-        found.setdefault((case.workers, case.work if case.trains else ""), []).append(case)
-    return list(found.values())
+        groups.setdefault((case.workers, case.work if case.trains else ""), []).append(case)
+    return list(groups.values())
 
 
 def blocks_of(case: Case, *, quick: bool) -> Blocks:

@@ -223,12 +223,12 @@ class Loop(Contender):
     """Loop in the workers, started by one call."""
 
     def run(self, case: Case, steps: int) -> tuple[list[float], float]:
-        found: Sequence[tuple[list[float], float]] = self.ask("steps", self._next, steps)
+        measured: Sequence[tuple[list[float], float]] = self.ask("steps", self._next, steps)
         self._next += steps
-        each = [[(after - before) * 1e6 for before, after in itertools.pairwise(times)] for times, _ in found]
+        each = [[(after - before) * 1e6 for before, after in itertools.pairwise(times)] for times, _ in measured]
         # Nothing keeps the workers of a loop together, except the collectives of training. A step takes as long as its
         # slowest worker, as if the workers waited for one another without any cost.
-        return [max(times) for times in zip(*each, strict=True)], found[0][1]
+        return [max(times) for times in zip(*each, strict=True)], measured[0][1]
 
 
 KINDS: dict[str, type[Contender]] = {

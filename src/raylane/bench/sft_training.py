@@ -140,8 +140,8 @@ class PlainTrainer(TimedWorker):
 
     def work(self, number: int) -> dict[str, float]:
         policy, sft = self.config.policy, self.config.sft
-        wanted = order.batch_rows(self.rows.num_rows, policy.train_global_batch_size, sft.seed, number)
-        batch = {name: torch.from_numpy(array) for name, array in self.rows.rows(wanted).items()}
+        row_numbers = order.batch_rows(self.rows.num_rows, policy.train_global_batch_size, sft.seed, number)
+        batch = {name: torch.from_numpy(array) for name, array in self.rows.rows(row_numbers).items()}
         rate = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self.total_steps)
         set_learning_rate(self.optimizer, rate)
         # Without a mask and a cache, transformers keeps the packed documents apart by their positions.

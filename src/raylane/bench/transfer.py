@@ -73,14 +73,14 @@ def draw(records: Sequence[dict[str, Any]], out: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = SIZES | {"1GB": 1_000_000_000}
-    found = {(row["case"], row["contender"]): row["p50_us"] for row in records}
-    if not any(case in sizes for case, _ in found):
+    medians = {(row["case"], row["contender"]): row["p50_us"] for row in records}
+    if not any(case in sizes for case, _ in medians):
         raise ValueError(f"the picture needs cases of tensor sizes, such as {', '.join(sizes)}")
     figure = Figure(figsize=(11, 4.5), layout="constrained", dpi=130)
     for axes, ending in zip(figure.subplots(1, 2, sharey=True), ("", "-new"), strict=True):
         for name in PASS:
             line = [
-                (size, found[case + ending, name]) for case, size in sizes.items() if (case + ending, name) in found
+                (size, medians[case + ending, name]) for case, size in sizes.items() if (case + ending, name) in medians
             ]
             if line:
                 style = "-o" if name.startswith("raylane") else "--s"

@@ -150,9 +150,9 @@ class RawSocket:
 
     def _receive(self) -> None:
         self.connection.sendall(b"x")
-        left = self.memory
-        while left.nbytes:
-            left = left[self.connection.recv_into(left, min(left.nbytes, 1 << 24)) :]
+        remaining = self.memory
+        while remaining.nbytes:
+            remaining = remaining[self.connection.recv_into(remaining, min(remaining.nbytes, 1 << 24)) :]
 
 
 class RawNixl:
@@ -177,9 +177,9 @@ class RawNixl:
         """Prepare reads of another agent's memory."""
         name = self.agent.add_remote_agent(metadata)
         nbytes = self.memory.nbytes
-        here = self.agent.get_xfer_descs([(self.memory.ctypes.data, nbytes, 0)], mem_type="DRAM")
+        local = self.agent.get_xfer_descs([(self.memory.ctypes.data, nbytes, 0)], mem_type="DRAM")
         there = self.agent.get_xfer_descs([(address, nbytes, 0)], mem_type="DRAM")
-        self.transfer = self.agent.initialize_xfer("READ", here, there, name)
+        self.transfer = self.agent.initialize_xfer("READ", local, there, name)
 
     def read(self, samples: int) -> list[float]:
         """Return the microseconds of several transfers."""

@@ -62,10 +62,10 @@ class Case:
 
 
 def _known(*, large: bool) -> dict[str, Case]:
-    found = {}
+    cases_by_name = {}
     for name, nbytes in (SIZES | ({"1GB": GIGABYTE} if large else {})).items():
-        found[name] = Case(name, "pass", nbytes, PASS)
-        found[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
+        cases_by_name[name] = Case(name, "pass", nbytes, PASS)
+        cases_by_name[f"{name}-new"] = Case(f"{name}-new", "pass", nbytes, PASS, fresh=True)
     more = [
         Case("small-10000x4KB", "pass", 4096, PASS, count=10_000),
         Case("get-64MiB", "get", MIB_64, GET),
@@ -79,7 +79,7 @@ def _known(*, large: bool) -> dict[str, Case]:
     ]
     if large:
         more.append(Case("tcp-1GB", "get", GIGABYTE, ("raylane:tcp", "socket:raw"), into=True))
-    return found | {case.name: case for case in more}
+    return cases_by_name | {case.name: case for case in more}
 
 
 def cases(*, large: bool, only: str | None) -> list[Case]:

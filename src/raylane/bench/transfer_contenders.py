@@ -59,9 +59,9 @@ class Contender:
         options: dict[str, Any] = {"num_cpus": 0}
         if ":rdt" in self.name:  # raylane and the object store use ordinary actors
             options["enable_tensor_transport"] = True
-        made = ray.remote(**options)(cls).remote(*args)
-        self.actors.append(made)
-        return made
+        handle = ray.remote(**options)(cls).remote(*args)
+        self.actors.append(handle)
+        return handle
 
 
 def _decorator(name: str) -> Callable[[Any], Any]:
@@ -98,12 +98,12 @@ class Pass(Contender):
         return [measure.timed(call) for _ in range(count)]
 
     def _pass_on(self, case: Case) -> None:
-        made = self.producer.fresh.remote(case.nbytes, case.count) if case.fresh else self.producer.held.remote()
-        ray.get(self.consumers[0].total.remote(made))
+        tensor = self.producer.fresh.remote(case.nbytes, case.count) if case.fresh else self.producer.held.remote()
+        ray.get(self.consumers[0].total.remote(tensor))
 
     def _fan_out(self) -> None:
-        made = self.producer.held.remote()
-        ray.get([consumer.ends.remote(made) for consumer in self.consumers])
+        tensor = self.producer.held.remote()
+        ray.get([consumer.ends.remote(tensor) for consumer in self.consumers])
 
 
 class Get(Contender):
@@ -127,8 +127,8 @@ class Get(Contender):
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the microseconds of reads; one read before them is not counted."""
         call = self.consumer.read.remote(self.refs, case.nbytes, case.into, self.library, count + 1)
-        found: list[float] = ray.get(call)[1:]
-        return found
+        times: list[float] = ray.get(call)[1:]
+        return times
 
 
 class Copy(Contender):
@@ -144,8 +144,8 @@ class Copy(Contender):
 
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the microseconds of copies; one copy before them is not counted."""
-        found: list[float] = ray.get(self.copier.copy.remote(count + 1))[1:]
-        return found
+        times: list[float] = ray.get(self.copier.copy.remote(count + 1))[1:]
+        return times
 
 
 class Raw(Contender):
@@ -167,8 +167,8 @@ class Raw(Contender):
 
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the microseconds of transfers; one before them is not counted."""
-        found: list[float] = ray.get(self.reader.read.remote(count + 1))[1:]
-        return found
+        times: list[float] = ray.get(self.reader.read.remote(count + 1))[1:]
+        return times
 
 
 class Submit(Contender):

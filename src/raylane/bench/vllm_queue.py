@@ -112,12 +112,12 @@ def _stand_ins(folder: str) -> dict[str, ModuleType]:
         "vllm.utils.network_utils": network,
         "vllm.utils.cpu_resource_utils": {"check_cgroup_memory_available": lambda *args, **kwargs: None},
     }
-    found = {}
+    modules = {}
     for name, attributes in contents.items():
-        found[name] = ModuleType(name)
-        vars(found[name]).update(attributes)
-    found["vllm"].envs = found["vllm.envs"]  # type: ignore[attr-defined]  # for `import vllm.envs as envs`
-    return found
+        modules[name] = ModuleType(name)
+        vars(modules[name]).update(attributes)
+    modules["vllm"].envs = modules["vllm.envs"]  # type: ignore[attr-defined]  # for `import vllm.envs as envs`
+    return modules
 
 
 def _refuse(*args: Any) -> Any:

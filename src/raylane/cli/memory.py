@@ -77,7 +77,7 @@ def as_plain(reports: Sequence[Report]) -> list[dict[str, object]]:
         else:
             plain |= {name: getattr(held, name) for name in held.__struct_fields__}
             plain["values"] = [msgspec.structs.asdict(record) for record in held.values]
-            plain["kept"] = [msgspec.structs.asdict(record) for record in held.kept]
+            plain["kept"] = [msgspec.structs.asdict(record) for record in held.kept_actors]
         reports_as_dicts.append(plain)
     return reports_as_dicts
 
@@ -127,7 +127,7 @@ def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, 
     if held.entries > len(shown):
         remaining_bytes = held.nbytes - sum(value.nbytes for value in shown)
         lines.append(f"  {_size(remaining_bytes):>9} in {_count(held.entries - len(shown), 'other value')}")
-    for actor in held.kept:
+    for actor in held.kept_actors:
         refs = ", ".join(f"{_count(count, 'ref')} to results of {name or '?'}" for name, count in actor.refs)
         gone = f"{_count(actor.ended, 'ref')} gone whose values others may still need" if actor.ended else ""
         lines.append(f"  keeps {labels.get(actor.actor, 'Actor ' + actor.actor)} alive: {refs or gone}")

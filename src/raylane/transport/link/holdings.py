@@ -40,7 +40,7 @@ def holdings(
         shared_bytes=store.shared.nbytes,
         shared_idle_bytes=store.shared.idle_bytes,
         values=[_held(*item) for item in _chosen(entries, most)],
-        kept=[
+        kept_actors=[
             wire.Kept(actor.hex(), [(name[:64], n) for name, n in list(refs.items())[:_MOST_METHODS]], ended)
             for actor, (refs, ended) in list(actors.items())[:_MOST_ACTORS]
         ],

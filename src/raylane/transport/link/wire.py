@@ -196,7 +196,7 @@ class Holdings(msgspec.Struct, tag=43, array_like=True, frozen=True):
     shared_idle_bytes: int
     values: list[Held]
     """The largest and the oldest values, largest first; all values if they are few."""
-    kept: list[Kept]
+    kept_actors: list[Kept]
 
 
 class StreamRequest(msgspec.Struct, tag=12, array_like=True, frozen=True):

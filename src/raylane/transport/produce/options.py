@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from raylane.transport.backends.base import AUTO
@@ -21,12 +22,12 @@ class PublishOptions:
     on_mutation: str = "warn"
     """Reaction of a read that finds a tensor written to since publication: `warn`, `error` or `allow`."""
 
-    @property
+    @functools.cached_property  # asked at every publication
     def by_ray(self) -> bool:
         """True if Ray carries the tensors inside the result."""
         return self.tensor_transport != AUTO and backends()[self.tensor_transport].capability.by_ray
 
-    @property
+    @functools.cached_property
     def two_sided(self) -> bool:
         """True if readers outside the groups of the source get the value another way."""
         return self.tensor_transport != AUTO and backends()[self.tensor_transport].capability.two_sided
