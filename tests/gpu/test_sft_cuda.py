@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft import step
-from raylane.sft.loss import CrossEntropy
-from raylane.sft.on_device import on_device
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import step
+from raylane.sft.run.on_device import on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D

@@ -17,6 +17,10 @@ ROOMS = ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver
 """Rooms of graph; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}
 """Modules of graph that any room may import; they import no room."""
+SFT_ROOMS = ("config", "data", "parallel", "model", "checkpoint", "run")
+"""Rooms of sft in the order of the data; each may import what stands to its left."""
+BESIDE = {"report": {"config"}, "nemo": {"config"}}
+"""Rooms of sft beside that order, with the rooms that they may import. run imports report; nothing imports nemo."""
 TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 
 
@@ -71,6 +75,19 @@ def test_imports_between_the_rooms_of_graph_run_one_way() -> None:
         used = {name.split(".")[2] for name in imports(path) if name.startswith("raylane.graph.")} - AUTHORING
         allowed = set(ROOMS[: ROOMS.index(here) + 1]) if here in ROOMS else set()
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed)]
+    assert not wrong
+
+
+def test_imports_between_the_rooms_of_sft_run_one_way() -> None:
+    allowed = {room: {*SFT_ROOMS[: place + 1]} for place, room in enumerate(SFT_ROOMS)}
+    allowed |= {room: {room, *may} for room, may in BESIDE.items()}
+    allowed["run"].add("report")
+    wrong = []
+    for path in sorted((SRC / "sft").rglob("*.py")):
+        room = path.relative_to(SRC / "sft").parts[0]
+        if room != "__init__.py":
+            used = {name.split(".")[2] for name in imports(path) if name.startswith("raylane.sft.")}
+            wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed[room])]
     assert not wrong
 
 

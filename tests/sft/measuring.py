@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from raylane.sft import parallel
-from raylane.sft.config import RunConfig
-from raylane.sft.data import prepare
-from raylane.sft.memory import Memory, estimate_memory
-from raylane.sft.model_config import model_config, model_shape
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model.hf_config import model_config, model_shape
+from raylane.sft.parallel import mesh
+from raylane.sft.run.memory import Memory, estimate_memory
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -45,7 +45,7 @@ MODEL = {
 def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]) -> RunConfig:
     """Return the run with so many micro-batches on each worker."""
     config = tiny_run.config_of(folder, {**MODEL, "cluster.num_workers": world, **changes})
-    rows = rounds * parallel.ParallelDims.of(config).readers
+    rows = rounds * mesh.ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers).readers
     return tiny_run.config_of(
         folder, {**MODEL, "cluster.num_workers": world, "policy.train_global_batch_size": rows, **changes}
     )

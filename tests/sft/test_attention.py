@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raylane.sft.attention import PackedRows, Piece, attend, document_lengths, local_chunks, pieces, take_chunks
+from raylane.sft.model.attention import PackedRows, Piece, attend, document_lengths, pieces, take_chunks
+from raylane.sft.parallel.mesh import local_chunks
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config import build_config, dump, load_config
-from raylane.sft.policy import worker_options
-from raylane.sft.reference import reference_markdown
+from raylane.sft.config.load import build_config, dump, load_config
+from raylane.sft.config.reference import reference_markdown
+from raylane.sft.run.policy import worker_options
 from sft.conversations import config, document
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
 
 def test_the_reference_page_is_what_the_models_say() -> None:
     page = ROOT / "docs" / "reference" / "sft-config.md"
-    assert page.read_text() == reference_markdown(), "run: python -m raylane.sft.reference > " + str(page)
+    assert page.read_text() == reference_markdown(), "run: python -m raylane.sft.config.reference > " + str(page)
 
 
 def test_every_example_loads() -> None:

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.cache import TokenCache
-from raylane.sft.chat import ChatTokenizer, chatml_template
-from raylane.sft.config import RunConfig, dump
-from raylane.sft.data import Counts, PreparedData, fit, open_rows, prepare, warnings
-from raylane.sft.rows import IGNORED
+from raylane.sft.config.load import dump
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.cache import TokenCache
+from raylane.sft.data.chat import ChatTokenizer, chatml_template
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import Counts, PreparedData, fit, prepare, warnings
+from raylane.sft.data.rows import IGNORED
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
 LONG = question(99, num_words=400)
@@ -72,7 +74,7 @@ def test_split_predicts_every_supervised_token_exactly_once(row_tokens: int) -> 
 
 
 def test_documents_are_the_encoded_conversations(tmp_path: Path) -> None:
-    from raylane.sft.messages import read_conversations
+    from raylane.sft.data.messages import read_conversations
 
     run = made(tmp_path)
     prepared = prepare(run)

@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from raylane.sft import delivery
-from raylane.sft.delivery import Receiver, list_files
+from raylane.sft.run import delivery
+from raylane.sft.run.delivery import Receiver, list_files
 
 
 @pytest.fixture

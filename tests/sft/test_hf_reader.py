@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from raylane.errors import CheckpointError
-from raylane.sft.build import read_weights
-from raylane.sft.hf_reader import INDEX, IndexedReader
+from raylane.sft.model.build import read_weights
+from raylane.sft.model.hf_reader import INDEX, IndexedReader
 from sft import tiny_run
 
 ONE = {"a": torch.full((2, 2), 1.0)}

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from raylane.errors import ConfigError
-from raylane.sft import layers
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import layers
 from sft import tiny_run
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"

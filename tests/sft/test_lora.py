@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft import lora
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import lora
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft import audit
-from raylane.sft.data import prepare
-from raylane.sft.mixing import WeightedFiles, open_training_rows, pack_by_file
-from raylane.sft.nemo_rl import translate
-from raylane.sft.planning import count_training_rows
-from raylane.sft.rows import open_rows
+from raylane.sft.data import audit
+from raylane.sft.data.mixing import WeightedFiles, open_rows, open_training_rows, pack_by_file
+from raylane.sft.data.prepare import prepare
+from raylane.sft.nemo.translate import translate
+from raylane.sft.run.planning import count_training_rows
 from sft import tiny_run
 
 

@@ -14,11 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from raylane.errors import ConfigError
-from raylane.sft import attention, model_config, selfcheck
-from raylane.sft.attention import PackedRows
-from raylane.sft.data import prepare
-from raylane.sft.dynamic import FixedRows
-from raylane.sft.rows import RowSource
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.rows import RowSource
+from raylane.sft.model import attention, hf_config
+from raylane.sft.model.attention import PackedRows
+from raylane.sft.run import selfcheck
+from raylane.sft.run.micro_batches import FixedRows
 from sft import tiny_run
 
 SIZES = {
@@ -215,8 +216,8 @@ def test_dynamic_rope_of_long_rows_is_refused(folder, tmp_path):
     LlamaConfig(**{**SIZES, "max_position_embeddings": 16, "rope_parameters": rope}).save_pretrained(tmp_path)
     changes = {"policy.model_name": str(tmp_path), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
     with pytest.raises(ConfigError, match=r"rope_type=dynamic .* Set it to at most 16$"):
-        model_config.model_config(tiny_run.config_of(folder, changes).policy, 320)
+        hf_config.model_config(tiny_run.config_of(folder, changes).policy, 320)
 
 
 def test_attention_names_are_those_of_transformers():
-    assert set(selfcheck._COMPARED) < set(model_config.ATTENTION)
+    assert set(selfcheck._COMPARED) < set(hf_config.ATTENTION)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raylane.sft import step
-from raylane.sft.dynamic import division
-from raylane.sft.loss import CrossEntropy
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import step
+from raylane.sft.run.micro_batches import division
 from sft import tiny_run
 
 aten = torch.ops.aten

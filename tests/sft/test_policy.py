@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
-from raylane.sft import checkpoint
-from raylane.sft import worker as worker_module
-from raylane.sft.delivery import Copies
-from raylane.sft.policy import Policy
+from raylane.sft.checkpoint import folders
+from raylane.sft.run import worker as worker_module
+from raylane.sft.run.delivery import Copies
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 
@@ -215,14 +215,14 @@ def test_failed_save_leaves_no_partial_checkpoint(fsdp2, tmp_path, monkeypatch):
     fsdp2.again()
     settings = fsdp2.config.checkpointing.model_copy(update={"checkpoint_dir": str(tmp_path)})
     monkeypatch.setattr(fsdp2.policy, "_config", fsdp2.config.model_copy(update={"checkpointing": settings}))
-    begin = checkpoint.begin
+    begin = folders.begin
 
     def begin_with_obstacle(folder, step):
         partial = begin(folder, step)
         (partial / "state" / "optimizer.json").mkdir(parents=True)
         return partial
 
-    monkeypatch.setattr(checkpoint, "begin", begin_with_obstacle)
+    monkeypatch.setattr(folders, "begin", begin_with_obstacle)
     with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
         fsdp2.policy.save({})
     monkeypatch.undo()
@@ -297,7 +297,7 @@ def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monke
     (tmp_path / "base/generation_config.json").write_text("{ not JSON")
     with pytest.raises(CheckpointError, match=r"JSONDecodeError.*step_1 is complete: correct the cause and run"):
         fsdp2.policy.save({"train:loss": 1.0}, with_hf=True)
-    (saved,) = checkpoint.list_saved(tmp_path / "saved")
+    (saved,) = folders.list_saved(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
     assert not (saved.path / "hf").exists()
     assert fsdp2.policy.load(saved.path) == 1

@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from raylane.errors import WorkerCallError
-from raylane.sft import trainer
-from raylane.sft.metrics import read_metrics, read_notes
-from raylane.sft.policy import Policy
+from raylane.sft.report.metrics import read_metrics, read_notes
+from raylane.sft.run import trainer
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from workers.processes import stop
 

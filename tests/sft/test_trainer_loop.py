@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from raylane.errors import CheckpointDamagedError, WorkerLostError
-from raylane.sft import checkpoint, order
-from raylane.sft.checkpoint import Saved
-from raylane.sft.config import build_config
-from raylane.sft.trainer import StopRequest, Trainer, _block_sigterm
+from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint.folders import Saved
+from raylane.sft.config.load import build_config
+from raylane.sft.data import order
+from raylane.sft.run.trainer import StopRequest, Trainer, _block_sigterm
 
 FIGURES = (
     "grad_norm",
@@ -305,7 +306,7 @@ def test_sigterm_reaches_the_run_but_not_its_processes(tmp_path):
 
 def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
     trainer, _ = trainer_of(tmp_path, 9)
-    saved = [checkpoint.commit(checkpoint.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
+    saved = [folders.commit(folders.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
     load = trainer._policy.load
 
     def load_unless_damaged(path):
@@ -314,7 +315,7 @@ def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
         return load(path)
 
     trainer._policy.load = load_unless_damaged
-    trainer.resume_from(checkpoint.find(trainer._config.checkpointing))
+    trainer.resume_from(folders.find(trainer._config.checkpointing))
     assert (trainer.done, trainer.saved.step) == (4, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6.damaged"]
 
@@ -322,6 +323,6 @@ def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
 def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer, events = trainer_of(tmp_path, 4)
     trainer._policy.export = lambda saved: events.append(f"export {saved.step}")
-    trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
+    trainer.resume_from(folders.commit(folders.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]

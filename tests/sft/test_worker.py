@@ -24,10 +24,12 @@ from raylane.errors import (
     StepNotFiniteError,
     WorkerCallError,
 )
-from raylane.sft import attention, build, selfcheck
-from raylane.sft import state as state_module
-from raylane.sft.data import open_rows, prepare
-from raylane.sft.loss import CrossEntropy
+from raylane.sft.checkpoint import state as state_module
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import attention, build
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import selfcheck
 from sft import tiny_run
 
 
@@ -440,9 +442,11 @@ import os, sys, torch
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from torch.distributed import TCPStore
-from raylane.sft import attention, build, selfcheck
-from raylane.sft.data import prepare
-from raylane.sft.worker import SftWorker
+from raylane.sft.model import attention
+from raylane.sft.model import build
+from raylane.sft.run import selfcheck
+from raylane.sft.data.prepare import prepare
+from raylane.sft.run.worker import SftWorker
 from sft import tiny_run
 
 def kib(name):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from raylane.sft.data import prepare
-from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES
-from raylane.sft.policy import Policy
+from raylane.sft.data.prepare import prepare
+from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES
+from raylane.sft.run.policy import Policy
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
