@@ -19,7 +19,7 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import prepare
 from raylane.sft.model.hf_config import model_config, model_shape
 from raylane.sft.parallel import mesh
-from raylane.sft.run.memory import Memory, estimate_memory
+from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -51,7 +51,7 @@ def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]
     )
 
 
-def planned(config: RunConfig) -> Memory:
+def planned(config: RunConfig) -> MemoryEstimate:
     """Return the estimate of `raylane plan`."""
     prepared = prepare(config)
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])

@@ -22,7 +22,7 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.data.prepare import Counts, PreparedData, fit, prepare, warnings
+from raylane.sft.data.prepare import DataCounts, PreparedData, fit, prepare, warnings
 from raylane.sft.data.rows import IGNORED
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
@@ -227,7 +227,7 @@ def test_a_clean_set_gives_no_warnings(tmp_path: Path) -> None:
 
 
 def test_every_count_that_means_a_loss_has_a_warning() -> None:
-    counts = Counts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
+    counts = DataCounts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
     counts.also_in_train = 1
     prepared = PreparedData(Path("t"), Path("d"), None, 1, 0, (2,), {"train": counts})
     run = RunConfig.model_validate(

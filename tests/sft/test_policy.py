@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
 from raylane.sft.checkpoint import folders
 from raylane.sft.run import worker as worker_module
-from raylane.sft.run.delivery import Copies
+from raylane.sft.run.delivery import FolderCopies
 from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from sft.worker_run import WorkerRun
@@ -253,13 +253,13 @@ def test_export_that_fails_leaves_nothing_behind(fsdp2, tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer"):
         fsdp2.policy.save_hf(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
-    fsdp2.policy.group.run_all_workers_single_data("use_copies", Copies()).results(60)
+    fsdp2.policy.group.run_all_workers_single_data("use_copies", FolderCopies()).results(60)
     fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
     fsdp2.policy.save_hf(tmp_path / "model")
     assert (tmp_path / "model/model.safetensors.index.json").is_file()
 
 
-class Unwritable(Copies):
+class Unwritable(FolderCopies):
     """Gives the workers a tokenizer folder that does not exist, which fails after the weights are written."""
 
     def here(self, config, prepared):

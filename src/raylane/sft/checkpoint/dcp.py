@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft.data.storage import OPTIONS, Place, Stream, Url, os_errors
+from raylane.sft.data.storage import OPTIONS, Place, Url, UrlStream, os_errors
 
 __all__ = ["CodeFreeReader", "FitPlanner", "state_writer"]
 
@@ -71,7 +71,7 @@ class _UrlFiles(FileSystem):
             inner = super().create_stream(path, mode)
             stream = inner.__enter__()
         try:
-            yield Stream(path, stream)
+            yield UrlStream(path, stream)
         except BaseException as error:
             inner.__exit__(type(error), error, error.__traceback__)
             raise
@@ -128,18 +128,18 @@ class CodeFreeReader(FileSystemReader):
                 path=str(path),
             ) from error
         try:
-            found = _MetadataUnpickler(io.BytesIO(content)).load()
+            metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         except CheckpointError as error:
             raise CheckpointError(f"{path} is refused: {error}", path=str(path)) from error
         except Exception as error:  # unpickling arbitrary bytes can raise almost any exception
             raise CheckpointDamagedError(
                 f"{path} is damaged: {error!r}. Resume from an earlier checkpoint", path=str(path)
             ) from error
-        if not isinstance(found, Metadata):
-            raise CheckpointDamagedError(f"{path} holds a {type(found).__name__}, not metadata", path=str(path))
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        if not isinstance(metadata, Metadata):
+            raise CheckpointDamagedError(f"{path} holds a {type(metadata).__name__}, not metadata", path=str(path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
@@ -161,10 +161,10 @@ class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
         super().load_bytes(read_item, value)
 
 
-def _differences(wanted: dict[str, Any], metadata: Metadata) -> Iterator[str]:
+def _differences(state: dict[str, Any], metadata: Metadata) -> Iterator[str]:
     """Yield the differences between the flat state of this run (name -> tensor or value) and a checkpoint."""
     stored = metadata.state_dict_metadata
-    for name, value in wanted.items():
+    for name, value in state.items():
         if name not in stored:
             yield f"it has no {name}"
             continue

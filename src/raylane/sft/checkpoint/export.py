@@ -74,7 +74,9 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     read = _reader(path / "state")
     try:
         if form == "adapter":
-            tensors = {name: read(f"model.{own}", shape) for name, (own, shape) in adapter_names(causal_lm).items()}
+            tensors = {
+                name: read(f"model.{parameter}", shape) for name, (parameter, shape) in adapter_names(causal_lm).items()
+            }
             base = config.policy.model_name
             write_adapter(draft, Adapters.of(causal_lm, tensors), None if base is None else Path(base), dtype)
         else:
@@ -155,7 +157,7 @@ def _write_weights(folder: Path, causal_lm: nn.Module, read: Read, dtype: torch.
     One tensor after the other; the library's own writer needs all of them in memory.
     """
     weights, layers = base_parameters(causal_lm), adapted(causal_lm)
-    files = plan_files([{name: tuple(one.shape) for name, one in weights.items()}], dtype.itemsize)
+    files = plan_files([{name: tuple(weight.shape) for name, weight in weights.items()}], dtype.itemsize)
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header(dtype))

@@ -148,11 +148,11 @@ def read(path: Place) -> Saved:
         raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     # Sizes, not checksums: reading tens of gigabytes at every start would cost minutes, and a truncated file, the
     # usual damage, has another size.
-    found = _state_sizes(path)
+    actual_sizes = _state_sizes(path)
     wrong = [
-        f"{name} has {found.get(name, 'no')} bytes, {size} were written"
+        f"{name} has {actual_sizes.get(name, 'no')} bytes, {size} were written"
         for name, size in sizes.items()
-        if found.get(name) != size
+        if actual_sizes.get(name) != size
     ]
     if wrong:
         raise CheckpointDamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", path=str(path))
@@ -205,7 +205,7 @@ def fall_back(saved: Saved, settings: CheckpointingConfig, damage: CheckpointDam
 
     Only for `checkpointing.resume=auto`. CheckpointDamagedError if there is no earlier one.
     """
-    earlier = [one for one in list_whole(storage.at(settings.checkpoint_dir))[0] if one.step < saved.step]
+    earlier = [other for other in list_whole(storage.at(settings.checkpoint_dir))[0] if other.step < saved.step]
     if settings.resume != "auto":
         raise damage
     if not earlier:
@@ -239,12 +239,12 @@ def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
         return
     state = path / "state"
     files = [*state.iterdir()] if state.is_dir() else []
-    for one in (path, path / "run.json", *files):
-        owner = publishing(path).owner(one)
+    for file in (path, path / "run.json", *files):
+        owner = publishing(path).owner(file)
         if owner is not None and owner != os.geteuid():
             raise CheckpointError(
-                f"{one} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that user, "
-                "set checkpointing.allow_other_owner=true; otherwise set another checkpointing.checkpoint_dir",
+                f"{file} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that "
+                "user, set checkpointing.allow_other_owner=true; otherwise set another checkpointing.checkpoint_dir",
                 path=str(path),
                 owner=owner,
             )
@@ -324,10 +324,10 @@ def discard(place: Place) -> None:
 def discard_partial(folder: Place) -> list[Place]:
     """Remove the leftovers of killed runs and return their paths. No other run may write to the folder meanwhile."""
     way = publishing(folder)
-    found = way.leftovers(folder)
-    for path in found:
+    leftovers = way.leftovers(folder)
+    for path in leftovers:
         way.clear(path)
-    return found
+    return leftovers
 
 
 def remove(saved: Saved) -> None:
@@ -341,22 +341,32 @@ def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Sa
     Kept are the latest `keep_latest_k` and the best `keep_top_k` by `metric_name`. A checkpoint without that metric, or
     with a value that is not finite, is never among the best; among equal values the later checkpoint is better.
     """
-    by_step = sorted(saved, key=lambda one: one.step)
-    measured = [one for one in by_step if math.isfinite(one.metrics.get(settings.metric_name, math.nan))]
+    by_step = sorted(saved, key=lambda checkpoint: checkpoint.step)
+    measured = [
+        checkpoint for checkpoint in by_step if math.isfinite(checkpoint.metrics.get(settings.metric_name, math.nan))
+    ]
     sign = 1 if settings.higher_is_better else -1
-    ranked = sorted(measured, key=lambda one: (sign * one.metrics[settings.metric_name], one.step), reverse=True)
-    wanted = {one.step for one in (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])}
-    return [one for one in by_step if one.step in wanted], [one for one in by_step if one.step not in wanted]
+    ranked = sorted(
+        measured,
+        key=lambda checkpoint: (sign * checkpoint.metrics[settings.metric_name], checkpoint.step),
+        reverse=True,
+    )
+    kept_steps = {
+        checkpoint.step for checkpoint in (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])
+    }
+    return [checkpoint for checkpoint in by_step if checkpoint.step in kept_steps], [
+        checkpoint for checkpoint in by_step if checkpoint.step not in kept_steps
+    ]
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that make the losses of a resumed run differ from those of an uninterrupted run."""
-    found = []
+    changes = []
     for key in _SAME_FOR_EXACT_RESUME:
         before, after = _value_at(saved, key), _value_at(now, key)
         if before != after:
-            found.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
-    return found
+            changes.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
+    return changes
 
 
 def layout_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

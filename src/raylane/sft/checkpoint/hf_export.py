@@ -81,7 +81,7 @@ def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtyp
     held: list[dict[str, tuple[int, ...]]] = [{} for _ in range(world)]
     dist.all_gather_object(held, {name: tuple(weight.shape) for name, weight in weights.items()})
     files = plan_files(held, dtype.itemsize)
-    writer = _Writer(folder)
+    writer = _WeightWriter(folder)
     try:
         # One weight of each file in turn, so that all writers have work.
         for together in rounds(files):
@@ -98,13 +98,13 @@ def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtyp
     errors: list[str | None] = [None] * world
     dist.all_gather_object(errors, error)
     if any(errors):
-        reasons = "; ".join(sorted({one for one in errors if one is not None}))
-        ranks = [number for number, one in enumerate(errors) if one is not None]
+        reasons = "; ".join(sorted({reason for reason in errors if reason is not None}))
+        ranks = [number for number, reason in enumerate(errors) if reason is not None]
         raise CheckpointError(f"{failed}: {reasons}", path=str(folder), ranks=ranks)
     return files
 
 
-class _Writer:
+class _WeightWriter:
     """Thread that writes the files of this rank, in the order in which their weights are added.
 
     After an error it takes weights without writing them: the other ranks still need this one to gather.

@@ -70,16 +70,16 @@ def _generation_settings(causal_lm: Any, end_ids: Sequence[int], start: Path | N
     """
     path = None if start is None else start / _GENERATION
     if path is not None and path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"{path} must hold an object, got a {type(found).__name__}")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} must hold an object, got a {type(settings).__name__}")
     else:
-        own = causal_lm.generation_config
-        found = {} if own is None else json.loads(own.to_json_string(use_diff=True))
-    named = found.get("eos_token_id")
+        defaults = causal_lm.generation_config
+        settings = {} if defaults is None else json.loads(defaults.to_json_string(use_diff=True))
+    named = settings.get("eos_token_id")
     known = [] if named is None else [named] if isinstance(named, int) else list(named)
     ends = list(dict.fromkeys([*end_ids, *known]))
-    return {**found, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    return {**settings, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
 def _copy_plain(source: Path, target: Path) -> None:
@@ -136,8 +136,8 @@ def plan_files(
     limit = _BYTES_PER_FILE if bytes_per_file is None else bytes_per_file
     holders: dict[str, list[int]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, own in enumerate(held):
-        for name, shape in own.items():
+    for rank, of_rank in enumerate(held):
+        for name, shape in of_rank.items():
             holders.setdefault(name, []).append(rank)
             shapes[name] = shape
     groups: list[tuple[tuple[int, ...], dict[str, tuple[int, ...]]]] = []

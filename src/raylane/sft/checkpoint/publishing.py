@@ -154,7 +154,7 @@ class Renaming(Publishing):
 
         A process that ends between the two renames of `publish` leaves both, and no step_N. The newer one is restored.
         """
-        found: list[Place] = []
+        recovered: list[Place] = []
         for path in map(_local, self.leftovers(folder)):
             match = _PARTIAL.match(path.name)
             if match is None or path.is_symlink() or not (path / MARKER).is_file():
@@ -165,8 +165,8 @@ class Renaming(Publishing):
             if final.exists() or (path != newer and (newer / MARKER).is_file()):
                 continue
             path.rename(final)
-            found.append(final)
-        return found
+            recovered.append(final)
+        return recovered
 
     def clear(self, place: Place) -> None:
         """Remove a folder or a symbolic link of that name, never the target of a link."""
@@ -240,8 +240,8 @@ class Marking(Publishing):
         """Return step_N, or step_N.1 and so on if complete or damaged ones exist; a replaced one stays until then."""
         step = _numbers(name)[0]
         same = [place for place in self._named(folder) if _numbers(place.name)[0] == step]
-        kept = [place for place in same if (place / MARKER).is_file() or (place / _DAMAGED).is_file()]
-        attempt = max((_numbers(place.name)[1] + 1 for place in kept), default=0)
+        published = [place for place in same if (place / MARKER).is_file() or (place / _DAMAGED).is_file()]
+        attempt = max((_numbers(place.name)[1] + 1 for place in published), default=0)
         chosen = folder / (f"{name}.{attempt}" if attempt else name)
         self.clear(chosen)
         return chosen

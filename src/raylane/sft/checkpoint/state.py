@@ -165,9 +165,9 @@ def _on_every_rank(read: Callable[[], T]) -> T:
     So no rank enters a collective call that another rank will never join.
     """
     mine: CheckpointError | None = None
-    found: T
+    result: T
     try:
-        found = read()
+        result = read()
     except CheckpointError as error:
         mine = error
     errors: list[CheckpointError | None] = [None] * dist.get_world_size()
@@ -176,7 +176,7 @@ def _on_every_rank(read: Callable[[], T]) -> T:
     first = next((error for error in errors if error is not None), None)
     if first is not None:
         raise first
-    return found
+    return result
 
 
 @contextmanager

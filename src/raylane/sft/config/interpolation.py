@@ -50,19 +50,19 @@ def _resolve(value: Any, root: Mapping[str, Any], source: str, path: tuple[str, 
         match = _INNERMOST.search(value)
         if match is None:
             return value.replace("\\${", "${")
-        found = _evaluate(match[1].strip(), root, where)
-        if isinstance(found, Mapping | list):
+        resolved = _evaluate(match[1].strip(), root, where)
+        if isinstance(resolved, Mapping | list):
             if match.span() != (0, len(value)):
                 raise ConfigError(
-                    f"{where}: {match[0]} is a {type(found).__name__}, which cannot be part of a text; "
+                    f"{where}: {match[0]} is a {type(resolved).__name__}, which cannot be part of a text; "
                     "make the expression the whole value"
                 )
-            if "${" in str(found):
+            if "${" in str(resolved):
                 raise ConfigError(f"{where}: {match[0]} contains further expressions; write its values out")
-            return copy.deepcopy(found)
-        if match.span() == (0, len(value)) and not isinstance(found, str):
-            return found  # keep the type: ${a.b} of a number is a number
-        value = value[: match.start()] + str(found) + value[match.end() :]
+            return copy.deepcopy(resolved)
+        if match.span() == (0, len(value)) and not isinstance(resolved, str):
+            return resolved  # keep the type: ${a.b} of a number is a number
+        value = value[: match.start()] + str(resolved) + value[match.end() :]
     raise ConfigError(f"{where} refers to itself in a circle; write the value out in one of the keys")
 
 
@@ -93,9 +93,9 @@ def _evaluate(expression: str, root: Mapping[str, Any], where: str) -> Any:
 
 
 def _at(dotted: str, root: Mapping[str, Any], where: str) -> Any:
-    here: Any = root
+    value: Any = root
     for part in dotted.split("."):
-        if not isinstance(here, Mapping) or part not in here:
+        if not isinstance(value, Mapping) or part not in value:
             raise ConfigError(f"{where}: {dotted} is not set, so ${{{dotted}}} has no value; set it, or write a value")
-        here = here[part]
-    return here
+        value = value[part]
+    return value

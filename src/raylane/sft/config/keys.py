@@ -74,7 +74,7 @@ def unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[Ba
         if difflib.SequenceMatcher(None, known.rpartition(".")[2], name).ratio() > 0.5
     ]
     if elsewhere:
-        return f"unknown key {path!r}; did you mean {' or '.join(repr(one) for one in dict.fromkeys(elsewhere))}?"
+        return f"unknown key {path!r}; did you mean {' or '.join(repr(key) for key in dict.fromkeys(elsewhere))}?"
     return f"unknown key {path!r}; {'.'.join(parent) or 'the top level'} has {', '.join(model.model_fields)}"
 
 
@@ -112,11 +112,11 @@ def unknown(document: Mapping[str, Any], root: type[BaseModel], reason: Reason =
 
 def missing(document: Mapping[str, Any], parent: str = "") -> list[str]:
     """Return the dotted keys whose value is `???`, OmegaConf's mark of a value that must be given."""
-    found = []
+    paths = []
     for key, value in document.items():
         path = f"{parent}{key}"
-        found += missing(value, f"{path}.") if isinstance(value, Mapping) else [path] if value == "???" else []
-    return found
+        paths += missing(value, f"{path}.") if isinstance(value, Mapping) else [path] if value == "???" else []
+    return paths
 
 
 def explain(error: ValidationError, source: str) -> str:
@@ -125,6 +125,6 @@ def explain(error: ValidationError, source: str) -> str:
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"]) or "the configuration"
         message = problem["msg"].removeprefix("Value error, ")
-        given = "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r})"
-        lines.append(f"{path}: {message}{given}")
+        input_note = "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r})"
+        lines.append(f"{path}: {message}{input_note}")
     return f"{source}: " + "; ".join(lines)

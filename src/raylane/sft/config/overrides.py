@@ -81,19 +81,19 @@ def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         by = f" (named in defaults: of {_chain[-1]})" if _chain else ""
         raise ConfigError(f"cannot read configuration {path}{by}: {getattr(error, 'strerror', error)}") from error
-    own = _parse_yaml(text, str(path))
-    if own is None:
-        own = {}
-    if not isinstance(own, dict):
-        raise ConfigError(f"{path} must hold sections such as policy: and data:, got a {type(own).__name__}")
-    bases = own.pop("defaults", None) or []
+    document = _parse_yaml(text, str(path))
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must hold sections such as policy: and data:, got a {type(document).__name__}")
+    bases = document.pop("defaults", None) or []
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: defaults: must be a file name or a list of file names, got {bases!r}")
     merged: dict[str, Any] = {}
     for base in bases:
         merged = merge(merged, read_yaml(path.parent / base, (*_chain, path)))
-    return merge(merged, own)
+    return merge(merged, document)
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(value, Mapping) and value.get("_override_") is True:
-            merged[key] = copy.deepcopy({name: one for name, one in value.items() if name != "_override_"})
+            merged[key] = copy.deepcopy({name: entry for name, entry in value.items() if name != "_override_"})
             continue
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = merge(old, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
@@ -150,16 +150,16 @@ def parse_override(word: str) -> Override:
 def _split_entries(value: Any, word: str) -> Any:
     """Return a value with entries like `a:1` split into key and value; Hydra needs no blank after the colon."""
     if isinstance(value, list):
-        return [_split_entries(one, word) for one in value]
+        return [_split_entries(item, word) for item in value]
     if not isinstance(value, dict):
         return value
     split = {}
-    for key, one in value.items():
+    for key, item in value.items():
         # YAML reads `a:1` in a flow mapping as a key without a value.
-        name, colon, text = key.partition(":") if isinstance(key, str) and one is None else (key, "", "")
+        name, colon, text = key.partition(":") if isinstance(key, str) and item is None else (key, "", "")
         if colon and not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
-        split[name] = _parse_yaml(text, f"the value of override {word!r}") if colon else _split_entries(one, word)
+        split[name] = _parse_yaml(text, f"the value of override {word!r}") if colon else _split_entries(item, word)
     return split
 
 
@@ -185,44 +185,44 @@ def apply_overrides(
 def _apply_override(document: dict[str, Any], override: Override, declared: bool) -> None:
     """Apply one override to `document` in place. `declared` is True if the schema has its key."""
     *parents, last = override.path
-    here = document
+    section = document
     for name in parents:
-        below = here.setdefault(name, {}) if override.sign != "~" else here.get(name, {})
+        below = section.setdefault(name, {}) if override.sign != "~" else section.get(name, {})
         if not isinstance(below, dict):
             raise ConfigError(
                 f"override {override.word!r}: {name!r} holds {below!r}, which has no keys; override {name!r} itself"
             )
-        here = below
+        section = below
     dotted = ".".join(override.path)
     if override.sign == "~":
-        if last not in here:
+        if last not in section:
             raise ConfigError(
                 f"override {override.word!r}: {dotted} is not set by the file, so there is nothing to remove (its "
                 "default applies already); leave the override out"
             )
-        if override.has_value and here[last] != override.value:
+        if override.has_value and section[last] != override.value:
             raise ConfigError(
-                f"override {override.word!r}: the value in the file is {here[last]!r}, not {override.value!r}; "
+                f"override {override.word!r}: the value in the file is {section[last]!r}, not {override.value!r}; "
                 f"write ~{dotted} to remove any value"
             )
-        del here[last]
+        del section[last]
         return
-    if override.sign == "+" and (declared or last in here):
-        what = "is a declared key" if declared else f"is already {here[last]!r}"
+    if override.sign == "+" and (declared or last in section):
+        what = "is a declared key" if declared else f"is already {section[last]!r}"
         raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
-    both = isinstance(override.value, dict) and isinstance(here.get(last), dict)
-    here[last] = merge(here[last], override.value) if both else override.value
+    both = isinstance(override.value, dict) and isinstance(section.get(last), dict)
+    section[last] = merge(section[last], override.value) if both else override.value
 
 
 def _check_path(override: Override, root: type[BaseModel], document: Mapping[str, Any]) -> bool:
     """Return True if the schema declares this key; ConfigError if this override may neither set nor add the key."""
     where: type[BaseModel] | None = root
-    here: Any = document
+    value: Any = document
     for depth, name in enumerate(override.path):
         field = where.model_fields.get(name) if where is not None else None
-        outer = here if isinstance(here, Mapping) else None
+        outer = value if isinstance(value, Mapping) else None
         here_has = outer is not None and name in outer
-        here = outer[name] if outer is not None and here_has else None
+        value = outer[name] if outer is not None and here_has else None
         if field is not None:
             inner = model_of(field.annotation)
             is_last = depth == len(override.path) - 1

@@ -50,13 +50,13 @@ def reference_markdown() -> str:
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    own = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+    keys = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
     if path:
         summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
         yield f"## {path}\n\n{summary}\n"
-    if own:
+    if keys:
         yield "| key | type | default | meaning |\n|---|---|---|---|"
-        for name, field in own.items():
+        for name, field in keys.items():
             description = (field.description or "").replace("|", "\\|")
             yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
         yield ""
@@ -89,20 +89,20 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return " or ".join(f"`{json.dumps(choice)}`" for choice in args)
     if origin is Union or str(origin) == "<class 'types.UnionType'>":
-        return " or ".join("null" if one is type(None) else _type(one, metadata) for one in args)
+        return " or ".join("null" if part is type(None) else _type(part, metadata) for part in args)
     if origin is tuple:
-        if args[-1] is Ellipsis and any(_is_model(one) for one in (args[0], *get_args(args[0]))):
+        if args[-1] is Ellipsis and any(_is_model(part) for part in (args[0], *get_args(args[0]))):
             return "list of mappings" if _is_model(args[0]) else "text, or list of texts and mappings"
         return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
     if origin is dict:
         return "open mapping"
     word = {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]
-    bounds = [text for one in _flat(metadata) if (text := _bound(one))]
+    bounds = [text for constraint in _flat(metadata) if (text := _bound(constraint))]
     return f"{word} {', '.join(bounds)}" if bounds else word
 
 
 def _flat(metadata: Any) -> list[Any]:
-    return [inner for one in metadata for inner in (one.metadata if isinstance(one, FieldInfo) else [one])]
+    return [inner for entry in metadata for inner in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
 
 
 def _bound(constraint: Any) -> str:

@@ -205,12 +205,12 @@ class DataConfig(Section):
     @property
     def train_paths(self) -> tuple[str, ...]:
         """Paths of the files of training data."""
-        return tuple(one if isinstance(one, str) else one.path for one in self.train)
+        return tuple(file if isinstance(file, str) else file.path for file in self.train)
 
     @property
     def train_weights(self) -> tuple[float, ...]:
         """Weights of the files of training data."""
-        return tuple(1.0 if isinstance(one, str) else one.weight for one in self.train)
+        return tuple(1.0 if isinstance(file, str) else file.weight for file in self.train)
 
     @property
     def has_validation(self) -> bool:
@@ -348,7 +348,7 @@ class ClusterConfig(Section):
         if not isinstance(values, Mapping) or values.get("num_workers") is not None:
             return values
         gpus, nodes = values.get("gpus_per_node", 0), values.get("num_nodes", 1)
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in (gpus, nodes)):
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in (gpus, nodes)):
             return {**values, "num_workers": 1}  # pydantic reports the wrong type at gpus_per_node or num_nodes
         return {**values, "num_workers": max(1, gpus) * max(1, nodes)}
 

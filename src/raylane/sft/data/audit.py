@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.prepare import Counts, PreparedData
+    from raylane.sft.data.prepare import DataCounts, PreparedData
     from raylane.sft.data.rows import RowSource
 
 __all__ = ["Marks", "figures", "mark_document", "marks", "printable", "report", "sample"]
@@ -74,7 +74,7 @@ def sample(rows: RowSource, tokenizer: ChatTokenizer, style: Marks, count: int) 
     return "\n".join(shown)
 
 
-def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> str:
+def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -> str:
     """Return the statistics of one set as lines: contents, what was left out, and how full the rows are."""
     packing = config.policy.sequence_packing
     layout = packing.algorithm if packing.enabled else "one document a row"
@@ -95,7 +95,7 @@ def figures(name: str, counts: Counts, rows: RowSource, config: RunConfig) -> st
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
 
 
-def _overlong(counts: Counts, config: RunConfig) -> str:
+def _overlong(counts: DataCounts, config: RunConfig) -> str:
     long = counts.truncated + counts.split + counts.dropped
     if not long:
         return f"none above {config.policy.max_total_sequence_length} tokens"
@@ -105,7 +105,7 @@ def _overlong(counts: Counts, config: RunConfig) -> str:
     )
 
 
-def _dropped(counts: Counts) -> str:
+def _dropped(counts: DataCounts) -> str:
     return (
         f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
         f"{counts.unsupervised:,} with nothing supervised at all"

@@ -241,12 +241,14 @@ class ChatTokenizer:
         for message in conversation.messages:
             texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
         # Tool calls and reasoning are the assistant's words too, and often repeat the question.
-        own = "\n".join(_texts_in([one for one in conversation.messages if one["role"] == "assistant"]))
-        own += "\n" + self._round_trip(own)
+        assistant_text = "\n".join(
+            _texts_in([message for message in conversation.messages if message["role"] == "assistant"])
+        )
+        assistant_text += "\n" + self._round_trip(assistant_text)
         for text in texts["other"]:
             # A wrong mask may start or end within the text, so both ends are searched. Short parts occur by chance.
             for part in (text[:20], text[-20:]):
-                if len(part) >= 16 and part in supervised_text and part not in own:
+                if len(part) >= 16 and part in supervised_text and part not in assistant_text:
                     return f"the loss would include what the assistant did not write: {part!r}"
         trained = [text for text, weight in zip(texts["assistant"], conversation.weights, strict=True) if weight]
         missing = [text for text in trained if not self._contains(text, supervised_text)]
@@ -261,7 +263,10 @@ class ChatTokenizer:
         earlier turns.
         """
         spoken = _THINK.sub("", text).strip()
-        return any(one in supervised_text or self._round_trip(one).strip() in supervised_text for one in (text, spoken))
+        return any(
+            variant in supervised_text or self._round_trip(variant).strip() in supervised_text
+            for variant in (text, spoken)
+        )
 
     def _round_trip(self, text: str) -> str:
         """Return a text after encoding and decoding."""
@@ -271,11 +276,13 @@ class ChatTokenizer:
 
     def reasoning_left_out(self, conversation: Conversation, encoded: Encoded) -> bool:
         """Return True if an assistant message has reasoning that the template did not include."""
-        reasoned = [one for one in conversation.messages if one["role"] == "assistant" and _reasoning(one)]
+        reasoned = [
+            message for message in conversation.messages if message["role"] == "assistant" and _reasoning(message)
+        ]
         if not reasoned:
             return False
         text = self.decode(encoded.tokens)
-        return any(not self._contains(_reasoning(one), text) for one in reasoned)
+        return any(not self._contains(_reasoning(message), text) for message in reasoned)
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer as a Hugging Face folder, template included."""
@@ -283,8 +290,8 @@ class ChatTokenizer:
 
 
 def _reasoning(message: dict[str, Any]) -> str:
-    found = next((message[key] for key in _REASONING if message.get(key)), "")
-    return found.strip() if isinstance(found, str) else ""
+    reasoning = next((message[key] for key in _REASONING if message.get(key)), "")
+    return reasoning.strip() if isinstance(reasoning, str) else ""
 
 
 def _texts_in(value: Any) -> list[str]:
@@ -322,12 +329,12 @@ def _generation_end_ids(folder: Path) -> list[int]:
         return []
     try:
         ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-        if not all(isinstance(one, int) for one in found):
+        end_ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if not all(isinstance(end_id, int) for end_id in end_ids):
             raise TypeError(f"eos_token_id is {ids!r}")
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} is damaged: {error!r}. Correct or remove it") from error
-    return found
+    return end_ids
 
 
 def _without_weightless(
@@ -340,8 +347,8 @@ def _without_weightless(
             f"makes {len(spans)} spans for {len(conversation.weights)} assistant messages. Remove the weights, or use "
             "a template with one span per message"
         )
-    kept = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
+    trained = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
     mask = np.zeros_like(supervised)
-    for start, end in kept:
+    for start, end in trained:
         mask[start:end] = True
-    return mask, kept
+    return mask, trained

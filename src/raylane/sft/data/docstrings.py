@@ -66,12 +66,12 @@ def source_files(package: str) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     if package != "stdlib":
         homes = [Path(sysconfig.get_path(kind)) / package for kind in ("purelib", "platlib")]
-        found = next((home for home in homes if home.is_dir()), None)
-        if found is None:
+        home = next((home for home in homes if home.is_dir()), None)
+        if home is None:
             raise DataError(
                 f"package {package!r} is not installed under {homes[0].parent}; name others with --packages"
             )
-        root = found
+        root = home
     prefix = () if package == "stdlib" else (package,)
     named = []
     for path in _walk(root):
@@ -133,14 +133,14 @@ def summary(docstring: str) -> str:
 
 def collect(packages: Iterable[str] = DEFAULT_PACKAGES) -> list[Pair]:
     """Return all pairs of the packages, sorted by name; a repeated answer is kept under the first name only."""
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for package in packages:
         for module, path in source_files(package):
             if any(part.startswith("_") for part in module.split(".")):
                 continue
             for pair in pairs_of_source(path.read_text(encoding="utf-8", errors="replace"), module):
-                found.setdefault(pair.answer, pair)
-    return sorted(found.values())
+                pairs.setdefault(pair.answer, pair)
+    return sorted(pairs.values())
 
 
 def write_set(pairs: Iterable[Pair], folder: str | Path, validation_fraction: float = 0.05) -> tuple[int, int]:

@@ -175,9 +175,9 @@ def _pair(record: dict[str, Any], keys: tuple[str, str], where: str) -> list[dic
     """Return the question and the answer of a line as two messages."""
     for option, key in zip(("data.input_key", "data.output_key"), keys, strict=True):
         if not isinstance(record.get(key), str):
-            given = repr(record[key]) if key in record else "nothing"
+            shown = repr(record[key]) if key in record else "nothing"
             raise DataError(
-                f"{where}: {option}={key} must name a text, found {given} among the keys {sorted(record)}. Correct "
+                f"{where}: {option}={key} must name a text, found {shown} among the keys {sorted(record)}. Correct "
                 f"the line or {option}"
             )
     return [{"role": "user", "content": record[keys[0]]}, {"role": "assistant", "content": record[keys[1]]}]
@@ -221,11 +221,11 @@ def _refuse_unused(rest: Mapping[str, Any], texts: Sequence[tuple[str, str]], is
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these pairs; ValueError for a repeated key, of which JSON would silently keep the last."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    record = dict(pairs)
+    if len(record) != len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is repeated in an object")
-    return made
+    return record
 
 
 def _refuse_deep(value: Any, where: str) -> None:
@@ -235,7 +235,7 @@ def _refuse_deep(value: Any, where: str) -> None:
         depth += 1
         if depth > MAX_DEPTH:
             raise DataError(f"{where}: values are nested more than {MAX_DEPTH} deep; flatten them")
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
 

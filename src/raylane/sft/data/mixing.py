@@ -104,9 +104,9 @@ def pack_by_file(
     counts = []
     for end, count in zip(accumulate(documents), documents, strict=True):
         start = end - count
-        own = pack_documents(lengths[start:end], capacity, algorithm)
-        packs += [tuple(start + one for one in pack) for pack in own]
-        counts.append(len(own))
+        of_file = pack_documents(lengths[start:end], capacity, algorithm)
+        packs += [tuple(start + document for document in pack) for pack in of_file]
+        counts.append(len(of_file))
     return packs, tuple(counts)
 
 
@@ -128,7 +128,7 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     if set(weights) == {1.0}:
         return open_rows(prepared.train, policy, prepared.pad_id)
     cache = TokenCache.open(prepared.train)
-    documents = [one.documents for one in prepared.files]
+    documents = [file.documents for file in prepared.files]
     length = policy.max_total_sequence_length
     packs, counts = pack_by_file(cache.lengths, documents, length, _packing_algorithm(policy))
     return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights))

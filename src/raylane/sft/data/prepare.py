@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
 
 __all__ = [
-    "Counts",
+    "DataCounts",
     "FileCounts",
     "PreparedData",
     "conversations_at",
@@ -50,7 +50,7 @@ MASK_CHECKS = 1000
 
 
 @dataclass
-class Counts:
+class DataCounts:
     """Statistics of one set of conversations. Token counts refer to the documents that are kept."""
 
     conversations: int = 0  # conversations read
@@ -97,7 +97,7 @@ class PreparedData:
     vocab_size: int
     pad_id: int  # token that fills rows up
     end_ids: tuple[int, ...]  # tokens that end a turn
-    report: dict[str, Counts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
+    report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
     files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
 
     def to_json(self) -> dict[str, Any]:
@@ -110,9 +110,9 @@ class PreparedData:
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> PreparedData:
         """Return the value that `to_json` was called on. Unknown counts are ignored."""
-        known = {one.name for one in fields(Counts)}
+        known = {entry.name for entry in fields(DataCounts)}
         report = {
-            name: Counts(**{key: value for key, value in counts.items() if key in known})
+            name: DataCounts(**{key: value for key, value in counts.items() if key in known})
             for name, counts in plain["report"].items()
         }
         validation = None if plain["validation"] is None else Path(plain["validation"])
@@ -194,16 +194,16 @@ def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
-        found = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
-        numbers = (found.vocab_size, found.pad_id, *found.end_ids)
-        if not all(isinstance(one, int) for one in numbers):
+        prepared = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
+        numbers = (prepared.vocab_size, prepared.pad_id, *prepared.end_ids)
+        if not all(isinstance(number, int) for number in numbers):
             raise TypeError(f"vocab_size, pad_id and end_ids are {numbers}")
         # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
         return replace(
-            found,
+            prepared,
             tokenizer_dir=folder / "tokenizer",
             train=folder / "train",
-            validation=None if found.validation is None else folder / "validation",
+            validation=None if prepared.validation is None else folder / "validation",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{done} is damaged: {error!r}. Delete {folder} and run again") from error
@@ -322,7 +322,11 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
     if tokenizer_folder is not None:
         tokenizer = ChatTokenizer.load(tokenizer_folder, settings.chat_template, settings.chat_template_kwargs)
     else:
-        texts = (message["content"] for _, one in _conversations(config, "train") for message in one.messages)
+        texts = (
+            message["content"]
+            for _, conversation in _conversations(config, "train")
+            for message in conversation.messages
+        )
         tokenizer = ChatTokenizer.train(texts, settings)
     tokenizer.save(draft / "tokenizer")
     seen: set[bytes] = set()
@@ -351,10 +355,10 @@ def _conversations(config: RunConfig, name: str) -> Iterator[tuple[int, Conversa
         yield from ((0, conversation) for conversation in validation)
         return
     for number, path in enumerate(data.train_paths):
-        for one in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
-            held_out = data.validation_fraction > 0 and is_held_out(one.digest(), data.validation_fraction)
+        for conversation in read_conversations([path], data.messages_key, pair_keys, data.ignore_keys):
+            held_out = data.validation_fraction > 0 and is_held_out(conversation.digest(), data.validation_fraction)
             if held_out == (name == "validation"):
-                yield number, one
+                yield number, conversation
 
 
 def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
@@ -378,12 +382,12 @@ def _write_set(
     name: str,
     seen: set[bytes],
     files: tuple[FileCounts, ...] = (),
-) -> Counts:
+) -> DataCounts:
     """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token.
 
     `files`, if given, receives the statistics of each file.
     """
-    counts = Counts()
+    counts = DataCounts()
     write_cache(draft / name, _documents(config, tokenizer, name, seen, counts, files))
     if not counts.documents:
         limit = config.policy.max_total_sequence_length
@@ -408,7 +412,7 @@ def _documents(
     tokenizer: ChatTokenizer,
     name: str,
     seen: set[bytes],
-    counts: Counts,
+    counts: DataCounts,
     files: tuple[FileCounts, ...],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """Yield (tokens, supervised, index of the conversation) of one set, and count them.
@@ -416,8 +420,8 @@ def _documents(
     `seen` collects the digests of training conversations, and finds repeated ones later.
     """
     for origin, (number, conversation) in enumerate(_conversations(config, name)):
-        own = files[number] if files else FileCounts()
-        own.conversations += 1
+        file_counts = files[number] if files else FileCounts()
+        file_counts.conversations += 1
         encoded = tokenizer.encode(conversation)
         counts.conversations += 1
         counts.turns += encoded.num_turns
@@ -447,15 +451,15 @@ def _documents(
                 "inspect-data. If they are right, set data.check_masks=false"
             )
         for tokens, supervised in _fit_and_count(config, conversation, encoded, counts):
-            for one in (counts, own):
-                one.documents += 1
-                one.tokens += len(tokens)
-                one.supervised += int(np.count_nonzero(supervised))
+            for statistics in (counts, file_counts):
+                statistics.documents += 1
+                statistics.tokens += len(tokens)
+                statistics.supervised += int(np.count_nonzero(supervised))
             yield tokens, supervised, origin
 
 
 def _fit_and_count(
-    config: RunConfig, conversation: Conversation, encoded: Encoded, counts: Counts
+    config: RunConfig, conversation: Conversation, encoded: Encoded, counts: DataCounts
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the documents of one conversation that have a supervised token, and count the others."""
     row_tokens = config.policy.max_total_sequence_length

@@ -27,7 +27,7 @@ from raylane.errors import ConfigError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["OPTIONS", "Place", "Stream", "Url", "at", "download", "is_url", "local_copy", "os_errors", "require"]
+__all__ = ["OPTIONS", "Place", "Url", "UrlStream", "at", "download", "is_url", "local_copy", "os_errors", "require"]
 
 OPTIONS = {"use_listings_cache": False}
 """Options of every fsspec file system: a cached listing would miss what other processes wrote meanwhile."""
@@ -97,26 +97,28 @@ class Url:
     def iterdir(self) -> Iterator[Url]:
         """Yield what is directly below this URL."""
         with os_errors(self):
-            found = filesystem(self).ls(self.text, detail=False)
-        yield from (self / name.rstrip("/").rpartition("/")[2] for name in found)
+            names = filesystem(self).ls(self.text, detail=False)
+        yield from (self / name.rstrip("/").rpartition("/")[2] for name in names)
 
     def sizes(self) -> dict[str, int]:
         """Return relative name -> size in bytes of all files below this URL, at any depth."""
-        return {name: int(one["size"]) for name, one in self._files().items()}
+        return {name: int(entry["size"]) for name, entry in self._files().items()}
 
     def versions(self) -> dict[str, str]:
         """Return relative name -> text that changes with the content: size, and hash or time if storage has them."""
         # S3 calls it ETag, and other file systems of fsspec by these names.
         keys = ("size", "ETag", "etag", "md5Hash", "mtime", "created")
-        return {name: " ".join(str(one[key]) for key in keys if key in one) for name, one in self._files().items()}
+        return {
+            name: " ".join(str(entry[key]) for key in keys if key in entry) for name, entry in self._files().items()
+        }
 
     def _files(self) -> dict[str, dict[str, Any]]:
         with os_errors(self):
             files = filesystem(self)
             # fsspec's names begin with the bucket, not with the protocol.
             root = str(files._strip_protocol(self.text))
-            found = cast("dict[str, Any]", files.find(self.text, detail=True))
-        return {name.removeprefix(root).lstrip("/"): one for name, one in sorted(found.items())}
+            entries = cast("dict[str, Any]", files.find(self.text, detail=True))
+        return {name.removeprefix(root).lstrip("/"): entry for name, entry in sorted(entries.items())}
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
@@ -140,7 +142,7 @@ class Url:
         """Open the file; with an encoding as text. Close it: a written file exists only after that."""
         with os_errors(self):
             # Always binary: libraries differ in what their text mode does.
-            raw = Stream(self, filesystem(self).open(self.text, f"{mode[0]}b"))
+            raw = UrlStream(self, filesystem(self).open(self.text, f"{mode[0]}b"))
         return raw if encoding is None else io.TextIOWrapper(cast("IO[bytes]", io.BufferedReader(raw)), encoding)  # type: ignore[return-value]
 
     def remove(self) -> None:
@@ -152,7 +154,7 @@ class Url:
                 return
 
 
-class Stream(io.RawIOBase):
+class UrlStream(io.RawIOBase):
     """Open file of a storage library, whose errors arrive as OSError."""
 
     def __init__(self, url: object, inner: Any) -> None:
@@ -178,9 +180,9 @@ class Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer; return the number of bytes read."""
-        found = self.read(memoryview(buffer).nbytes)
-        memoryview(buffer).cast("B")[: len(found)] = found
-        return len(found)
+        content = self.read(memoryview(buffer).nbytes)
+        memoryview(buffer).cast("B")[: len(content)] = content
+        return len(content)
 
     def write(self, content: Any) -> int:
         """Write all bytes of the content; return their number."""
@@ -245,9 +247,9 @@ def _filesystem(scheme: str) -> AbstractFileSystem:
             importlib.import_module(package)
         return importlib.import_module("fsspec").filesystem(scheme, **OPTIONS)
     except ImportError as error:
-        wanted = "'raylane[s3]'" if package == "s3fs" else package or "the package of this storage"
+        requirement = "'raylane[s3]'" if package == "s3fs" else package or "the package of this storage"
         raise ConfigError(
-            f"{scheme}:// needs a package that cannot be imported ({error}); run pip install {wanted} on all nodes"
+            f"{scheme}:// needs a package that cannot be imported ({error}); run pip install {requirement} on all nodes"
         ) from error
     except ValueError as error:
         raise ConfigError(

@@ -52,7 +52,7 @@ class Adapters:
     def of(cls, causal_lm: nn.Module, tensors: dict[str, Tensor]) -> Adapters:
         """Return these tensors with the names of the layers, of a model that has adapters."""
         layers = adapted(causal_lm)
-        linear = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear)]
+        linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
         return cls(next(iter(layers.values())).settings, tensors, list(layers), linear)
 
 
@@ -63,23 +63,25 @@ def gather_adapters(causal_lm: nn.Module, stages: dist.ProcessGroup | None) -> A
     """
     if not adapted(causal_lm):
         return None
-    own = Adapters.of(causal_lm, {name: whole(one.detach()).float().cpu() for name, one in _named(causal_lm).items()})
+    of_stage = Adapters.of(
+        causal_lm, {name: whole(parameter.detach()).float().cpu() for name, parameter in _named(causal_lm).items()}
+    )
     if stages is None:
-        return own
+        return of_stage
     # Adapters are small, so every stage may have all of them.
-    found: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(found, own, group=stages)
+    stages_adapters: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(stages_adapters, of_stage, group=stages)
     return Adapters(
-        own.settings,
-        {name: tensor for one in found for name, tensor in one.tensors.items()},
-        [name for one in found for name in one.layers],
-        [name for one in found for name in one.others],
+        of_stage.settings,
+        {name: tensor for adapters in stages_adapters for name, tensor in adapters.tensors.items()},
+        [name for adapters in stages_adapters for name in adapters.layers],
+        [name for adapters in stages_adapters for name in adapters.others],
     )
 
 
 def adapter_names(causal_lm: nn.Module) -> dict[str, tuple[str, torch.Size]]:
     """Return name in PEFT's files -> (name in the model, shape) of the adapters."""
-    return {name: (name.removeprefix(_PREFIX), one.shape) for name, one in _named(causal_lm).items()}
+    return {name: (name.removeprefix(_PREFIX), parameter.shape) for name, parameter in _named(causal_lm).items()}
 
 
 def _named(causal_lm: nn.Module) -> dict[str, nn.Parameter]:

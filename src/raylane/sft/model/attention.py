@@ -33,8 +33,8 @@ from raylane.errors import ConfigError
 
 __all__ = [
     "NAME",
+    "AttentionPiece",
     "PackedRows",
-    "Piece",
     "attend",
     "document_lengths",
     "pieces",
@@ -51,7 +51,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """Queries of one document that this rank holds, and the keys that they see (besides causality)."""
 
     query: int
@@ -75,18 +75,18 @@ def document_lengths(positions: Tensor) -> list[int]:
     return [stop - start for start, stop in itertools.pairwise(edges)]
 
 
-def pieces(lengths: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[Piece]:
+def pieces(lengths: Sequence[int], chunks: Sequence[tuple[int, int]]) -> list[AttentionPiece]:
     """Return the pieces of one row: each overlap of a document with a chunk, in the order of the local tokens."""
-    found, local = [], 0
+    overlaps, local = [], 0
     for start, stop in chunks:
         begin = 0
         for number, length in enumerate(lengths):
             first, last = max(start, begin), min(stop, begin + length)
             if first < last:
-                found.append(Piece(local + first - start, last - first, number, last - begin))
+                overlaps.append(AttentionPiece(local + first - start, last - first, number, last - begin))
             begin += length
         local += stop - start
-    return found
+    return overlaps
 
 
 def take_chunks(values: Tensor, chunks: Sequence[tuple[int, int]]) -> Tensor:
@@ -102,7 +102,7 @@ class PackedRows:
 
     lengths: list[list[int]]
     """Lengths of the documents of each row, B lists."""
-    pieces: list[list[Piece]]
+    pieces: list[list[AttentionPiece]]
     """Pieces of each row that this rank computes."""
     row_tokens: int
     group: Any = None
@@ -116,8 +116,8 @@ class PackedRows:
         """
         row_tokens = positions.shape[1]
         lengths = [document_lengths(row) for row in positions]
-        own = [pieces(row, chunks or [(0, row_tokens)]) for row in lengths]
-        return cls(lengths, own, row_tokens, group)
+        local_pieces = [pieces(row, chunks or [(0, row_tokens)]) for row in lengths]
+        return cls(lengths, local_pieces, row_tokens, group)
 
     def gather(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, D] of whole rows from those of this rank [B, N, t, D]. Collective."""
@@ -225,7 +225,9 @@ def attend(
     return torch.stack(rows).transpose(1, 2), None
 
 
-def _row(parts: tuple[Tensor, Tensor, Tensor], lengths: list[int], of_row: list[Piece], scoring: _Scoring) -> Tensor:
+def _row(
+    parts: tuple[Tensor, Tensor, Tensor], lengths: list[int], of_row: list[AttentionPiece], scoring: _Scoring
+) -> Tensor:
     """Return the output [N, t, D] of one row."""
     query, key, value = parts
     # `split` instead of slices: the backward pass of a slice fills a gradient of the whole row with zeros.
@@ -246,10 +248,10 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
     mask = None
     if scoring.explicit or windowed or q not in (1, k):
         places = torch.arange(k, device=query.device)
-        own = places[k - q :, None]
-        mask = places[None] <= own
+        query_places = places[k - q :, None]
+        mask = places[None] <= query_places
         if window is not None:
-            mask &= places[None] > own - window
+            mask &= places[None] > query_places - window
     if scoring.explicit:
         return _by_scores(query, key, value, mask, scoring)
     # Fewer key heads than query heads: the kernel repeats them without a copy.

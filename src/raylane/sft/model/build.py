@@ -137,16 +137,16 @@ def _causal_lm(hf_config: Any, implementation: str) -> Any:
 
 def _prepare(model: SupervisedModel, policy: PolicyConfig) -> None:
     """Refuse models with state in buffers, add activation checkpointing, and enter training mode."""
-    kept = [
+    buffers = [
         f"{name}.{key}"
         for name, module in model.causal_lm.named_modules()
         for key in dict(module.named_buffers(recurse=False))
         if key not in module._non_persistent_buffers_set
     ]
-    if kept:
+    if buffers:
         raise ConfigError(
-            f"{type(model.causal_lm).__name__} keeps state in buffers ({kept[0]} and {len(kept) - 1} more), which "
-            "raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
+            f"{type(model.causal_lm).__name__} keeps state in buffers ({buffers[0]} and {len(buffers) - 1} more), "
+            "which raylane neither reads nor saves yet (routers of DeepSeek-V3 and GLM-4-MoE, for example). Use an "
             "architecture that can be trained: llama, qwen2, qwen3, gemma"
         )
     apply_checkpointing(model.causal_lm, policy.dtensor_cfg.activation_checkpointing)
@@ -235,8 +235,8 @@ def _advice_on_missing(missing: Iterable[str], stored: Iterable[str]) -> str:
 
 def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
     """Raise CheckpointError for quantised weights: their numbers need scales, which are not read."""
-    for name, one in stored.items():
-        dtype = one.properties.dtype
+    for name, tensor in stored.items():
+        dtype = tensor.properties.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise CheckpointError(
                 f"{folder} holds a quantised model ({name} is {dtype}). Use a model in bfloat16, float16 or float32",

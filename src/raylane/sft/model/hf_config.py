@@ -154,12 +154,12 @@ def _from_scratch(overrides: dict[str, Any], vocab_size: int, pad_id: int | None
         hint = suggest(str(model_type), CONFIG_MAPPING_NAMES)
         raise ConfigError(f"policy.hf_config_overrides.model_type={model_type!r} is unknown; {hint}") from error
     overrides = _checked(overrides, default)
-    given = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
+    tokens = {"vocab_size": vocab_size, "pad_token_id": pad_id, "eos_token_id": end_id, "bos_token_id": None}
     try:
-        made = AutoConfig.for_model(model_type, **{**given, **overrides})
+        config = AutoConfig.for_model(model_type, **{**tokens, **overrides})
     except Exception as error:  # transformers and huggingface_hub raise several classes of their own
         raise ConfigError(f"policy.hf_config_overrides cannot be used for a {model_type} model: {error}") from error
-    return _applied(made, overrides)
+    return _applied(config, overrides)
 
 
 def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:

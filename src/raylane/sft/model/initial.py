@@ -32,18 +32,20 @@ def fill_random(causal_lm: Any, seed: int) -> None:
     mine = {id(parameter) for parameter in lora.base_parameters(causal_lm).values()}
     filled = set[int]()
     for name, module in causal_lm.named_modules():
-        own = {
-            key: one
-            for key, one in module.named_parameters(recurse=False)
+        parameters = {
+            key: parameter
+            for key, parameter in module.named_parameters(recurse=False)
             # The head of a tied model is the embedding, which comes first.
-            if id(one) in mine and id(one) not in filled
+            if id(parameter) in mine and id(parameter) not in filled
         }
-        if own:
-            values = random_weights(causal_lm, module, name, {key: one.shape for key, one in own.items()}, seed)
-            for key, parameter in own.items():
+        if parameters:
+            values = random_weights(
+                causal_lm, module, name, {key: parameter.shape for key, parameter in parameters.items()}, seed
+            )
+            for key, parameter in parameters.items():
                 # Popped, so that the whole value of one parameter is gone before the next one is divided.
                 lora.fill(parameter, values.pop(key))
-            filled |= {id(one) for one in own.values()}
+            filled |= {id(parameter) for parameter in parameters.values()}
 
 
 def random_weights(
@@ -63,7 +65,7 @@ def random_weights(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(seed, name))
         causal_lm._init_weights(stand_in)
-    values = {key: one.detach() for key, one in stand_in._parameters.items() if one is not None}
+    values = {key: parameter.detach() for key, parameter in stand_in._parameters.items() if parameter is not None}
     if unset := [key for key, value in values.items() if bool(value.isnan().any())]:
         raise ConfigError(
             f"transformers' rule for {type(causal_lm).__name__} gives {name}.{unset[0]} no random values; start from a "

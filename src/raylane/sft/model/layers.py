@@ -48,11 +48,11 @@ def apply_checkpointing(causal_lm: Any, choice: Checkpointing | Literal[False]) 
         return
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if choice == "selective":
-        kept = [getattr(torch.ops.aten, name).default for name in _KEPT]
+        operations = [getattr(torch.ops.aten, name).default for name in _KEPT]
         if importlib.util.find_spec("torch.nn.attention.varlen") is not None:  # raylane's attention on GPUs
             importlib.import_module("torch.nn.attention.varlen")
-            kept.append(torch.ops.torch_attn._varlen_attn.default)
-        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+            operations.append(torch.ops.torch_attn._varlen_attn.default)
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, operations)
     # transformers 5.x renamed the method, and the old name warns if both exist.
     enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
     enable(kwargs)

@@ -71,10 +71,10 @@ class AdapterDropout(nn.Module):
         whole_shape = list(x.shape)
         whole_shape[self._dim] = size * self._parts
         # autograd keeps the mask: one byte for each value, and of a part without the memory of the whole mask.
-        kept = torch.empty(whole_shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
+        mask = torch.empty(whole_shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p)
         if self._parts > 1:
-            kept = kept.narrow(self._dim, size * self._part, size).clone()
-        return x * kept / (1 - self.p)
+            mask = mask.narrow(self._dim, size * self._part, size).clone()
+        return x * mask / (1 - self.p)
 
 
 class LoraLinear(nn.Module):
@@ -146,7 +146,7 @@ def _chosen(causal_lm: nn.Module, settings: LoraConfig) -> list[str]:
     key = "policy.dtensor_cfg.lora_cfg"
     # The loss uses the head by itself, and its weight may be the embedding's.
     head = causal_lm.get_output_embeddings()  # type: ignore[operator]
-    names = [name for name, one in causal_lm.named_modules() if isinstance(one, nn.Linear) and one is not head]
+    names = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for option in ("target_modules", "exclude_modules"):
         for pattern in getattr(settings, option):
             if not any(_matches(name, pattern) for name in names):
@@ -156,9 +156,9 @@ def _chosen(causal_lm: nn.Module, settings: LoraConfig) -> list[str]:
                     f"output head cannot be adapted); {suggest(pattern, known)}. Linear layers: {', '.join(known)}",
                     key=f"{key}.{option}",
                 )
-    wanted = settings.target_modules or ("*",)
-    chosen = [name for name in names if any(_matches(name, one) for one in wanted)]
-    chosen = [name for name in chosen if not any(_matches(name, one) for one in settings.exclude_modules)]
+    patterns = settings.target_modules or ("*",)
+    chosen = [name for name in names if any(_matches(name, pattern) for pattern in patterns)]
+    chosen = [name for name in chosen if not any(_matches(name, pattern) for pattern in settings.exclude_modules)]
     if not chosen:
         raise ConfigError(
             f"{key}.exclude_modules={list(settings.exclude_modules)} leaves no linear layer to adapt; remove a name",
@@ -173,7 +173,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def adapted(causal_lm: nn.Module) -> dict[str, LoraLinear]:
     """Return the adapted layers by the name of the linear layer that each replaced; empty without LoRA."""
-    return {name: one for name, one in causal_lm.named_modules() if isinstance(one, LoraLinear)}
+    return {name: module for name, module in causal_lm.named_modules() if isinstance(module, LoraLinear)}
 
 
 def divide_dropout(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -206,7 +206,7 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     layers = adapted(causal_lm).values()
     skipped = {id(part.weight) for layer in layers for part in (layer.lora_A, layer.lora_B)}
     named = causal_lm.named_parameters()
-    return {_plain(name, causal_lm): one for name, one in named if id(one) not in skipped}
+    return {_plain(name, causal_lm): parameter for name, parameter in named if id(parameter) not in skipped}
 
 
 def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:

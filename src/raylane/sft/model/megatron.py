@@ -123,7 +123,7 @@ class _Attention(nn.Module):
         """
         if attn_mask_type is not None and attn_mask_type.name != "causal":
             others["attn_mask_type"] = attn_mask_type
-        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = attention.attend(self, query, key, value, None, self._scale, packed_rows=rows, **others)[0]
         return out.transpose(0, 1).flatten(2)
 
@@ -166,9 +166,13 @@ class _SummedGradients:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace each gradient by its sum. Collective."""
         # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
-        parts = [own_part(one.grad) for one in parameters if one.grad is not None]
+        parts = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
         partial = [
-            own_part(one.grad) for w in self._weights if w.is_partial for one in w.sources if one.grad is not None
+            own_part(parameter.grad)
+            for w in self._weights
+            if w.is_partial
+            for parameter in w.sources
+            if parameter.grad is not None
         ]
         if self._mesh.tp is not None:
             _sum(partial, self._mesh.tp.get_group())

@@ -56,11 +56,11 @@ def pairs(target: Mapping[str, nn.Parameter], source: Mapping[str, nn.Parameter]
             f"{mine}mlp.linear_fc2.weight": f"{theirs}mlp.down_proj.weight",
         }
         for kind in ("weight", "bias"):
-            names = [f"{theirs}self_attn.{one}_proj.{kind}" for one in "qkv"]
+            names = [f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
             joined[f"{mine}self_attention.linear_qkv.{kind}"] = ("grouped", names)
         joined[f"{mine}mlp.linear_fc1.weight"] = (
             "stacked",
-            [f"{theirs}mlp.{one}_proj.weight" for one in ("gate", "up")],
+            [f"{theirs}mlp.{half}_proj.weight" for half in ("gate", "up")],
         )
     joined |= {name: ("whole", [other]) for name, other in whole.items()}
     joined |= {name: ("filled", [other]) for name, other in filled.items()}
@@ -70,7 +70,7 @@ def pairs(target: Mapping[str, nn.Parameter], source: Mapping[str, nn.Parameter]
         how, names = joined[name]
         used |= set(names)
         is_partial = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-        yield Weight(parameter, tuple(source[one] for one in names), how, head_dim, is_partial)
+        yield Weight(parameter, tuple(source[source_name] for source_name in names), how, head_dim, is_partial)
     # A weight without a place would silently keep its first value.
     assert used == set(source), f"no place in Megatron's model for {sorted(set(source) - used)}"
 

@@ -64,18 +64,18 @@ def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[
     """Return the trained parameters, grouped by their settings, in torch's form."""
     # The names that files have: without the wrapper's attribute.
     causal_lm = getattr(model, "causal_lm", model)
-    named = {name: one for name, one in causal_lm.named_parameters() if one.requires_grad}
+    named = {name: parameter for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
     chosen = _first_matches(_all_names(model, list(named)), settings)
     orthogonal = _layer_matrices(model) if settings.name == "muon" else set()
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named.items():
-        own = chosen.get(name)
+        group = chosen.get(name)
         is_decayed = parameter.ndim >= 2 or settings.weight_decay_on == "all"
         decay = settings.kwargs.weight_decay if is_decayed else 0.0
-        if own is not None and own.weight_decay is not None:
-            decay = own.weight_decay
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
         values: dict[str, Any] = {"weight_decay": decay}
-        scale = 1.0 if own is None else own.lr_scale
+        scale = 1.0 if group is None else group.lr_scale
         if settings.name == "muon":
             values["orthogonal"] = id(parameter) in orthogonal
             scale *= settings.muon.lr_scale if values["orthogonal"] else 1.0
@@ -102,10 +102,10 @@ def _first_matches(names: list[str], settings: OptimizerConfig) -> dict[str, Opt
         matching = [name for name in names if re.search(group.pattern, name)]
         new = [name for name in matching if name not in chosen]
         if not new:
-            found = f"only parameters of earlier entries, e.g. {matching[0]}" if matching else "no trained parameter"
+            matched = f"only parameters of earlier entries, e.g. {matching[0]}" if matching else "no trained parameter"
             shown = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
             raise ConfigError(
-                f"policy.optimizer.groups[{number}].pattern={group.pattern!r} matches {found}. Correct or remove it; "
+                f"policy.optimizer.groups[{number}].pattern={group.pattern!r} matches {matched}. Correct or remove it; "
                 f"the parameters are {shown}",
                 key=f"policy.optimizer.groups[{number}].pattern",
             )

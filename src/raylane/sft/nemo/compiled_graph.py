@@ -31,10 +31,10 @@ def get_compiled_graph_config(policy: PolicyConfig | Mapping[str, Any]) -> Compi
     if isinstance(policy, PolicyConfig):
         return policy.compiled_graph
     sections = {key: policy[key] for key in ("compiled_graph", "ray_compiled_graph") if key in policy}
-    made = translate.translate({"policy": sections})
-    if made.problems:
-        raise ConfigError("; ".join(problem.text for problem in made.problems))
-    section = made.document["policy"].get("compiled_graph") or {}
+    translation = translate.translate({"policy": sections})
+    if translation.problems:
+        raise ConfigError("; ".join(problem.text for problem in translation.problems))
+    section = translation.document["policy"].get("compiled_graph") or {}
     try:
         return CompiledGraphConfig.model_validate(section)
     except ValidationError as error:

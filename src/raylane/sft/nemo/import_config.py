@@ -42,7 +42,10 @@ class ImportedConfig:
         """Return the document as a YAML file that names its source and what is left to do."""
         import yaml
 
-        head = [f"# Written by raylane import-config from {source}", *(f"# TO DO: {one}" for one in self.to_do)]
+        head = [
+            f"# Written by raylane import-config from {source}",
+            *(f"# TO DO: {sentence}" for sentence in self.to_do),
+        ]
         # A line break in a path or value would end the comment.
         lines = [" ".join(line.split()) for line in head]
         text: str = yaml.safe_dump(self.document, sort_keys=False, allow_unicode=True, width=110)
@@ -57,7 +60,7 @@ class ImportedConfig:
         if self.refused:
             lines += ["Left out, because raylane lacks it:", *(f"  {problem.text}" for problem in self.refused)]
         if self.to_do:
-            lines += ["To do before `raylane sft` can run this:", *(f"  {one}" for one in self.to_do)]
+            lines += ["To do before `raylane sft` can run this:", *(f"  {sentence}" for sentence in self.to_do)]
         return "\n".join(
             [*lines, "The configuration is incomplete." if self.to_do else "The configuration is complete."]
         )
@@ -73,10 +76,10 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     Raises ConfigError if the file cannot be read or an expression in it cannot be resolved.
     """
     document = overrides.apply_overrides(overrides.read_yaml(Path(path)), words, RunConfig, is_nemo_key)
-    made = translate.read_document(document, str(path), with_their_defaults=True)
-    plain = made.document
-    to_do = [problem.text for problem in made.problems if problem.must_set]
-    refused = [problem for problem in made.problems if not problem.must_set]
+    translation = translate.read_document(document, str(path), with_their_defaults=True)
+    plain = translation.document
+    to_do = [problem.text for problem in translation.problems if problem.must_set]
+    refused = [problem for problem in translation.problems if not problem.must_set]
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
     unknown = keys.unknown(plain, RunConfig, refusal)
     for key in unknown:
@@ -85,7 +88,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     data = plain.get("data")
     # A required key stays in the file even without a value, so that the user sees where to write it.
     plain["data"] = data = dict(data) if isinstance(data, Mapping) else {}
-    asked = {problem.must_set for problem in made.problems}
+    asked = {problem.must_set for problem in translation.problems}
     for name in ("train", "validation"):
         if f"data.{name}" in asked and name not in data:
             data[name] = _MISSING
@@ -102,7 +105,7 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         to_do.append(str(error).removeprefix(f"{path}: "))
     changed = differences(plain)
     changed.setdefault("data", {})["train"] = data["train"]
-    return ImportedConfig(_sorted(changed), tuple(dict.fromkeys(to_do)), tuple(refused), made.notes)
+    return ImportedConfig(_sorted(changed), tuple(dict.fromkeys(to_do)), tuple(refused), translation.notes)
 
 
 def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
@@ -130,15 +133,15 @@ def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
 
 def _delete(document: dict[str, Any], key: str) -> None:
     *parents, name = key.split(".")
-    here = document
+    section = document
     for parent in parents:
-        here = here[parent]
-    del here[name]
+        section = section[parent]
+    del section[name]
 
 
 def _local_problems(document: Mapping[str, Any]) -> list[str]:
     """Return what a run on this machine would refuse: names on a hub, and a template without marks."""
-    found = []
+    problems = []
     policy = document.get("policy")
     policy = policy if isinstance(policy, Mapping) else {}
     tokenizer = policy.get("tokenizer")
@@ -149,17 +152,17 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
     ):
         # NeMo-RL takes names on the hub; raylane takes folders only and downloads nothing.
         if isinstance(name, str) and not Path(name).is_dir():
-            found.append(
+            problems.append(
                 f"{key}={name} is no folder on this machine: download it (`hf download {name} --local-dir DIR`), and "
                 f"set {key}=DIR"
             )
     template = tokenizer.get("chat_template")
     if isinstance(template, str) and "{%" in template and "generation" not in template:
-        found.append(
+        problems.append(
             "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}, which NeMo-RL does not "
             "need: put these marks around the assistant's text and its end token, or set it to chatml or llama3"
         )
-    return found
+    return problems
 
 
 def _sorted(document: dict[str, Any]) -> dict[str, Any]:

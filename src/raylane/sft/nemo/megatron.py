@@ -86,11 +86,11 @@ def _check_key(key: str, value: Any) -> None:
 
 def _weight_decay(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Any:
     """Return the weight decay of every step, None for the default; InexactScheduleError if it changes."""
-    own = section.get("weight_decay")
+    decay = section.get("weight_decay")
     # Megatron's scheduler overwrites the optimizer's value in every step. NeMo-RL's key may be null: not set.
     start, end = (
-        own if scheduler.get(f"{one}_weight_decay") is None else scheduler[f"{one}_weight_decay"]
-        for one in ("start", "end")
+        decay if scheduler.get(f"{moment}_weight_decay") is None else scheduler[f"{moment}_weight_decay"]
+        for moment in ("start", "end")
     )
     if start != end:
         raise InexactScheduleError(
@@ -117,18 +117,18 @@ def megatron_schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], 
     if not isinstance(peak, int | float) or not peak:
         raise InexactScheduleError(f"megatron_cfg.optimizer.lr={peak!r} is no learning rate; set it")
     warmup = section.get("lr_warmup_iters") or 0
-    found: dict[str, Any] = {"name": style, "warmup_steps": warmup}
+    schedule: dict[str, Any] = {"name": style, "warmup_steps": warmup}
     if warmup:
-        found["first_step"] = float(section.get("lr_warmup_init") or 0.0) / peak
-        if found["first_step"] > 1:
+        schedule["first_step"] = float(section.get("lr_warmup_init") or 0.0) / peak
+        if schedule["first_step"] > 1:
             raise InexactScheduleError("lr_warmup_init is above the learning rate, so the rate would fall; lower it")
     if style == "constant":
-        return found
+        return schedule
     # The lowest rate is reached at step lr_decay_iters, counted from 0; null means the length of the run.
     end = section.get("lr_decay_iters") or steps
     if steps is None or end not in (steps, steps - 1):
         raise InexactScheduleError(
             f"lr_decay_iters={end} is not the end of the run; set it to sft.max_num_steps={steps}, or set the latter"
         )
-    found["min_lr_at"] = "after_last_step" if end == steps else "last_step"
-    return {**found, "min_lr_ratio": float(optimizer.get("min_lr") or 0.0) / peak}
+    schedule["min_lr_at"] = "after_last_step" if end == steps else "last_step"
+    return {**schedule, "min_lr_ratio": float(optimizer.get("min_lr") or 0.0) / peak}

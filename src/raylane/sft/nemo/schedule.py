@@ -59,8 +59,8 @@ def translate_scheduler(value: Any, peak: float, steps: int | None) -> dict[str,
     if first != "LinearLR":
         raise InexactScheduleError(f"{first} before {second}: the first scheduler can only be a LinearLR warm-up")
     rise = _warmup(warmup, milestones[0])
-    left = None if steps is None else steps - rise["warmup_steps"]
-    return {**_decay(second, decay, peak, left), **rise}
+    remaining_steps = None if steps is None else steps - rise["warmup_steps"]
+    return {**_decay(second, decay, peak, remaining_steps), **rise}
 
 
 _DEFAULTS: dict[str, dict[str, Any]] = {  # of torch 2.13, torch/optim/lr_scheduler.py; T_max has none
@@ -73,14 +73,16 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # of torch 2.13, torch/optim/lr_schedu
 def _phase(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return name and complete arguments of one scheduler."""
     name = str(part["name"]).removeprefix(_PREFIX)
-    given = part.get("kwargs") or {}
+    set_kwargs = part.get("kwargs") or {}
     if name not in _DEFAULTS:
         raise InexactScheduleError(f"{part['name']} cannot be expressed; known are {', '.join(_DEFAULTS)}")
-    unknown = set(given) - set(_DEFAULTS[name])
-    kwargs = {**_DEFAULTS[name], **given}
-    wrong = [key for key, one in kwargs.items() if isinstance(one, bool) or not isinstance(one, int | float)]
+    unknown = set(set_kwargs) - set(_DEFAULTS[name])
+    kwargs = {**_DEFAULTS[name], **set_kwargs}
+    wrong = [key for key, value in kwargs.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     if unknown or wrong:
-        raise InexactScheduleError(f"{name} with {dict(given)}: {', '.join([*sorted(unknown), *wrong])} cannot be used")
+        raise InexactScheduleError(
+            f"{name} with {dict(set_kwargs)}: {', '.join([*sorted(unknown), *wrong])} cannot be used"
+        )
     return name, kwargs
 
 

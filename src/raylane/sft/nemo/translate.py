@@ -113,8 +113,8 @@ def read_document(document: Mapping[str, Any], source: str, *, with_their_defaul
     except ConfigError:
         del plain["logger"]["wandb"]["name"]
         notes.append(Note("logger.wandb.name", f"{name} has no value"))
-    made = translate(interpolate(plain, source, root=document), with_their_defaults=with_their_defaults)
-    return replace(made, notes=(*notes, *made.notes))
+    translation = translate(interpolate(plain, source, root=document), with_their_defaults=with_their_defaults)
+    return replace(translation, notes=(*notes, *translation.notes))
 
 
 def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False) -> Translation:
@@ -122,7 +122,7 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
 
     `with_their_defaults` fills in what NeMo-RL does where the document sets nothing and raylane does something else.
     """
-    work = _Work(copy.deepcopy(dict(document)))
+    work = _Translator(copy.deepcopy(dict(document)))
     # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it. Megatron's keys
     # of a disabled backend must not be renamed.
     work.translate_graph()
@@ -143,10 +143,10 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
 
 def _section(document: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
     *parents, name = key.split(".")
-    here: Any = document
+    section: Any = document
     for parent in parents:
-        here = here.get(parent) if isinstance(here, dict) else None
-    return (here if isinstance(here, dict) else None), name
+        section = section.get(parent) if isinstance(section, dict) else None
+    return (section if isinstance(section, dict) else None), name
 
 
 def _has(document: dict[str, Any], key: str) -> bool:
@@ -162,15 +162,15 @@ def _get(document: dict[str, Any], key: str) -> Any:
 def _replace(document: dict[str, Any], key: str, value: Any) -> None:
     """Set a key, and make the sections above it."""
     *parents, name = key.split(".")
-    here = document
+    section = document
     for parent in parents:
-        if not isinstance(here.get(parent), dict):
-            here[parent] = {}
-        here = here[parent]
-    here[name] = value
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}
+        section = section[parent]
+    section[name] = value
 
 
-class _Work:
+class _Translator:
     """One translation in progress: the document, which is changed in place, and what was noted about it."""
 
     def __init__(self, plain: dict[str, Any]) -> None:
@@ -239,7 +239,7 @@ class _Work:
         steps = _get(self.plain, "sft.max_num_steps")
         try:
             scheduler = section.get("scheduler") or {}
-            made = megatron_optimizer(optimizer, scheduler)
+            adamw = megatron_optimizer(optimizer, scheduler)
             schedule = megatron_schedule(scheduler, optimizer, steps if isinstance(steps, int) else None)
         except InexactScheduleError as error:
             self._remove(f"{_MEGATRON}.optimizer")
@@ -251,7 +251,7 @@ class _Work:
             self._refuse(f"{_MEGATRON}.optimizer", f"{error}", "policy.optimizer.name")
             return
         _replace(self.plain, "policy.max_grad_norm", megatron_clipping(optimizer))
-        _replace(self.plain, "policy.optimizer", made)
+        _replace(self.plain, "policy.optimizer", adamw)
         _replace(self.plain, "policy.scheduler", schedule)
         self._remove(f"{_MEGATRON}.optimizer", "replaced by policy.optimizer and policy.max_grad_norm")
         if "scheduler" in section:
@@ -309,7 +309,7 @@ class _Work:
         # The lowest rate and the end of a schedule depend on these two keys.
         peak, steps = _get(self.plain, "policy.optimizer.kwargs.lr"), _get(self.plain, "sft.max_num_steps")
         try:
-            found = translate_scheduler(
+            schedule = translate_scheduler(
                 value,
                 float(peak) if isinstance(peak, int | float) else 5e-5,  # the default of policy.optimizer.kwargs.lr
                 steps if isinstance(steps, int) else None,
@@ -317,9 +317,9 @@ class _Work:
         except InexactScheduleError as error:
             self._refuse(key, f"{error}", key)
             return
-        ends = "" if found["name"] == "constant" else ", exact if the run has sft.max_num_steps steps"
-        self._remove(key, f"the list is replaced by policy.scheduler.name={found['name']}{ends}")
-        _replace(self.plain, key, found)
+        ends = "" if schedule["name"] == "constant" else ", exact if the run has sft.max_num_steps steps"
+        self._remove(key, f"the list is replaced by policy.scheduler.name={schedule['name']}{ends}")
+        _replace(self.plain, key, schedule)
 
     def translate_checkpointing(self) -> None:
         """Translate null, which NeMo-RL allows for the metric and for the number of checkpoints to keep."""
@@ -339,10 +339,10 @@ class _Work:
         """Translate the data sets."""
         if not isinstance(self.plain.get("data"), dict):
             return
-        made = translate_data(self.plain["data"])
-        self.plain["data"] = made.keys
-        self.notes += [Note(key, reason) for key, reason in made.notes]
-        self.problems += [Problem(reason, key, key) for key, reason in made.problems]
+        translation = translate_data(self.plain["data"])
+        self.plain["data"] = translation.keys
+        self.notes += [Note(key, reason) for key, reason in translation.notes]
+        self.problems += [Problem(reason, key, key) for key, reason in translation.problems]
 
     def drop_repeated_lengths(self) -> None:
         """Remove lengths that only repeat policy.max_total_sequence_length, and those of packing that is off."""
@@ -399,10 +399,10 @@ class _Work:
         asked = {problem.must_set for problem in self.problems}
         for key, (value, effect) in _THEIR_DEFAULTS.items():
             # A set policy.scheduler is complete, whichever of its keys it has.
-            given = "policy.scheduler" if key.startswith("policy.scheduler.") else key
+            section = "policy.scheduler" if key.startswith("policy.scheduler.") else key
             # Noise in the log of a run without LoRA.
             idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
-            if not _has(self.plain, given) and given not in asked and not idle:
+            if not _has(self.plain, section) and section not in asked and not idle:
                 _replace(self.plain, key, value)
                 shown = {None: "null", False: "false"}.get(value, value)
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))

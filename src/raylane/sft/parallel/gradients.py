@@ -55,10 +55,10 @@ class GradientSum:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         # A gradient that this worker lacks counts as zeros, because all workers must join the same parts. The marks
         # tell whether any worker has it: an optimizer skips a parameter without a gradient, but decays one with zeros.
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trained]
-        marks = torch.tensor([float(one.grad is not None) for one in trained], device=gradients[0].device)
+        gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in trained]
+        marks = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=gradients[0].device)
         flat = self._sum([*(gradient.reshape(-1) for gradient in gradients), marks])
-        *parts, present = torch.split(flat, [*(one.numel() for one in trained), len(trained)])
+        *parts, present = torch.split(flat, [*(parameter.numel() for parameter in trained), len(trained)])
         # Views of the sum replace the gradients, so nothing is copied back.
         for parameter, part, count in zip(trained, parts, present.tolist(), strict=True):
             parameter.grad = part.view_as(parameter) if count else None
@@ -83,15 +83,15 @@ class GradientSum:
 
 def _share(rows: int, numel: int) -> Tensor | None:
     """Return zeros [rows, numel] that all workers map; None on all of them if one cannot map the memory of rank 0."""
-    own = Segment.make(_DATA_AT + rows * numel * 4) if dist.get_rank() == 0 else None
+    made_segment = Segment.make(_DATA_AT + rows * numel * 4) if dist.get_rank() == 0 else None
     paths: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(paths, own.path if own else "")
-    segment = own or _opened(paths[0])
+    dist.all_gather_object(paths, made_segment.path if made_segment else "")
+    segment = made_segment or _opened(paths[0])
     # Rank 0 keeps its descriptor until all ranks have opened it, and all ranks take the same way.
     answers = [False] * dist.get_world_size()
     dist.all_gather_object(answers, segment is not None)
-    if own is not None:
-        own.close_fd()
+    if made_segment is not None:
+        made_segment.close_fd()
     if segment is None or not all(answers):
         return None
     return torch.frombuffer(segment.memory, dtype=torch.float32, offset=_DATA_AT).view(rows, numel)

@@ -113,10 +113,10 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank on every axis."""
-        found = {}
+        places = {}
         for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rank, found[axis] = divmod(rank, size)
-        return found
+            rank, places[axis] = divmod(rank, size)
+        return places
 
     def reader(self, rank: int) -> int:
         """Return which part of a batch a rank reads, from 0."""
@@ -125,11 +125,11 @@ class ParallelDims:
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ in their place on one axis only, in the order of that place."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             place = self.coordinates(rank)
-            found.setdefault(tuple(place[name] for name in AXES if name != axis), []).append(rank)
-        return list(found.values())
+            groups.setdefault(tuple(place[name] for name in AXES if name != axis), []).append(rank)
+        return list(groups.values())
 
     def named_sharding(self) -> NamedSharding:
         """Return the axes for the driver's worker group."""

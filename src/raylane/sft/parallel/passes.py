@@ -51,14 +51,14 @@ def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int, micr
     # `workers` micro-batches go through one stage of the worker, then through its next one, and so on.
     group, place = divmod(i, workers * per_worker)
     turn, micro_batch = divmod(place, workers)
-    own = turn if forward else per_worker - 1 - turn
-    return Work(forward, worker + own * workers, group * workers + micro_batch)
+    local_stage = turn if forward else per_worker - 1 - turn
+    return Work(forward, worker + local_stage * workers, group * workers + micro_batch)
 
 
 def passes_of_step(schedule: str, dims: ParallelDims, per_worker: int, micro_batches: int) -> tuple[Pass, ...]:
     """Return the passes of one step on all workers: forward and backward passes, and the end of the step on each."""
     stages = dims.pp * per_worker
-    found: list[Pass] = []
+    passes: list[Pass] = []
     # Workers with equal places on all other axes form a pipeline of their own.
     for pipeline in dims.groups("pp"):
         waiting = [worker_order(schedule, worker, dims.pp, per_worker, micro_batches) for worker in range(dims.pp)]
@@ -71,10 +71,10 @@ def passes_of_step(schedule: str, dims: ParallelDims, per_worker: int, micro_bat
                     work = order.pop(0)
                     method = "forward_pass" if work.forward else "backward_pass"
                     args = (work.stage // dims.pp, work.micro_batch)
-                    at[work] = len(found)
-                    found.append(Pass(pipeline[worker], method, args, None if needs is None else at[needs]))
+                    at[work] = len(passes)
+                    passes.append(Pass(pipeline[worker], method, args, None if needs is None else at[needs]))
             assert len(at) > before, f"{schedule} waits for itself: {waiting}"
-    return (*found, *(Pass(rank, "end_step", ()) for rank in range(dims.world)))
+    return (*passes, *(Pass(rank, "end_step", ()) for rank in range(dims.world)))
 
 
 def _source(work: Work, stages: int) -> Work | None:

@@ -45,14 +45,14 @@ class Layers(nn.ModuleList):
 def keep_stage(causal_lm: Any, number: int, count: int) -> None:
     """Remove everything from a model that stage `number` of `count` stages does not need."""
     decoder = causal_lm.get_decoder()
-    kept = layer_ranges(len(decoder.layers), count)[number]
-    decoder.layers = Layers({i: decoder.layers[i] for i in kept})
+    numbers = layer_ranges(len(decoder.layers), count)[number]
+    decoder.layers = Layers({i: decoder.layers[i] for i in numbers})
     # The decoder looks up the type of a layer by its place among the layers that it has.
     config = copy.copy(decoder.config)
     # transformers slices the layers with this number.
-    config.num_hidden_layers = len(kept)
+    config.num_hidden_layers = len(numbers)
     if getattr(config, "layer_types", None) is not None:
-        config.layer_types = [config.layer_types[i] for i in kept]
+        config.layer_types = [config.layer_types[i] for i in numbers]
     decoder.config = config
     last = number == count - 1
     # A tied head needs the embedding: the last stage then has a copy of it under the same name.

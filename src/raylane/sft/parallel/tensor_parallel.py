@@ -70,11 +70,11 @@ def plan(modules: Iterable[str]) -> dict[str, str]:
 
 def _of_adapters() -> dict[str, str]:
     """Return the treatment of the modules of `lora.LoraLinear`, whose inner size is never divided."""
-    found = {f"{name}.base": "columns" for name in _COLUMNS} | {f"{name}.base": "rows" for name in ROWS}
+    treatment = {f"{name}.base": "columns" for name in _COLUMNS} | {f"{name}.base": "rows" for name in ROWS}
     # Of columns, every worker computes the whole inner values and its own columns of the output. Of rows, every worker
     # has its own part of the input, and the output has whole tokens or, like that of norms, divided ones.
-    found |= {f"{name}.lora_A": "whole" for name in _COLUMNS} | {f"{name}.lora_B": "columns" for name in _COLUMNS}
-    return found | {f"{name}.lora_A": "rows" for name in ROWS} | {f"{name}.lora_B": "norm" for name in ROWS}
+    treatment |= {f"{name}.lora_A": "whole" for name in _COLUMNS} | {f"{name}.lora_B": "columns" for name in _COLUMNS}
+    return treatment | {f"{name}.lora_A": "rows" for name in ROWS} | {f"{name}.lora_B": "norm" for name in ROWS}
 
 
 def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -193,18 +193,18 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         powers = (logits - largest[:, None]).exp()
         counted = labels != IGNORED
         # Exactly one worker has the logit of a label; the others add 0.
-        own = counted & (labels >= first) & (labels < first + logits.shape[-1])
-        place = torch.where(own, labels - first, 0)
+        is_local = counted & (labels >= first) & (labels < first + logits.shape[-1])
+        place = torch.where(is_local, labels - first, 0)
         taken = logits.gather(1, place[:, None])[:, 0] - largest if logits.shape[-1] else torch.zeros_like(largest)
-        sums = torch.stack([powers.sum(dim=-1), torch.where(own, taken, 0.0)])
+        sums = torch.stack([powers.sum(dim=-1), torch.where(is_local, taken, 0.0)])
         dist.all_reduce(sums, group=group)
-        ctx.save_for_backward(powers / sums[0][:, None], place, own, counted)
+        ctx.save_for_backward(powers / sums[0][:, None], place, is_local, counted)
         return torch.where(counted, sums[0].log() - sums[1], 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        shares, place, own, counted = ctx.saved_tensors
+        shares, place, is_local, counted = ctx.saved_tensors
         if shares.shape[-1]:
             # Softmax minus one at the label.
-            shares = shares.scatter_add(1, place[:, None], -own.to(shares.dtype)[:, None])
+            shares = shares.scatter_add(1, place[:, None], -is_local.to(shares.dtype)[:, None])
         return shares * counted[:, None] * gradients[0], None, None, None

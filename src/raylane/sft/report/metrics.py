@@ -141,10 +141,10 @@ class MetricsLog:
 
     def rewind(self, step: int) -> None:
         """Remove the metrics of steps after `step`, before a run resumes from a checkpoint at `step`. Keeps notes."""
-        kept = [record for record in _records(self.path) if "note" in record or record["step"] <= step]
+        remaining = [record for record in _records(self.path) if "note" in record or record["step"] <= step]
         # Write a new file and rename it, so that a kill in between loses no record.
         draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        draft.write_text("".join(json.dumps(record) + "\n" for record in remaining), encoding="utf-8")
         self._file.close()
         draft.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
@@ -156,9 +156,9 @@ class MetricsLog:
         taken = {path.name for path in self.run_dir.iterdir()}
         aside = next(name for n in itertools.count(1) if (name := f"metrics.{n}.jsonl") not in taken)
         self._file.close()
-        kept = self.path.rename(self.run_dir / aside)
+        moved = self.path.rename(self.run_dir / aside)
         self._file = self.path.open("a", encoding="utf-8")
-        return kept
+        return moved
 
     def progress(self, step: int, total: int, figures: Mapping[str, float]) -> None:
         """Print one progress line; steps count from 1 to `total`."""

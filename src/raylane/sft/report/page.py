@@ -39,9 +39,11 @@ _EMPTY: dict[str, Any] = {"status": "not known", "config": None, "warnings": [],
 def read_facts(run_dir: str | Path) -> dict[str, Any]:
     """Return the facts that `run.record` kept; empty ones if the file is missing or damaged."""
     try:
-        found = json.loads((Path(run_dir) / FACTS_FILE).read_text(encoding="utf-8"))
-        facts = {**_EMPTY, **found}
-        facts["warnings"] = [{"time": str(one["time"]), "text": str(one["text"])} for one in facts["warnings"]]
+        stored = json.loads((Path(run_dir) / FACTS_FILE).read_text(encoding="utf-8"))
+        facts = {**_EMPTY, **stored}
+        facts["warnings"] = [
+            {"time": str(warning["time"]), "text": str(warning["text"])} for warning in facts["warnings"]
+        ]
         facts["more_warnings"] = int(facts["more_warnings"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return dict(_EMPTY)
@@ -142,8 +144,8 @@ def _table_of_steps(records: Records) -> str:
     for number, group in sorted(groups.items()):
         cells = [figure(min(number * size, last))]
         for name in columns:
-            found = thin(group, name, 1)
-            cells.append("" if found is None else figure(found.mean[0]))
+            series = thin(group, name, 1)
+            cells.append("" if series is None else figure(series.mean[0]))
         rows.append(cells)
     return table(rows, ["up to step", *columns.values()])
 
@@ -155,7 +157,7 @@ def _events(notes: Sequence[tuple[int, str]], facts: dict[str, Any]) -> list[str
         rows = [(figure(step), text) for step, text in notes]
         parts += ["<h2>Restarts and other events</h2>", table(rows, ["step", "event"])]
     if facts["warnings"]:
-        rows = [(one["time"], one["text"]) for one in facts["warnings"]]
+        rows = [(warning["time"], warning["text"]) for warning in facts["warnings"]]
         parts += ["<h2>Warnings</h2>", table(rows, ["time", "warning"])]
     if facts["more_warnings"]:
         parts.append(f"<p>{facts['more_warnings']:,} more warnings are not shown.</p>")
@@ -187,7 +189,7 @@ def _configuration(document: Any) -> list[str]:
         return []
     import yaml
 
-    changed, whole = (escape(yaml.safe_dump(one, sort_keys=False)) for one in (differences(document), document))
+    changed, whole = (escape(yaml.safe_dump(tree, sort_keys=False)) for tree in (differences(document), document))
     return [
         "<h2>Configuration</h2>",
         f"<p>Keys that differ from the defaults:</p><pre>{changed}</pre>",

@@ -28,25 +28,25 @@ def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
         (series.get(name), label, colour)
         for name, label, colour in (("train:loss", "training", _BLUE), ("val:loss", "held out", _RED))
     ]
-    if any(one is not None for one, _, _ in losses):
+    if any(line is not None for line, _, _ in losses):
         figure, axes = _axes("Loss", "loss (nats per token)")
-        for one, label, colour in losses:
-            if one is not None:
-                _line(axes, one, colour, label)
+        for line, label, colour in losses:
+            if line is not None:
+                _line(axes, line, colour, label)
         axes.legend()
         drawn.append(("Loss", _svg(figure)))
     for name, (title, label) in _SINGLE.items():
-        one = series.get(name)
-        if one is not None:  # metrics of other versions may lack it
+        line = series.get(name)
+        if line is not None:  # metrics of other versions may lack it
             figure, axes = _axes(title, label)
-            _line(axes, one, _BLUE, None)
+            _line(axes, line, _BLUE, None)
             drawn.append((title, _svg(figure)))
     times = [series.get(name) for name in TIMES]
-    parts = [one for one in times if one is not None]
+    parts = [line for line in times if line is not None]
     # Stacking needs the same steps in all parts; a record has all three times or none.
-    if len(parts) == len(TIMES) and all(one.steps == parts[0].steps for one in parts):
+    if len(parts) == len(TIMES) and all(line.steps == parts[0].steps for line in parts):
         figure, axes = _axes("Time of a step", "seconds")
-        axes.stackplot(parts[0].steps, *(one.mean for one in parts), labels=list(TIMES.values()), colors=_SHADES)
+        axes.stackplot(parts[0].steps, *(line.mean for line in parts), labels=list(TIMES.values()), colors=_SHADES)
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the plot: the areas fill all of it
         drawn.append(("Time of a step", _svg(figure)))
     return drawn

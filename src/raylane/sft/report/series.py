@@ -33,18 +33,18 @@ class Series:
 
 def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | None:
     """Return a metric with at most `max_points` points, None if no record has a finite value of it."""
-    found = [(one["step"], one[name]) for one in records if math.isfinite(one.get(name, math.nan))]
-    if not found:
+    points = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    if not points:
         return None
-    count = min(max_points, len(found))
+    count = min(max_points, len(points))
     # Integer division spreads the remainder, so groups differ by one step at most.
-    edges = [number * len(found) // count for number in range(count + 1)]
-    groups = [found[start:end] for start, end in pairwise(edges)]
+    edges = [number * len(points) // count for number in range(count + 1)]
+    groups = [points[start:end] for start, end in pairwise(edges)]
     values = [[value for _, value in group] for group in groups]
     return Series(
         steps=[group[-1][0] for group in groups],
         mean=[statistics.fmean(group) for group in values],
         low=[min(group) for group in values],
         high=[max(group) for group in values],
-        is_thinned=len(found) > count,
+        is_thinned=len(points) > count,
     )

@@ -8,7 +8,7 @@ has no folder of that name with the same files gets a copy through Ray's object 
     digest of names and sizes  -->  same folder here?  yes: use it     no: a copy with this digest?  yes: use that
     blocks of 64 MiB           -->  no: write a draft, rename it       (one block per node in memory, two on the way)
 
-Nothing happens if all workers are on the driver's node. Called by `policy`; workers apply the result (`Copies`).
+Nothing happens if all workers are on the driver's node. Called by `policy`; workers apply the result (`FolderCopies`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
 from raylane.sft.data.prepare import PreparedData
 
-__all__ = ["Copies", "provide"]
+__all__ = ["FolderCopies", "provide"]
 
 _BLOCK_BYTES = 64 * 2**20
 _SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Copies:
+class FolderCopies:
     """Folders of the driver -> folders with the same files, by Ray node."""
 
     by_node: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -51,8 +51,8 @@ class Copies:
         """Return configuration and data with the folders of the node that this worker runs on."""
         if not self.by_node:  # the usual case, which also works outside Ray
             return config, prepared
-        own = self.by_node.get(ray.get_runtime_context().get_node_id(), {})
-        if (data := own.get(str(_data_folder(prepared)))) is not None:
+        folders = self.by_node.get(ray.get_runtime_context().get_node_id(), {})
+        if (data := folders.get(str(_data_folder(prepared)))) is not None:
             prepared = replace(
                 prepared,
                 tokenizer_dir=Path(data) / prepared.tokenizer_dir.name,
@@ -60,20 +60,22 @@ class Copies:
                 validation=None if prepared.validation is None else Path(data) / prepared.validation.name,
             )
         model = config.policy.model_name
-        if model is not None and model in own:
-            config = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": own[model]})})
+        if model is not None and model in folders:
+            config = config.model_copy(
+                update={"policy": config.policy.model_copy(update={"model_name": folders[model]})}
+            )
         return config, prepared
 
 
-def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) -> Copies:
+def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) -> FolderCopies:
     """Make data and model available on these nodes; return where. Waits until everything is written.
 
     Raises ConfigError if checkpoints would go to a folder that the driver and a node do not share.
     """
     others = sorted(set(node_ids) - {ray.get_runtime_context().get_node_id()})
     if not others:
-        return Copies()
-    remote = ray.remote(Receiver)
+        return FolderCopies()
+    remote = ray.remote(FolderReceiver)
     receivers = {
         node: remote.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
         for node in others
@@ -84,11 +86,11 @@ def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) 
         folders = [_data_folder(prepared)]
         if config.policy.model_name is not None:
             folders.append(Path(config.policy.model_name))
-        found: dict[str, dict[str, str]] = {node: {} for node in others}
+        by_node: dict[str, dict[str, str]] = {node: {} for node in others}
         for folder in folders:
             for node, path in _provide_folder(folder, receivers).items():
-                found[node][str(folder)] = path
-        return Copies(found)
+                by_node[node][str(folder)] = path
+        return FolderCopies(by_node)
     finally:
         for receiver in receivers.values():
             ray.kill(receiver)
@@ -102,8 +104,8 @@ def _provide_folder(folder: Path, receivers: Mapping[str, Any]) -> dict[str, str
     """Return node -> path of a folder with the same files; send the files to the nodes that have none."""
     listing = list_files(folder)
     answers = ray.get([receiver.find.remote(str(folder), listing) for receiver in receivers.values()])
-    found = dict(zip(receivers, answers, strict=True))
-    lacking = [receivers[node] for node, path in found.items() if path is None]
+    paths = dict(zip(receivers, answers, strict=True))
+    lacking = [receivers[node] for node, path in paths.items() if path is None]
     waiting: list[list[Any]] = []
     for name, block in _blocks(folder, listing) if lacking else ():
         # Stored once, and fetched by each node; at most two blocks are on the way, so a model of any size fits.
@@ -112,9 +114,9 @@ def _provide_folder(folder: Path, receivers: Mapping[str, Any]) -> dict[str, str
         if len(waiting) > 1:
             ray.get(waiting.pop(0))
     ray.get([ref for refs in waiting for ref in refs])
-    for receiver, path in zip(lacking, ray.get([one.finish.remote() for one in lacking]), strict=True):
-        found[next(node for node, one in receivers.items() if one is receiver)] = path
-    return {node: path for node, path in found.items() if path is not None}
+    for receiver, path in zip(lacking, ray.get([other.finish.remote() for other in lacking]), strict=True):
+        paths[next(node for node, other in receivers.items() if other is receiver)] = path
+    return {node: path for node, path in paths.items() if path is not None}
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, str]]:
@@ -123,8 +125,8 @@ def list_files(folder: Path) -> dict[str, tuple[int, str]]:
     A model that was trained further has the same names and sizes. The samples, both ends and 14 places between them,
     tell it from the old one without reading many gigabytes.
     """
-    files = [one for one in sorted(folder.rglob("*")) if one.is_file()]
-    return {str(one.relative_to(folder)): (one.stat().st_size, _samples(one)) for one in files}
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    return {str(file.relative_to(folder)): (file.stat().st_size, _samples(file)) for file in files}
 
 
 def _samples(path: Path) -> str:
@@ -171,7 +173,7 @@ def _refuse_unshared(config: RunConfig, receivers: Mapping[str, Any]) -> None:
         )
 
 
-class Receiver:
+class FolderReceiver:
     """Actor on a node that looks for folders and writes copies of them."""
 
     def __init__(self) -> None:
@@ -231,8 +233,8 @@ def own_folder() -> Path:
     """Return this user's folder for copies on this node; OSError if another user could write to it."""
     folder = Path(tempfile.gettempdir()) / f"raylane-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
+    status = folder.lstat()
     # In a folder of another user the copies could be exchanged before they are read.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise OSError(f"{folder} is a link, or other users can write to it. Remove it, or set TMPDIR to another folder")
     return folder

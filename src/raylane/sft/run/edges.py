@@ -44,9 +44,11 @@ class EdgeStep:
         tensors = stage_tensors(part, self._device)
         # A copy: `incoming` is memory of the edge, of which a sender has a limited amount. With gpipe it would wait for
         # some to be returned, while this worker waits for its last micro-batch before it returns any.
-        given = tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()
-        out = stage(given, **tensors)
-        self._kept[own_stage, micro_batch] = given, out
+        stage_input = (
+            tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()
+        )
+        out = stage(stage_input, **tensors)
+        self._kept[own_stage, micro_batch] = stage_input, out
         if not stage.is_last:
             return out.detach()  # type: ignore[no-any-return]
         self._total += out.detach().double().sum()
@@ -55,7 +57,7 @@ class EdgeStep:
     def backward(self, own_stage: int, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the gradients of the stage; return the gradient of its input, None from the first stage."""
         stage = self._model.own_stages[own_stage]
-        given, out = self._kept.pop((own_stage, micro_batch))
+        stage_input, out = self._kept.pop((own_stage, micro_batch))
         self._left[own_stage] -= 1
         last = self._left[own_stage] == 0
         if (shards := fsdp(stage)) is not None:
@@ -66,7 +68,7 @@ class EdgeStep:
         if gradient is None:
             gradient = torch.full_like(out, self._scale)  # of the loss, which only the last stage has
         torch.autograd.backward(out, gradient.to(self._device))
-        return given.grad
+        return stage_input.grad
 
     def end(self) -> float:
         """Return the global mean loss, the same on all workers, when all passes have run. Collective."""

@@ -33,10 +33,10 @@ class _NextTokens:
         """Token of each row; -1 where another worker computes it."""
 
     def __call__(self, logits: Tensor, batch: BatchDict) -> Tensor:
-        wanted = batch["labels"] != IGNORED
+        labelled = batch["labels"] != IGNORED
         # With context parallelism the place may be in the part of another worker.
-        here = wanted.any(dim=1)
-        self.chosen[batch["row_number"][here]] = logits[wanted].argmax(dim=-1)
+        is_local = labelled.any(dim=1)
+        self.chosen[batch["row_number"][is_local]] = logits[labelled].argmax(dim=-1)
         return logits.sum() * 0.0
 
 

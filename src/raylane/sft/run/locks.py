@@ -56,12 +56,12 @@ def _open_lock(path: Path) -> TextIO:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link. Remove it, or choose another folder") from error
         raise
-    found = os.fstat(opened)
+    status = os.fstat(opened)
     wrong = None
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         wrong = "is no plain file with a single name"
-    elif found.st_uid != os.geteuid():
-        wrong = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+    elif status.st_uid != os.geteuid():
+        wrong = f"belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
     if wrong:
         os.close(opened)
         raise ValueError(f"{path} {wrong}. Remove it, or choose another folder")

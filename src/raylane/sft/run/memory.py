@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
     from raylane.sft.model.hf_config import ModelShape
 
-__all__ = ["Memory", "estimate_memory"]
+__all__ = ["MemoryEstimate", "estimate_memory"]
 
 _MASTER = 4
 """Bytes of a weight, a gradient, or an average of AdamW: all are float32."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Estimated bytes on the worker that needs the most, at the moment at which it needs the most."""
 
     parameters: int
@@ -63,14 +63,14 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moment"}
 
 
-def estimate_memory(config: RunConfig, shape: ModelShape) -> Memory:
+def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     """Return the estimated memory of the worker that needs the most."""
     moments = [moment for stage in _stages(config, shape) for moment in _Worker(config, shape, stage).moments()]
     return max(moments, key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _StageContents:
     """Contents of a pipeline stage; without a pipeline, of the whole model."""
 
     layers: int
@@ -85,27 +85,27 @@ def _rounds(config: RunConfig) -> int:
     return micro_batches(policy.train_global_batch_size, policy.micro_batch_divisor, readers)
 
 
-def _stages(config: RunConfig, shape: ModelShape) -> list[_Stage]:
+def _stages(config: RunConfig, shape: ModelShape) -> list[_StageContents]:
     """Return the stages with the most to hold: the first one, and the last one, which has the head."""
     settings = config.policy.dtensor_cfg
     pp = settings.pipeline_parallel_size
     if pp == 1:
-        return [_Stage(shape.num_layers, shape.num_root, True, 1)]
+        return [_StageContents(shape.num_layers, shape.num_root, True, 1)]
     rounds, words = _rounds(config), shape.vocab_size * shape.hidden_size
     keeps_all = settings.pipeline_schedule == "gpipe"
     # The first stages get one more layer if the numbers do not divide. A tied head is a copy of the embedding.
     most, least = -(-shape.num_layers // pp), shape.num_layers // pp
     last_root = shape.num_root if shape.num_root < 2 * words else shape.num_root - words
     return [
-        _Stage(most, words, False, rounds if keeps_all else min(rounds, pp)),
-        _Stage(least, last_root, True, rounds if keeps_all else 1),
+        _StageContents(most, words, False, rounds if keeps_all else min(rounds, pp)),
+        _StageContents(least, last_root, True, rounds if keeps_all else 1),
     ]
 
 
 class _Worker:
     """Sizes of one worker, in elements unless the name says bytes; `moments` adds them up."""
 
-    def __init__(self, config: RunConfig, shape: ModelShape, stage: _Stage) -> None:
+    def __init__(self, config: RunConfig, shape: ModelShape, stage: _StageContents) -> None:
         policy, settings = config.policy, config.policy.dtensor_cfg
         dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
         self.stage = stage
@@ -169,19 +169,19 @@ class _Worker:
         inner = 2 * norm + attention + 4 * size * mlp
         layers = self.stage.layers
         choice = settings.activation_checkpointing
-        one, self.again = inner, 0
+        of_layer, self.again = inner, 0
         if choice == "full":
-            one, self.again = size * stream, inner - size * stream
+            of_layer, self.again = size * stream, inner - size * stream
         elif choice == "selective":  # the results of the seven projections and of attention
-            one = size * (stream + 2 * hidden + 2 * queries + 2 * keys + 2 * mlp)
-            self.again = max(0, inner - one)
-        kept = one * layers
+            of_layer = size * (stream + 2 * hidden + 2 * queries + 2 * keys + 2 * mlp)
+            self.again = max(0, inner - of_layer)
+        of_stage = of_layer * layers
         if choice == "every_other_layer":
-            kept = size * stream * -(-layers // 2) + inner * (layers // 2)
+            of_stage = size * stream * -(-layers // 2) + inner * (layers // 2)
             self.again = inner if layers % 2 else 0
-        self.inner, self.kept = inner, kept
+        self.inner, self.kept = inner, of_stage
         # One layer later a layer is freed; with every_other_layer the next one is computed again in its place.
-        self.freed = 0 if choice == "every_other_layer" else one
+        self.freed = 0 if choice == "every_other_layer" else of_layer
         # In the MLP: gradients of the product, of gate and up, and of the stream.
         self.temporary = size * (3 * mlp + hidden)
         self.last_norm = norm + size * hidden if self.stage.has_head else 0
@@ -205,13 +205,13 @@ class _Worker:
 
     def _memory(
         self, moment: str, *, reduced: int, unreduced_bytes: int, gathered: int, token_bytes: int, logits_bytes: int = 0
-    ) -> Memory:
+    ) -> MemoryEstimate:
         """Return the sum at one moment; `reduced` counts trained parameters whose gradients were reduced."""
         held = self.held if not self.shards else -(-self.held // self.shard)
         trained = self.trained if not self.shards else -(-self.trained // self.shard)
         reduced = reduced if not self.shards else -(-reduced // self.shard)
         on_device = 0 if self.offloaded else 1
-        return Memory(
+        return MemoryEstimate(
             parameters=on_device * _MASTER * held,
             gradients=on_device * _MASTER * reduced,
             unreduced=unreduced_bytes,
@@ -223,7 +223,7 @@ class _Worker:
             moment=moment,
         )
 
-    def moments(self) -> Iterator[Memory]:
+    def moments(self) -> Iterator[MemoryEstimate]:
         """Yield the memory at each moment that may be the peak."""
         yield from self._with_waiting(self.stage.waiting)
         if self.stage.waiting > 1:
@@ -244,19 +244,19 @@ class _Worker:
         """Return the bytes of whole gradients of earlier micro-batches while so many wait for their backward pass."""
         return _MASTER * self.trained if self.shards and self.accumulates and self.rounds > waiting else 0
 
-    def _with_waiting(self, waiting: int) -> Iterator[Memory]:
+    def _with_waiting(self, waiting: int) -> Iterator[MemoryEstimate]:
         """Yield the moments around the beginning of a backward pass."""
         earlier = self._earlier_bytes(waiting)
         # Without FSDP2, and if every micro-batch is reduced, gradients of earlier micro-batches are in `.grad`.
         reduced = self.trained if self.rounds > 1 and earlier == 0 and self.stage.waiting == 1 else 0
-        kept, head = self.kept * waiting, self.size * self.head
+        waiting_bytes, head = self.kept * waiting, self.size * self.head
         if self.stage.has_head:
             yield self._memory(
                 "loss",
                 reduced=reduced,
                 unreduced_bytes=earlier,
                 gathered=self.after_forward,
-                token_bytes=kept + self.last_norm,
+                token_bytes=waiting_bytes + self.last_norm,
                 logits_bytes=self.logits_bytes,
             )
         yield self._memory(
@@ -264,17 +264,17 @@ class _Worker:
             reduced=reduced,
             unreduced_bytes=earlier + head,
             gathered=self.in_backward,
-            token_bytes=kept + self.again + self.temporary,
+            token_bytes=waiting_bytes + self.again + self.temporary,
         )
         yield self._memory(
             "second layer",
             reduced=max(reduced, 0 if earlier else self.trained_layer),
             unreduced_bytes=earlier + head + self.flat_bytes,
             gathered=self.in_backward,
-            token_bytes=kept - self.freed + self.again + self.temporary,
+            token_bytes=waiting_bytes - self.freed + self.again + self.temporary,
         )
 
-    def _reduction(self) -> Memory:
+    def _reduction(self) -> MemoryEstimate:
         """Return the memory while the last gradients are summed over the workers."""
         if not self.shards:
             copied = _MASTER * self.trained if self.replicas > 1 else 0

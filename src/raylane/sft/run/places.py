@@ -29,7 +29,7 @@ def check_places(config: RunConfig) -> None:
                 "logger.log_dir": "a line is appended to metrics.jsonl at every step",
             }[key]
             raise ConfigError(f"{key}={local} must be a local folder: {why}. Set it to a path on this machine", key=key)
-    checked: list[tuple[str, str | None]] = [("data.train", one) for one in config.data.train_paths]
+    checked: list[tuple[str, str | None]] = [("data.train", path) for path in config.data.train_paths]
     checked += [
         ("data.validation", config.data.validation),
         ("policy.model_name", config.policy.model_name),

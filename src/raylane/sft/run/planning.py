@@ -14,7 +14,7 @@ from raylane.sft.config.layout import check_layout, check_model_folder, micro_ba
 from raylane.sft.data.mixing import open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
 from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
-from raylane.sft.run.memory import Memory, estimate_memory
+from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 
 if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
@@ -53,7 +53,7 @@ class RunPlan:
     validation_batches: int  # batches in one validation
     saves: int  # number of checkpoints in the whole run
     flops: float  # floating-point operations of matrix products, forward and backward, in the whole run
-    memory: Memory
+    memory: MemoryEstimate
     shape: ModelShape
     train: RowCount
     validation: RowCount | None
@@ -254,7 +254,7 @@ def _save(plan: RunPlan, config: RunConfig) -> str:
     return f"{plan.saves} times to {config.checkpointing.checkpoint_dir}, {_size(state)} each"
 
 
-def _memory(memory: Memory) -> str:
+def _memory(memory: MemoryEstimate) -> str:
     words = {"unreduced": "gradients not reduced yet", "shared": "memory shared by CPU workers"}
     used = {name: part for name, part in memory.parts.items() if part}
     parts = ", ".join(f"{words.get(name, name)} {_size(part)}" for name, part in used.items())

@@ -38,8 +38,8 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
     level = logging.WARNING
     if address == "local":
         # Ray counts logical CPUs. With fewer cores than workers the run is slow, but it must not wait forever.
-        wanted = cluster.num_workers * cluster.cpus_per_worker
-        cpus = max(wanted, os.cpu_count() or 1)
+        needed_cpus = cluster.num_workers * cluster.cpus_per_worker
+        cpus = max(needed_cpus, os.cpu_count() or 1)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
     else:
         _refuse_unreachable(address, source)

@@ -67,8 +67,8 @@ class RunRecord:
         if resumes:
             earlier = read_facts(run_dir)
             self._facts["more_warnings"] += earlier["more_warnings"]
-            found, self._facts["warnings"] = self._facts["warnings"], []
-            for warning in [*earlier["warnings"], *found]:
+            new_warnings, self._facts["warnings"] = self._facts["warnings"], []
+            for warning in [*earlier["warnings"], *new_warnings]:
                 self._keep(warning)
         else:
             self._old_size = _size(run_dir)

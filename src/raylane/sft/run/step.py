@@ -33,11 +33,11 @@ from raylane.sft.run.micro_batches import Division, FixedRows, cut_together, div
 from raylane.sft.run.on_device import on_device
 from raylane.workers.batch import BatchDict
 
-__all__ = ["Counts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "update"]
+__all__ = ["TokenCounts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "update"]
 
 
 @dataclass(frozen=True)
-class Counts:
+class TokenCounts:
     """Token counts of the global batch."""
 
     supervised: int
@@ -46,13 +46,13 @@ class Counts:
     """Number of tokens of documents, without padding."""
 
 
-def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> Counts:
+def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> TokenCounts:
     """Return the token counts of the global batch, by one small all-reduce."""
     tokens = (batch["document_ids"] >= 0).sum() if "document_ids" in batch else torch.tensor(batch["labels"].numel())
     both = torch.stack([(batch["labels"] != IGNORED).sum(), tokens]).to(device)
     dist.all_reduce(both)
     supervised, tokens = both.tolist()
-    return Counts(int(supervised) // dims.copies, int(tokens) // dims.copies)
+    return TokenCounts(int(supervised) // dims.copies, int(tokens) // dims.copies)
 
 
 def backward(
@@ -60,7 +60,7 @@ def backward(
     batch: BatchDict,
     how: Division,
     loss_fn: LossFunction,
-    counts: Counts,
+    counts: TokenCounts,
     device: torch.device,
     reduce_each: bool = False,
 ) -> float:
@@ -89,7 +89,7 @@ def _backward_each(
     batch: BatchDict,
     how: Division,
     loss_fn: LossFunction,
-    counts: Counts,
+    counts: TokenCounts,
     device: torch.device,
     reduce_each: bool,
 ) -> Tensor:
@@ -113,7 +113,7 @@ def _backward_each(
     return total
 
 
-def mean_loss(total: Tensor, counts: Counts, dims: ParallelDims) -> float:
+def mean_loss(total: Tensor, counts: TokenCounts, dims: ParallelDims) -> float:
     """Return the loss per supervised token of the global batch from the sums of the workers. Collective."""
     dist.all_reduce(total)
     return float(total) / dims.tp / max(1, counts.supervised)
@@ -165,7 +165,9 @@ def clip(model: RunModel, max_norm: float | None) -> float:
     # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
     if max_norm is not None and not float(norm) + 1e-6 < max_norm:
         # In place and without DTensor, which would refuse tensors of several meshes.
-        torch._foreach_mul_([own_part(one) for one in gradients], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(
+            [own_part(gradient) for gradient in gradients], torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        )
     return float(norm)
 
 

@@ -55,11 +55,11 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, dict[s
             del optimizer.state[parameter]
             continue
         values = optimizer.state[parameter]
-        for key, kept in state[parameter].items():
-            if isinstance(kept, Tensor):
-                own_part(values[key]).copy_(kept)
+        for key, before in state[parameter].items():
+            if isinstance(before, Tensor):
+                own_part(values[key]).copy_(before)
             else:
-                values[key] = kept
+                values[key] = before
 
 
 def _copies(values: dict[str, Any]) -> dict[str, Any]:

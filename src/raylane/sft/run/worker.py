@@ -36,7 +36,7 @@ from raylane.sft.model.supervised import RunModel, release_gathered
 from raylane.sft.parallel.mesh import ParallelDims, WorkerMesh
 from raylane.sft.parallel.sharded import own_part, whole
 from raylane.sft.run import selfcheck, step
-from raylane.sft.run.delivery import Copies
+from raylane.sft.run.delivery import FolderCopies
 from raylane.sft.run.edges import EdgeStep
 from raylane.sft.run.generation import generate
 from raylane.sft.run.micro_batches import Division, FixedRows, division
@@ -80,13 +80,13 @@ class SftWorker:
         """Time when the last step ended (`time.perf_counter` seconds); None if the worker did other work since."""
         self._read_ahead: ReadAhead[BatchDict] | None = None
         """Reader of the next step's rows while the current step computes; None before `setup`."""
-        self._copies = Copies()
+        self._copies = FolderCopies()
         self._open: _OpenStep | None = None
         """Step that has begun and not ended; it stays after an error, because gradients of it remain."""
         self._background: BackgroundSave | None = None
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
 
-    def use_copies(self, copies: Copies) -> None:
+    def use_copies(self, copies: FolderCopies) -> None:
         """Read data and model from these folders in the next `setup`."""
         self._copies = copies
 
@@ -120,8 +120,8 @@ class SftWorker:
         selfcheck.check_model(self._model, self._train, self._device, policy.precision, division(policy))
         parameters = list(self._model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
-        own = [p for p in parameters if p is not self._model.tied_copy]
-        numbers = torch.tensor([sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)])
+        counted = [p for p in parameters if p is not self._model.tied_copy]
+        numbers = torch.tensor([sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)])
         if self._mesh.pp_group is not None:
             dist.all_reduce(numbers, group=self._mesh.pp_group)
         return {
@@ -230,7 +230,7 @@ class SftWorker:
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         self._open = _OpenStep(number, started, time.perf_counter(), lr, undone)
         if undone:
-            self._open.kept.enter_context(state_kept(model, self._optimizer))
+            self._open.contexts.enter_context(state_kept(model, self._optimizer))
         seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
         if self._device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
@@ -247,14 +247,14 @@ class SftWorker:
         each = policy.dtensor_cfg.reduce_every_micro_batch
         return self._end_step(step.backward(model, batch, how, loss_fn, counts, self._device, each), counts)
 
-    def _end_step(self, loss: float, counts: step.Counts) -> dict[str, float]:
+    def _end_step(self, loss: float, counts: step.TokenCounts) -> dict[str, float]:
         """Update the weights, undo the step if it is a warm-up, and return its metrics.
 
         StepNotFiniteError if loss or gradient norm is not finite, unless such steps are skipped.
         """
         assert self._open is not None, "train_step comes first"
         opened = self._open
-        with opened.kept:
+        with opened.contexts:
             norm, finite = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
             self._open = None  # no gradients remain, whether finite or not
             if not finite and not self._config.sft.skip_nan_grad:
@@ -269,7 +269,7 @@ class SftWorker:
             skipped = {} if finite else {SKIPPED: 1.0}
             return {**self._metrics(opened, loss, norm, counts), **skipped}
 
-    def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.Counts) -> dict[str, float]:
+    def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.TokenCounts) -> dict[str, float]:
         """Return the metrics of a step that has ended."""
         done = time.perf_counter()
         # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
@@ -308,7 +308,7 @@ class SftWorker:
             batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
             supervised += step.count(batch, self._device, dims).supervised
             total += step.forward_only(self._model, batch, how, self._loss, self._device)
-        loss = step.mean_loss(total, step.Counts(supervised, 0), dims)
+        loss = step.mean_loss(total, step.TokenCounts(supervised, 0), dims)
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
@@ -330,17 +330,17 @@ class SftWorker:
         reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
         how = division(self._config.policy, micro_batch_size)
         loss = step.backward(self._model, data, how, self._loss, counts, self._device, reduce_each)
-        found = {}
+        by_name = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
-                found[name] = whole(gradient).detach().float().cpu()
+                by_name[name] = whole(gradient).detach().float().cpu()
         if self._mesh.pp_group is not None:
             of_stages: list[Any] = [None] * self._mesh.dims.pp
-            dist.all_gather_object(of_stages, found, group=self._mesh.pp_group)
-            found = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
+            dist.all_gather_object(of_stages, by_name, group=self._mesh.pp_group)
+            by_name = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
         self._optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
-        return loss, found
+        return loss, by_name
 
     @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
@@ -444,7 +444,7 @@ class _OpenStep:
     """Learning rate, before the scale of each group of parameters."""
     undone: bool
     """True for a warm-up, whose effects are undone at the end."""
-    kept: ExitStack = field(default_factory=ExitStack)
+    contexts: ExitStack = field(default_factory=ExitStack)
     """Contexts that the end of the step leaves."""
 
 
