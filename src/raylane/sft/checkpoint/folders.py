@@ -26,15 +26,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft.checkpoint.publishing import MARKER, publishing
+from raylane.sft.config.schema import CheckpointingConfig
 from raylane.sft.data import storage
 from raylane.sft.data.storage import Place
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import CheckpointingConfig
 
 __all__ = [
     "Saved",

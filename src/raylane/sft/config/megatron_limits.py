@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import PolicyConfig
+from raylane.sft.config.policy import PolicyConfig
 
 __all__ = ["MEGATRON_MODELS", "check_installed", "check_shape", "megatron_problems"]
 

@@ -57,7 +57,7 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
     if keys:
         yield "| key | type | default | meaning |\n|---|---|---|---|"
         for name, field in keys.items():
-            description = (field.description or "").replace("|", "\\|")
+            description = " ".join((field.description or "").split()).replace("|", "\\|")
             yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
         yield ""
     for name, field in model.model_fields.items():

@@ -26,7 +26,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 class Section(BaseModel):
     """Base class of every configuration section: frozen, and an undeclared key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     @model_validator(mode="after")
     def _no_null_characters(self) -> Section:

@@ -10,14 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, runs
+from raylane.sft.data.prepare import DataCounts, PreparedData
+from raylane.sft.data.rows import RowSource
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.prepare import DataCounts, PreparedData
-    from raylane.sft.data.rows import RowSource
 
 __all__ = ["Marks", "figures", "mark_document", "marks", "printable", "report", "sample"]
 

@@ -14,15 +14,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import TokenizerConfig
-    from raylane.sft.data.messages import Conversation
+from raylane.sft.config.policy import TokenizerConfig
+from raylane.sft.data.messages import Conversation
 
 __all__ = ["ChatTokenizer", "Encoded", "chatml_template", "runs", "template_text", "train_tokenizer"]
 

@@ -18,20 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raylane.errors import DataError
+from raylane.sft.config.policy import PolicyConfig
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.order import epoch_order
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
+from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import PolicyConfig
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.prepare import PreparedData
 
 __all__ = ["WeightedFiles", "open_rows", "open_training_rows", "pack_by_file"]
 

@@ -17,18 +17,16 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
 from raylane.sft.data.cache import write_cache
 from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
 
 __all__ = [
     "DataCounts",

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raylane.errors import CheckpointError
+from raylane.sft.config.policy import LoraConfig
 from raylane.sft.model.lora import adapted, fill
 from raylane.sft.parallel.sharded import whole
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import LoraConfig
 
 __all__ = ["Adapters", "adapter_names", "gather_adapters", "read_adapter", "write_adapter"]
 

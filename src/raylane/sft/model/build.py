@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.config.layout import DIVISIBLE_MODELS
+from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.model import attention, lora
 from raylane.sft.model.adapter_files import adapter_names, read_adapter
 from raylane.sft.model.hf_config import attention_implementation
@@ -30,13 +31,9 @@ from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import RunModel, StageModel, SupervisedModel
 from raylane.sft.parallel import tensor_parallel
 from raylane.sft.parallel.gradients import GradientSum
-from raylane.sft.parallel.mesh import keeps_gathered, shards_parameters
+from raylane.sft.parallel.mesh import WorkerMesh, keeps_gathered, shards_parameters
 from raylane.sft.parallel.stage_modules import keep_stage
 from raylane.sft.parallel.stages import own_stages
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import PolicyConfig
-    from raylane.sft.parallel.mesh import WorkerMesh
 
 __all__ = ["build_model", "read_weights"]
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.sft.config.keys import suggest
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import LoraConfig, PolicyConfig
+from raylane.sft.config.policy import LoraConfig, PolicyConfig
 
 __all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
 

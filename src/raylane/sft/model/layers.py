@@ -6,16 +6,14 @@ import importlib.util
 import os
 import shutil
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from raylane.errors import ConfigError
+from raylane.sft.config.policy import Checkpointing
 from raylane.sft.model import attention
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import Checkpointing
 
 __all__ = ["apply_checkpointing", "compile_layers", "decoder_layers"]
 

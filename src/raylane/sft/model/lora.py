@@ -20,14 +20,13 @@ from torch import Tensor, nn
 
 from raylane.errors import ConfigError
 from raylane.sft.config.keys import suggest
+from raylane.sft.config.policy import LoraConfig
 from raylane.sft.parallel.sharded import divided, whole
 from raylane.sft.parallel.stages import layer_ranges
 from raylane.sft.parallel.tensor_parallel import ROWS
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from raylane.sft.config.policy import LoraConfig
 
 __all__ = [
     "LoraLinear",

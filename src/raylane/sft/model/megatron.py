@@ -26,15 +26,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from raylane.errors import ConfigError
 from raylane.sft.config.megatron_limits import check_installed, check_shape
+from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.model import attention, megatron_weights
 from raylane.sft.model.supervised import SupervisedModel
+from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from raylane.sft.config.policy import PolicyConfig
-    from raylane.sft.parallel.mesh import WorkerMesh
 
 __all__ = ["MegatronModel"]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from raylane.sft.config.policy import MuonConfig
 from raylane.sft.parallel.sharded import divided, whole
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import MuonConfig
 
 __all__ = ["MuonAdamW", "orthogonalised"]
 

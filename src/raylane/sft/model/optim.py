@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from raylane.errors import ConfigError
+from raylane.sft.config.policy import OptimizerConfig, OptimizerGroup, SchedulerConfig
 from raylane.sft.model.muon import MuonAdamW
 from raylane.sft.model.supervised import RunModel
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import OptimizerConfig, OptimizerGroup, SchedulerConfig
 
 __all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
 

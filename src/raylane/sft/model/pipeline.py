@@ -5,7 +5,7 @@ torch.distributed.pipelining does the work, with any of its schedules. Made by `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from torch.distributed.pipelining.schedules import (
 from raylane.sft.data.rows import IGNORED
 from raylane.sft.model.loss import LossFunction
 from raylane.sft.model.supervised import RunModel, StageModel, stage_tensors
+from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
 from raylane.sft.parallel.stage_modules import merged
 from raylane.workers.batch import BatchDict
-
-if TYPE_CHECKING:
-    from raylane.sft.parallel.mesh import WorkerMesh
 
 __all__ = ["PipelinedModel"]
 

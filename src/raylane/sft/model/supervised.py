@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,8 @@ from raylane.errors import ConfigError
 from raylane.sft.model import attention
 from raylane.sft.model.loss import CrossEntropy, LossFunction
 from raylane.sft.parallel import tensor_parallel
+from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.workers.batch import BatchDict
-
-if TYPE_CHECKING:
-    from raylane.sft.parallel.mesh import WorkerMesh
 
 __all__ = ["OnHost", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered", "stage_tensors"]
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raylane.sft.config.policy import DTensorConfig, PolicyConfig
 from raylane.workers.sharding import NamedSharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from raylane.sft.config.policy import DTensorConfig, PolicyConfig
 
 __all__ = [
     "AXES",

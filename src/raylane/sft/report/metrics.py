@@ -17,12 +17,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from raylane.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import LoggerConfig
+from raylane.sft.config.schema import LoggerConfig
 
 __all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics", "read_notes", "read_samples"]
 

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from raylane.sft.config.layout import micro_batches
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.model.hf_config import ModelShape
 from raylane.sft.parallel.mesh import ParallelDims, keeps_gathered, shards_parameters, shares_gradients
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.model.hf_config import ModelShape
 
 __all__ = ["MemoryEstimate", "estimate_memory"]
 

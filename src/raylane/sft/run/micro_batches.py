@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raylane.sft.config.policy import PolicyConfig
 from raylane.workers.batch import BatchDict, plan_token_budget
-
-if TYPE_CHECKING:
-    from raylane.sft.config.policy import PolicyConfig
 
 __all__ = ["Division", "FixedRows", "TokenBudget", "cut_together", "divide", "division"]
 

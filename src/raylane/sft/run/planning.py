@@ -7,19 +7,16 @@ All functions are pure except `plan_run`, which prepares the data and reads the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import check_layout, check_model_folder, micro_batches
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.mixing import open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
+from raylane.sft.data.prepare import PreparedData
+from raylane.sft.model.hf_config import ModelShape
 from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
 from raylane.sft.run.memory import MemoryEstimate, estimate_memory
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.prepare import PreparedData
-    from raylane.sft.model.hf_config import ModelShape
 
 __all__ = ["RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
 

@@ -15,32 +15,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
 from raylane.sft.checkpoint import folders, state
+from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.config.load import build_config, dump
 from raylane.sft.config.megatron_limits import check_installed
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
-from raylane.sft.data.rows import IGNORED
+from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.rows import IGNORED, RowSource
 from raylane.sft.data.storage import Place
+from raylane.sft.model.loss import LossFunction
 from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES, ParallelDims
 from raylane.sft.parallel.passes import passes_of_step
 from raylane.sft.run import delivery
 from raylane.sft.run.worker import SAVE_ENDED, SftWorker
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
+from raylane.workers.dispatch import Pass
+from raylane.workers.future import GroupFuture
 from raylane.workers.group import WorkerOptions
-
-if TYPE_CHECKING:
-    from raylane.sft.checkpoint.folders import Saved
-    from raylane.sft.data.prepare import PreparedData
-    from raylane.sft.data.rows import RowSource
-    from raylane.sft.model.loss import LossFunction
-    from raylane.workers.dispatch import Pass
-    from raylane.workers.future import GroupFuture
 
 __all__ = ["Policy", "worker_options"]
 

@@ -6,15 +6,12 @@ Called by `trainer`; the workers generate (`generation`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import room_for_prompts
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.prepare import PreparedData
 
 __all__ = ["Prompts"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raylane.errors import DataError
 from raylane.sft.config.load import dump
@@ -22,9 +22,7 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.report.html import write_file
 from raylane.sft.report.metrics import METRICS_FILE
 from raylane.sft.report.page import FACTS_FILE, read_facts, write_report
-
-if TYPE_CHECKING:
-    from raylane.sft.run.sample import Sample
+from raylane.sft.run.sample import Sample
 
 __all__ = ["RunRecord"]
 

@@ -8,14 +8,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from raylane.errors import DataError, StepNotFiniteError
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import conversations_at
-
-if TYPE_CHECKING:
-    from raylane.sft.config.schema import RunConfig
-    from raylane.sft.data.rows import RowSource
+from raylane.sft.data.rows import RowSource
 
 __all__ = ["SkippedSteps", "with_rows"]
 
