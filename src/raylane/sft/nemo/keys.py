@@ -7,8 +7,9 @@ and `dialect` takes its error messages from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 __all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal", "rules_markdown"]
@@ -52,6 +53,8 @@ class Rule:
     key: str
     harmless: Callable[[Any], bool]
     """Returns True if the value requests nothing beyond what raylane does anyway."""
+    harmless_text: str
+    """Harmless values, for the documentation."""
     why_left_out: str
     why_refused: str = ""
     """Reason for refusing any other value, and the remedy; empty if every value is harmless."""
@@ -59,200 +62,27 @@ class Rule:
     """True if a run without the refused value would train another model."""
 
 
-_RL = "only reinforcement learning uses it"
-_ONE_WAY = "it is off"
-_GRPO = "raylane does supervised fine-tuning only"
+_HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "off": (_off, "off or empty"),
+    "true": (_on, "`true`"),
+    "1": (_one, "`1`"),
+    "any": (_anything, "any"),
+    "float32": (_float32, "empty or float32"),
+    "disabled": (_disabled, "empty or `enabled: false`"),
+    "force_hf": (_force_hf_only, "empty or only `force_hf`"),
+}
+"""Word for harmless values in rules.txt -> its predicate, and its text in the documentation."""
 
-RULES: tuple[Rule, ...] = (
-    # Whole configurations of other algorithms.
-    Rule("grpo", _off, _RL, _GRPO, changes_training=True),
-    Rule("dpo", _off, _RL, _GRPO, changes_training=True),
-    Rule("rm", _off, _RL, _GRPO, changes_training=True),
-    Rule("distillation", _off, _RL, _GRPO, changes_training=True),
-    # Sections that the SFT script of NeMo-RL does not read.
-    Rule("loss_fn", _anything, _RL),
-    Rule("env", _anything, _RL),
-    Rule(
-        "sft.only_unmask_final",
-        _off,
-        "every assistant message is supervised",
-        "set weight: 0 on all assistant messages but the last one in the data",
-        changes_training=True,
-    ),
-    # ------------------------------------------------------------------------------------------------------ policy
-    # Generation and log-probabilities, which a shared base file may configure.
-    Rule("policy.generation", _anything, _RL),
-    Rule("policy.generation_batch_size", _anything, _RL),
-    Rule("policy.logprob_batch_size", _anything, _RL),
-    Rule("policy.logprob_chunk_size", _anything, _RL),
-    Rule("policy.offload_optimizer_for_logprob", _anything, _RL),
-    Rule("policy.refit_buffer_size_gb", _anything, _RL),
-    # Features for other kinds of models; off in a plain language model.
-    Rule("policy.router_replay", _disabled, _RL, "it is not supported", changes_training=True),
-    Rule("policy.reward_model_cfg", _disabled, _RL, _GRPO, changes_training=True),
-    Rule("policy.draft", _disabled, "no draft model", "draft models are not supported", changes_training=True),
-    Rule("policy.is_vlm", _off, "a text model", "only text models can be trained", changes_training=True),
-    Rule(
-        "policy.dequantize_base_checkpoint",
-        _off,
-        "the checkpoint is not quantized",
-        "quantized checkpoints cannot be read; convert the model first",
-        changes_training=True,
-    ),
-    *(
-        Rule(f"policy.{name}", _off, "no quantization", "quantization is not supported", changes_training=True)
-        for name in (
-            "quant_cfg",
-            "quant_calib_data",
-            "quant_calib_size",
-            "quant_batch_size",
-            "quant_sequence_length",
-            "disable_modelopt_layer_spec",
-        )
-    ),
-    *(
-        Rule(
-            key, _off, "none is named", "Megatron checkpoints cannot be read; convert the model", changes_training=True
-        )
-        for key in ("policy.pretrained_checkpoint", "checkpointing.pretrained_checkpoint")
-    ),
-    # Parallelism: a value of 1 or false is what raylane does. Other values change the speed, not the model.
-    Rule("policy.dtensor_cfg.enabled", _on, "FSDP2 is always on", "it is always on; remove it"),
-    Rule("policy.dtensor_cfg._v2", _anything, "there is one FSDP2 backend"),
-    Rule(
-        "policy.dtensor_cfg.expert_parallel_size", _one, _ONE_WAY, "expert parallelism is not supported yet; remove it"
-    ),
-    Rule("policy.dtensor_cfg.moe_parallelizer", _off, _ONE_WAY, "expert parallelism is not supported yet; remove it"),
-    Rule("policy.dtensor_cfg.custom_parallel_plan", _off, _ONE_WAY, "FSDP2 wraps each layer; remove it"),
-    Rule("policy.dtensor_cfg.lora_cfg.use_triton", _anything, "the numbers are the same"),
-    Rule("policy.dtensor_cfg.lora_cfg.lora_dtype", _float32, "adapters are float32", "adapters are float32; remove it"),
-    Rule(
-        "policy.dtensor_cfg.automodel_kwargs",
-        _force_hf_only,
-        "models are loaded by transformers",
-        "models are loaded by transformers, not by Automodel; remove it",
-    ),
-    Rule("policy.dtensor_cfg.clear_cache_every_n_steps", _anything, "the memory cache is not cleared"),
-    # Megatron-core (policy.megatron_cfg.enabled). If it is off, `translate` leaves out the whole section.
-    *(
-        Rule(f"policy.megatron_cfg.{name}", _one, _ONE_WAY, "only dense models can be trained; remove it")
-        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    ),
-    *(
-        Rule(f"policy.megatron_cfg.{name}", _off, _ONE_WAY, "raylane has no pipeline of Megatron; remove it")
-        for name in (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "virtual_pipeline_model_parallel_size",
-        )
-    ),
-    Rule(
-        "policy.megatron_cfg.peft",
-        _disabled,
-        "no adapters",
-        "adapters are trained with raylane's own layers; set policy.dtensor_cfg.lora_cfg and "
-        "policy.megatron_cfg.enabled=false",
-        changes_training=True,
-    ),
-    Rule("policy.megatron_cfg.fp8_cfg", _disabled, "no fp8", "fp8 is not supported; remove it", changes_training=True),
-    *(
-        Rule(f"policy.megatron_cfg.{name}", _anything, "dense models have no experts")
-        for name in (
-            "freeze_moe_router",
-            "moe_aux_loss_coeff",
-            "moe_enable_deepep",
-            "moe_per_layer_logging",
-            "moe_permute_fusion",
-            "moe_router_bias_update_rate",
-            "moe_router_dtype",
-            "moe_router_load_balancing_type",
-            "moe_shared_expert_overlap",
-            "moe_token_dispatcher_type",
-        )
-    ),
-    *(
-        Rule(f"policy.megatron_cfg.{name}", _anything, "it changes the speed, not the numbers")
-        for name in (
-            "apply_rope_fusion",
-            "bias_activation_fusion",
-            "defer_fp32_logits",
-            "distributed_data_parallel_config",
-            "empty_unused_memory_level",
-            "force_overwrite_initial_ckpt",
-            "pipeline_dtype",
-        )
-    ),
-    Rule("policy.megatron_cfg.converter_type", _anything, "the model type of the folder decides"),
-    Rule("policy.megatron_cfg.train_iters", _anything, "sft.max_num_steps decides"),
-    Rule("policy.dynamic_batching.logprob_mb_tokens", _anything, _RL),
-    Rule("policy.sequence_packing.microbatch_order", _anything, "the order of the rows is fixed by sft.seed"),
-    Rule("policy.sequence_packing.logprob_mb_tokens", _anything, _RL),
-    # fastokens is a faster tokenizer with the same result.
-    Rule("policy.tokenizer.use_fastokens", _anything, "the tokens are the same"),
-    *(
-        Rule(f"policy.tokenizer.{name}", _off, "text only", "only text models can be trained", changes_training=True)
-        for name in ("audio", "video", "use_processor")
-    ),
-    # -------------------------------------------------------------------------------------------------------- data
-    Rule("data.num_workers", _anything, "data is tokenised once into a cache"),
-    Rule("data.seed", _anything, "the order of the data depends on sft.seed"),
-    # NeMo-RL adds these tokens where the template did not (llm_message_utils.get_formatted_message_log).
-    Rule("data.add_bos", _anything, "the chat template decides"),
-    Rule("data.add_eos", _anything, "the chat template decides; a run without supervised end tokens is refused"),
-    Rule("data.add_generation_prompt", _anything, "{% generation %} in the chat template marks what is supervised"),
-    Rule("data.use_multiple_dataloader", _off, _RL, "it is not supported; remove it"),
-    Rule("data.num_prompts_per_dataloader", _anything, _RL),
-    Rule("data.custom_dataloader", _off, _RL, "it is not supported; remove it", changes_training=True),
-    Rule(
-        "data.add_system_prompt",
-        _off,
-        "no system prompt is added",
-        "put the system prompt into the data, as a message with role system",
-        changes_training=True,
-    ),
-    # ----------------------------------------------------------------------------------------------- checkpointing
-    # A time limit that is ignored would lose work, so it is refused.
-    Rule(
-        "checkpointing.checkpoint_must_save_by",
-        _off,
-        "no time limit is set",
-        "send SIGTERM when time is up: the run saves and ends",
-    ),
-    Rule("checkpointing.ft_save_period", _off, "no second period is set", "use checkpointing.save_period"),
-    Rule("checkpointing.model_save_format", _anything, "weights are saved as safetensors"),
-    Rule("checkpointing.model_cache_dir", _anything, "nothing is downloaded"),
-    Rule("checkpointing.model_repo_id", _anything, "nothing is downloaded"),
-    *(
-        Rule(
-            f"checkpointing.{name}",
-            _off,
-            "policy.dtensor_cfg.lora_cfg decides",
-            "set policy.dtensor_cfg.lora_cfg instead",
-            changes_training=True,
-        )
-        for name in ("is_peft", "peft_config")
-    ),
-    # ------------------------------------------------------------------------------------------- logger and cluster
-    Rule("logger.mlflow_enabled", _off, "MLflow is off", "MLflow is not supported; metrics.jsonl is always written"),
-    Rule("logger.mlflow", _anything, "MLflow is not supported"),
-    Rule("logger.swanlab_enabled", _off, "SwanLab is off", "SwanLab is not supported; metrics.jsonl is always written"),
-    Rule("logger.swanlab", _anything, "SwanLab is not supported"),
-    Rule("logger.tensorboard", _anything, "TensorBoard files are in logger.log_dir/tensorboard"),
-    # Watching a run less closely does not change it, so these are ignored even if they request something.
-    Rule("logger.monitor_gpus", _anything, "GPUs are not monitored"),
-    Rule("logger.gpu_monitoring", _anything, "GPUs are not monitored"),
-    Rule("logger.num_val_samples_to_print", _anything, "one sample answer is printed at the end"),
-    Rule(
-        "cluster.segment_size",
-        _off,
-        "workers are placed without regard to NVLink domains",
-        "placement by NVLink domain is not supported; remove it",
-    ),
-    # Ports of the rendezvous; raylane lets the operating system choose free ones.
-    Rule("cluster.master_port_range_low", _anything, "the operating system chooses ports"),
-    Rule("cluster.master_port_range_high", _anything, "the operating system chooses ports"),
-)
-"""Keys that are left out or refused. A rule for a section covers all keys below it."""
+
+def _read_rules() -> Iterator[Rule]:
+    for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            key, word, left_out, refused, model = [*line.split(" | "), "", ""][:5]
+            yield Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
+
+
+RULES = tuple(_read_rules())
+"""Keys that are left out or refused, from rules.txt. A rule for a section covers all keys below it."""
 
 RENAMES = {
     "checkpointing.save_consolidated": "checkpointing.save_hf",
@@ -301,23 +131,12 @@ _SECTIONS = ("data.train.", "data.validation.", "policy.megatron_cfg.")
 """Beginnings of keys in sections that NeMo-RL has, and raylane has as single values or with other keys."""
 
 
-_WORDS: dict[Callable[[Any], bool], str] = {
-    _off: "off or empty",
-    _on: "`true`",
-    _one: "`1`",
-    _anything: "any",
-    _float32: "empty or float32",
-    _disabled: "empty or `enabled: false`",
-    _force_hf_only: "empty or only `force_hf`",
-}
-
-
 def rules_markdown() -> str:
     """Return the table of rules and renamed keys for the documentation."""
     lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
     lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
     for rule in RULES:
-        lines.append(f"| `{rule.key}` | {_WORDS[rule.harmless]} | left out: {rule.why_left_out} |")
+        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
         if rule.why_refused:
             lines.append(f"| | other | refused: {rule.why_refused} |")
     return "\n".join(lines)
