@@ -16,8 +16,7 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.sft.report.html import escape
-from raylane.sft.report.page import read_facts, write_report
+from raylane.sft.report.page import escape, read_facts, write_report
 from raylane.sft.report.series import MAX_POINTS, thin
 from raylane.sft.run.record import RunRecord
 from raylane.sft.run.sample import Sample

@@ -6,23 +6,31 @@ run and long after it. With matplotlib the page has plots, otherwise tables. Cal
 
 from __future__ import annotations
 
+import base64
+import html
 import importlib.util
 import json
 import math
+import os
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import yaml
+from markupsafe import Markup
+
 from raylane.errors import DataError
 from raylane.sft.config.load import differences
-from raylane.sft.report.html import escape, page, picture, table, write_file
 from raylane.sft.report.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
 from raylane.sft.report.series import MAX_POINTS, TIMES, Records, thin
 
-__all__ = ["FACTS_FILE", "REPORT_FILE", "read_facts", "write_report"]
+__all__ = ["FACTS_FILE", "REPORT_FILE", "escape", "read_facts", "write_file", "write_report"]
 
 REPORT_FILE, FACTS_FILE = "report.html", "report.json"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _MAX_ROWS = 30
 _MAX_ANSWERS = 5
 _COLUMNS = {
@@ -67,19 +75,53 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
         raise DataError(f"cannot draw a report: {run_dir / METRICS_FILE} holds no train:loss and no val:loss")
     # The folder may have been copied from elsewhere or damaged; the numbers are worth showing without the facts.
     facts = read_facts(run_dir)
-    title = f"Run {run_dir.resolve()}"
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        table(_summary(records, facts)),
-        *_curves(records),
-        *_events(notes, facts),
-        *_answers(answers),
-        *_sample(facts["sample"]),
-        *_configuration(facts["config"]),
-    ]
+    document = facts["config"] if isinstance(facts["config"], dict) else None
+    plots, note = _plots(records)
+    text = (
+        _environment()
+        .get_template("page.jinja")
+        .render(
+            title=f"Run {run_dir.resolve()}",
+            summary=_summary(records, facts),
+            plots=plots,
+            note=note,
+            steps=[] if plots else _steps(records),
+            columns=[*{**_COLUMNS, **TIMES}.values()],
+            notes=[(figure(step), text) for step, text in notes],
+            facts=facts,
+            answers=_answers(answers),
+            changed=document and yaml.safe_dump(differences(document), sort_keys=False),
+            whole=document and yaml.safe_dump(document, sort_keys=False),
+        )
+    )
     path = run_dir / REPORT_FILE if out is None else Path(out)
-    write_file(path, page(title, parts))
+    write_file(path, text)
     return path
+
+
+def _environment() -> jinja2.Environment:
+    """Return the environment of the page: every value in it is escaped, whoever wrote the template."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escape(value)),
+        trim_blocks=True,
+    )
+
+
+def escape(text: object) -> str:
+    """Return text for use in HTML, with control characters replaced: they could hide or reverse parts of it."""
+    return html.escape(_CONTROL.sub("\ufffd", str(text)))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file as a whole: readers see the old or the new content, and a symbolic link is replaced itself."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of an earlier process with the same number
+    # O_EXCL also refuses a symbolic link that someone else put there.
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
+    draft.replace(path)
 
 
 def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -110,88 +152,41 @@ def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _curves(records: Records) -> list[str]:
-    """Return the plots, or a table if matplotlib is missing or fails."""
+def _plots(records: Records) -> tuple[list[tuple[str, str]], str]:
+    """Return (title, SVG in base64) of each plot and a note; no plots if matplotlib is missing or fails."""
     try:
         if importlib.util.find_spec("matplotlib") is None:
-            reason = "Install matplotlib to see plots here: pip install 'raylane[report]', then `raylane report`."
-        else:
-            from raylane.sft.report.plots import draw
+            return [], "Install matplotlib to see plots here: pip install 'raylane[report]', then `raylane report`."
+        from raylane.sft.report.plots import draw
 
-            drawn = draw({name: thin(records, name) for name in (*_COLUMNS, *TIMES)})
-            pictures = [picture(svg, title) for title, svg in drawn]
-            if len(records) > MAX_POINTS:
-                note = (
-                    f"Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
-                )
-                pictures.append(f'<p class="note">{note}</p>')
-            return pictures
+        drawn = draw({name: thin(records, name) for name in (*_COLUMNS, *TIMES)})
     except Exception as error:  # an unusable installation; the table shows the same numbers
-        reason = f"matplotlib could not draw the plots: {error!r}"
-    return [f'<p class="note">{escape(reason)}</p>', _table_of_steps(records)]
+        return [], f"matplotlib could not draw the plots: {error!r}"
+    note = f"Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
+    return [(title, base64.b64encode(svg).decode()) for title, svg in drawn], note if len(records) > MAX_POINTS else ""
 
 
-def _table_of_steps(records: Records) -> str:
-    """Return the metrics as a table of at most _MAX_ROWS rows, with means over groups of steps."""
+def _steps(records: Records) -> list[list[str]]:
+    """Return the metrics as at most _MAX_ROWS rows, with means over groups of steps."""
     last = max(record["step"] for record in records)
     size = max(1, math.ceil(last / _MAX_ROWS))
     # By step and not by record: validations have records of their own.
     groups: dict[int, list[dict[str, float]]] = {}
     for record in records:
         groups.setdefault(math.ceil(record["step"] / size), []).append(record)
-    columns = {**_COLUMNS, **TIMES}
     rows = []
     for number, group in sorted(groups.items()):
-        cells = [figure(min(number * size, last))]
-        for name in columns:
-            series = thin(group, name, 1)
-            cells.append("" if series is None else figure(series.mean[0]))
-        rows.append(cells)
-    return table(rows, ["up to step", *columns.values()])
+        series = [thin(group, name, 1) for name in (*_COLUMNS, *TIMES)]
+        means = ["" if metric is None else figure(metric.mean[0]) for metric in series]
+        rows.append([figure(min(number * size, last)), *means])
+    return rows
 
 
-def _events(notes: Sequence[tuple[int, str]], facts: dict[str, Any]) -> list[str]:
-    """Return the sections on restarts and other events, and on warnings."""
-    parts = []
-    if notes:
-        rows = [(figure(step), text) for step, text in notes]
-        parts += ["<h2>Restarts and other events</h2>", table(rows, ["step", "event"])]
-    if facts["warnings"]:
-        rows = [(warning["time"], warning["text"]) for warning in facts["warnings"]]
-        parts += ["<h2>Warnings</h2>", table(rows, ["time", "warning"])]
-    if facts["more_warnings"]:
-        parts.append(f"<p>{facts['more_warnings']:,} more warnings are not shown.</p>")
-    return parts
-
-
-def _answers(answers: Sequence[tuple[int, str, str]]) -> list[str]:
+def _answers(answers: Sequence[tuple[int, str, str]]) -> dict[str, list[tuple[str, str]]]:
     """Return the answers during the run: for each question the first ones and the last ones."""
-    if not answers:
-        return []
-    parts = ["<h2>Answers during the run</h2>"]
-    for prompt in dict.fromkeys(prompt for _, prompt, _ in answers):
-        rows = [(figure(step), answer) for step, asked, answer in answers if asked == prompt]
-        shown = rows if len(rows) <= 2 * _MAX_ANSWERS else [*rows[:_MAX_ANSWERS], ("...", ""), *rows[-_MAX_ANSWERS:]]
-        parts += [f"<p>asked</p><pre>{escape(prompt)}</pre>", table(shown, ["step", "answer"])]
-    return parts
-
-
-def _sample(sample: Any) -> list[str]:
-    if not isinstance(sample, dict):
-        return []
-    prompt, answer = (escape(sample.get(name, "")) for name in ("prompt", "answer"))
-    return ["<h2>Sample answer</h2>", f"<p>asked</p><pre>{prompt}</pre><p>answered</p><pre>{answer}</pre>"]
-
-
-def _configuration(document: Any) -> list[str]:
-    """Return the configuration: the keys that differ from the defaults, and all keys to unfold."""
-    if not isinstance(document, dict):
-        return []
-    import yaml
-
-    changed, whole = (escape(yaml.safe_dump(tree, sort_keys=False)) for tree in (differences(document), document))
-    return [
-        "<h2>Configuration</h2>",
-        f"<p>Keys that differ from the defaults:</p><pre>{changed}</pre>",
-        f"<details><summary>All keys</summary><pre>{whole}</pre></details>",
-    ]
+    by_prompt: dict[str, list[tuple[str, str]]] = {}
+    for step, prompt, answer in answers:
+        by_prompt.setdefault(prompt, []).append((figure(step), answer))
+    for rows in by_prompt.values():
+        rows[_MAX_ANSWERS:-_MAX_ANSWERS] = [("...", "")] if len(rows) > 2 * _MAX_ANSWERS else []
+    return by_prompt

@@ -19,9 +19,8 @@ from typing import Any
 from raylane.errors import DataError
 from raylane.sft.config.load import dump
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.report.html import write_file
 from raylane.sft.report.metrics import METRICS_FILE
-from raylane.sft.report.page import FACTS_FILE, read_facts, write_report
+from raylane.sft.report.page import FACTS_FILE, read_facts, write_file, write_report
 from raylane.sft.run.sample import Sample
 
 __all__ = ["RunRecord"]
