@@ -22,7 +22,7 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.data.prepare import DataCounts, PreparedData, fit, prepare, warnings
+from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, fit, prepare, warnings
 from raylane.sft.data.rows import IGNORED
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
@@ -105,7 +105,7 @@ def test_a_second_call_finds_the_first_ones_work(tmp_path: Path) -> None:
 
 def test_it_survives_json(tmp_path: Path) -> None:
     prepared = prepare(made(tmp_path, data={"validation_fraction": 0.3}))
-    assert PreparedData.from_json(json.loads(json.dumps(prepared.to_json()))) == prepared
+    assert PREPARED.validate_json(PREPARED.dump_json(prepared)) == prepared
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,8 @@ def explain(error: ValidationError, source: str) -> str:
     for problem in error.errors(include_url=False):
         path = ".".join(str(part) for part in problem["loc"]) or "the configuration"
         message = problem["msg"].removeprefix("Value error, ")
-        input_note = "" if problem["type"] in ("missing", "value_error") else f" (given: {problem['input']!r})"
+        input_note = (
+            "" if problem["type"] in ("missing", "value_error", "json_invalid") else f" (given: {problem['input']!r})"
+        )
         lines.append(f"{path}: {message}{input_note}")
     return f"{source}: " + "; ".join(lines)

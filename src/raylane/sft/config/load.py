@@ -6,9 +6,10 @@ configuration themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined, to_jsonable_python
@@ -16,27 +17,25 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 from raylane.errors import ConfigError
 from raylane.sft.config import keys, layout, overrides
 from raylane.sft.config.interpolation import interpolate
+from raylane.sft.config.keys import Reason
 from raylane.sft.config.schema import RunConfig
 
 __all__ = ["Dialect", "build_config", "differences", "dump", "load_config"]
 
 
-class Dialect(Protocol):
-    """Keys of another program that files and overrides may have besides raylane's own (`nemo.dialect`)."""
+@dataclass(frozen=True)
+class Dialect:
+    """Keys of another program that files and overrides may have besides raylane's own (`nemo.dialect.NEMO_RL`)."""
 
-    def has(self, key: str) -> bool:
-        """Return True for a dotted key of that program which raylane's schema lacks, or has with another meaning."""
+    has: Callable[[str], bool]
+    """Returns True for a dotted key of that program which raylane's schema lacks, or has with another meaning."""
+    reason: Reason
+    """Returns the reason why raylane's schema lacks a key of that program, None for any other key."""
+    read: Callable[[Mapping[str, Any], Mapping[str, Any], str], tuple[dict[str, Any], list[str]]]
+    """Returns a document with raylane's keys, without `${...}`, and the requests that raylane cannot meet.
 
-    def reason(self, key: str) -> str | None:
-        """Return the reason why raylane's schema lacks a key, None if that program lacks the key too."""
-
-    def read(
-        self, document: Mapping[str, Any], file: Mapping[str, Any], source: str
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return a document with raylane's keys, without `${...}`, and the requests that raylane cannot meet.
-
-        `document` is `file` with overrides applied; `source` names the file in messages.
-        """
+    Its arguments: the document with overrides applied, the document of the file, and the name of the file.
+    """
 
 
 def load_config(path: str | Path, override_words: Sequence[str] = (), dialect: Dialect | None = None) -> RunConfig:

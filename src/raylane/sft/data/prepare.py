@@ -15,13 +15,15 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from raylane.errors import ConfigError, DataError
+from raylane.sft.config.keys import explain
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
 from raylane.sft.data.cache import write_cache
@@ -48,13 +50,19 @@ MASK_CHECKS = 1000
 
 
 @dataclass
-class DataCounts:
-    """Statistics of one set of conversations. Token counts refer to the documents that are kept."""
+class FileCounts:
+    """Statistics of one file of training data, without its conversations held out for validation."""
 
     conversations: int = 0  # conversations read
     documents: int = 0  # documents kept; more than conversations if over-long ones were split
     tokens: int = 0  # tokens of all documents
     supervised: int = 0  # tokens with a loss
+
+
+@dataclass
+class DataCounts(FileCounts):
+    """Statistics of one set of conversations. Token counts refer to the documents that are kept."""
+
     turns: int = 0  # assistant turns read
     ended_turns: int = 0  # assistant turns whose end token is supervised
     truncated: int = 0  # conversations whose tail was cut off
@@ -75,16 +83,6 @@ class DataCounts:
         return 100.0 * self.supervised / self.tokens if self.tokens else 0.0
 
 
-@dataclass
-class FileCounts:
-    """Statistics of one file of training data, without its conversations held out for validation."""
-
-    conversations: int = 0  # conversations read
-    documents: int = 0  # documents kept; those of one file are consecutive in the cache
-    tokens: int = 0  # tokens of all documents
-    supervised: int = 0  # tokens with a loss
-
-
 @dataclass(frozen=True)
 class PreparedData:
     """Result of `prepare`: absolute folders, and facts about the tokenizer."""
@@ -98,32 +96,9 @@ class PreparedData:
     report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
     files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the value as JSON types; `from_json` is the inverse."""
-        plain = asdict(self)
-        for name in ("tokenizer_dir", "train", "validation"):
-            plain[name] = None if plain[name] is None else str(plain[name])
-        return plain
 
-    @classmethod
-    def from_json(cls, plain: dict[str, Any]) -> PreparedData:
-        """Return the value that `to_json` was called on. Unknown counts are ignored."""
-        known = {entry.name for entry in fields(DataCounts)}
-        report = {
-            name: DataCounts(**{key: value for key, value in counts.items() if key in known})
-            for name, counts in plain["report"].items()
-        }
-        validation = None if plain["validation"] is None else Path(plain["validation"])
-        return cls(
-            tokenizer_dir=Path(plain["tokenizer_dir"]),
-            train=Path(plain["train"]),
-            validation=validation,
-            vocab_size=plain["vocab_size"],
-            pad_id=plain["pad_id"],
-            end_ids=tuple(plain["end_ids"]),
-            report=report,
-            files=tuple(FileCounts(**counts) for counts in plain["files"]),
-        )
+PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
+"""Conversion of `PreparedData` to JSON and back; unknown counts are ignored."""
 
 
 # ------------------------------------------------------------------------------------------- fitting, pure
@@ -192,10 +167,7 @@ def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
-        prepared = PreparedData.from_json(json.loads(done.read_text(encoding="utf-8")))
-        numbers = (prepared.vocab_size, prepared.pad_id, *prepared.end_ids)
-        if not all(isinstance(number, int) for number in numbers):
-            raise TypeError(f"vocab_size, pad_id and end_ids are {numbers}")
+        prepared = PREPARED.validate_json(done.read_bytes(), strict=True)
         # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
         return replace(
             prepared,
@@ -203,8 +175,9 @@ def read_prepared(done: Path) -> PreparedData:
             train=folder / "train",
             validation=None if prepared.validation is None else folder / "validation",
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{done} is damaged: {error!r}. Delete {folder} and run again") from error
+    except (OSError, ValidationError) as error:
+        reason = explain(error, "its content") if isinstance(error, ValidationError) else str(error)
+        raise DataError(f"{done} is damaged: {reason}. Delete {folder} and run again") from error
 
 
 def _data_paths(config: RunConfig) -> list[str]:
@@ -294,7 +267,7 @@ def _build(config: RunConfig, folder: Path, sources: str) -> None:
                 f"the data files ({', '.join(_data_paths(config))}) changed while they were read. Run the command "
                 "again when they are complete"
             )
-        (draft / "prepared.json").write_text(json.dumps(prepared.to_json(), indent=2), encoding="utf-8")
+        (draft / "prepared.json").write_bytes(PREPARED.dump_json(prepared, indent=2))
         try:
             draft.rename(folder)
         except OSError:  # the folder exists if another builder was first; its content is the same
@@ -476,38 +449,25 @@ def _fit_and_count(
 
 def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:
     """Return sentences about the data that a user should know before training. Pure."""
+    limit = config.policy.max_total_sequence_length
     texts = []
     for name, c in prepared.report.items():
-        limit = config.policy.max_total_sequence_length
-        if c.truncated:
-            texts.append(
-                f"{name}: {c.truncated} of {c.conversations} conversations are longer than {limit} tokens and lose "
-                f"their tail, {c.cut_tokens} tokens in all (longest: {c.longest}); data.overlong=split keeps them"
-            )
-        if c.dropped:
-            texts.append(
-                f"{name}: {c.dropped} of {c.conversations} conversations are longer than {limit} tokens; dropped"
-            )
-        if c.emptied:
-            texts.append(
-                f"{name}: {c.emptied} conversations or pieces are left out: cut at {limit} tokens, nothing supervised "
-                "remains in them; a larger policy.max_total_sequence_length keeps them"
-            )
-        if c.unsupervised:
-            texts.append(f"{name}: {c.unsupervised} conversations in which nothing is supervised are left out")
-        if c.ended_turns < c.turns:
-            texts.append(f"{name}: {c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token")
-        if c.control_tokens:
-            texts.append(f"{name}: {c.control_tokens} conversations contain special tokens as text")
-        if c.repeated:
-            texts.append(
-                f"{name}: {c.repeated} of {c.conversations} conversations repeat an earlier one and are trained on too"
-            )
-        if c.reasoning_left_out:
-            texts.append(
-                f"{name}: {c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat "
-                "template does not include, so it is not learned"
-            )
-        if c.also_in_train:
-            texts.append(f"{name}: {c.also_in_train} of {c.conversations} conversations are also in the training data")
+        of_all = f"of {c.conversations} conversations"
+        counted = {
+            f"{c.truncated} {of_all} are longer than {limit} tokens and lose their tail, {c.cut_tokens} tokens in all "
+            f"(longest: {c.longest}); data.overlong=split keeps them": c.truncated,
+            f"{c.dropped} {of_all} are longer than {limit} tokens; dropped": c.dropped,
+            f"{c.emptied} conversations or pieces are left out: cut at {limit} tokens, nothing supervised remains in "
+            "them; a larger policy.max_total_sequence_length keeps them": c.emptied,
+            f"{c.unsupervised} conversations in which nothing is supervised are left out": c.unsupervised,
+            f"{c.turns - c.ended_turns} of {c.turns} assistant turns have no supervised end token": (
+                c.turns - c.ended_turns
+            ),
+            f"{c.control_tokens} conversations contain special tokens as text": c.control_tokens,
+            f"{c.repeated} {of_all} repeat an earlier one and are trained on too": c.repeated,
+            f"{c.reasoning_left_out} conversations have reasoning (reasoning_content) that the chat template does not "
+            "include, so it is not learned": c.reasoning_left_out,
+            f"{c.also_in_train} {of_all} are also in the training data": c.also_in_train,
+        }
+        texts += [f"{name}: {text}" for text, count in counted.items() if count > 0]
     return texts
