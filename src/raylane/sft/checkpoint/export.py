@@ -63,7 +63,8 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     if out.exists():
         raise ConfigError(f"{out} exists already. Name a folder that does not exist with --out")
     saved = folders.read(path)
-    config = _config_of(saved)
+    plain = {key: value for key, value in saved.config.items() if key not in folders.NOT_CONFIGURED}
+    config = build_config(plain, source=f"{saved.path}/run.json")
     folders.refuse_other_owner(path, config.checkpointing)
     source = _source(saved, config)
     causal_lm = _on_meta(source.hf_config, config)
@@ -89,12 +90,6 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return out
-
-
-def _config_of(saved: Saved) -> RunConfig:
-    """Return the configuration of the run that wrote a checkpoint."""
-    plain = {key: value for key, value in saved.config.items() if key not in folders.NOT_CONFIGURED}
-    return build_config(plain, source=f"{saved.path}/run.json")
 
 
 def _source(saved: Saved, config: RunConfig) -> _Source:

@@ -105,7 +105,12 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         to_do.append(str(error).removeprefix(f"{path}: "))
     changed = differences(plain)
     changed.setdefault("data", {})["train"] = data["train"]
-    return ImportedConfig(_sorted(changed), tuple(dict.fromkeys(to_do)), tuple(refused), translation.notes)
+    return ImportedConfig(
+        {key: changed[key] for key in RunConfig.model_fields if key in changed},
+        tuple(dict.fromkeys(to_do)),
+        tuple(refused),
+        translation.notes,
+    )
 
 
 def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
@@ -163,8 +168,3 @@ def _local_problems(document: Mapping[str, Any]) -> list[str]:
             "need: put these marks around the assistant's text and its end token, or set it to chatml or llama3"
         )
     return problems
-
-
-def _sorted(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections in the order of the schema."""
-    return {key: document[key] for key in RunConfig.model_fields if key in document}

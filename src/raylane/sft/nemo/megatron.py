@@ -64,24 +64,19 @@ def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any])
             "AdamW does not; set it to true"
         )
     for key, value in section.items():
-        _check_key(key, value)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        if key in _OFF and value:
+            raise ValueError(f"{key}={shown}: {_OFF[key]}")
+        if key in _FLOAT32 and str(value or "float32").rpartition(".")[2] not in ("float32", "fp32"):
+            raise ValueError(f"{key}={shown}: gradients, weights and averages are float32; remove it")
+        if key not in {*_TRANSLATED, *_HARMLESS, *_FLOAT32, *_OFF, "decoupled_weight_decay"}:
+            raise ValueError(f"{key}={shown}: this key is not known, so its effect would be lost; remove it")
     kwargs = {new: section[old] for old, new in _ARGUMENTS.items() if section.get(old) is not None}
     if (decay := _weight_decay(section, scheduler)) is not None:
         kwargs["weight_decay"] = decay
     betas = [section.get("adam_beta1", 0.9), section.get("adam_beta2", 0.999)]
     # Megatron-core decays no biases and no norms.
     return {"name": "adamw", "weight_decay_on": "matrices", "kwargs": {**kwargs, "betas": betas}}
-
-
-def _check_key(key: str, value: Any) -> None:
-    """Raise ValueError if a key of the optimizer has an effect that raylane cannot reproduce."""
-    shown = str(value).lower() if isinstance(value, bool) else value
-    if key in _OFF and value:
-        raise ValueError(f"{key}={shown}: {_OFF[key]}")
-    if key in _FLOAT32 and str(value or "float32").rpartition(".")[2] not in ("float32", "fp32"):
-        raise ValueError(f"{key}={shown}: gradients, weights and averages are float32; remove it")
-    if key not in {*_TRANSLATED, *_HARMLESS, *_FLOAT32, *_OFF, "decoupled_weight_decay"}:
-        raise ValueError(f"{key}={shown}: this key is not known, so its effect would be lost; remove it")
 
 
 def _weight_decay(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Any:

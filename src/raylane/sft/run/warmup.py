@@ -34,7 +34,8 @@ def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
     copies = [_copy(tensor) for tensor in tensors]
     state = {parameter: _copies(values) for parameter, values in optimizer.state.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    generators = _generator_states()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    generators = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
     try:
         yield
     finally:
@@ -69,11 +70,6 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy in host memory: the device may have no room for a second model."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 
 def _set_generator_states(states: tuple[Any, ...]) -> None:
