@@ -14,8 +14,7 @@ from raylane.sft.config import layout
 from raylane.sft.config.policy import DTensorConfig
 from raylane.sft.parallel import tensor_parallel
 from raylane.sft.parallel.mesh import AXES, ParallelDims
-from raylane.sft.parallel.stage_modules import Layers
-from raylane.sft.parallel.stages import layer_ranges, own_stages
+from raylane.sft.parallel.stages import Layers, layer_ranges, own_stages
 from sft import tiny_run
 
 
@@ -31,7 +30,7 @@ def test_ranks_of_a_layout_are_row_major() -> None:
 
 def test_the_drivers_axes_place_ranks_as_the_workers_do() -> None:
     dims = ParallelDims(2, 2, 3, 2, 2)
-    sharding = dims.named_sharding()
+    sharding = dims.named_sharding
     for rank in range(dims.world):
         assert sharding.get_worker_coords(rank) == dims.coordinates(rank)
     assert tuple(sharding.names) == AXES

@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from raylane.sft.data.storage import Place, Url
 
@@ -36,62 +35,48 @@ _PARTIAL = re.compile(r"(step_\d+)(?:\.old)?\.partial$")
 """Names used by `Renaming.publish`. `remove` uses another name: `recover` never restores a removed checkpoint."""
 
 
-class Publishing(ABC, Generic[P]):
+class Publishing(Protocol[P]):
     """Way in which folders of checkpoints become complete, for places of one kind. Has no state."""
 
-    @abstractmethod
     def complete(self, folder: P) -> list[P]:
         """Return the complete checkpoints in a folder, in no particular order; none if the folder does not exist."""
 
-    @abstractmethod
     def begin(self, folder: P, name: str) -> P:
         """Return an empty place to write this checkpoint to; remove what an earlier attempt left there."""
 
-    @abstractmethod
     def publish(self, partial: P, name: str) -> P:
         """Make a written checkpoint complete, in place of one with the same name; return where it is now."""
 
-    @abstractmethod
     def write(self, file: P, text: str) -> None:
         """Write a file and wait until it would survive a power cut."""
 
-    @abstractmethod
     def sizes(self, folder: P) -> dict[str, int]:
         """Return relative name -> size in bytes of all files below a folder."""
 
-    @abstractmethod
     def leftovers(self, folder: P) -> list[P]:
         """Return what killed runs have left in a folder; it is safe to `clear` them if no other run writes there."""
 
-    @abstractmethod
     def recover(self, folder: P) -> list[P]:
         """Complete replacements that were interrupted; return the checkpoints that became visible again."""
 
-    @abstractmethod
     def clear(self, place: P) -> None:
         """Remove a folder that is not a complete checkpoint; nothing happens if there is none."""
 
-    @abstractmethod
     def remove(self, place: P) -> None:
         """Remove a complete checkpoint in such an order that it never looks complete while files are missing."""
 
-    @abstractmethod
     def put_aside(self, place: P, reason: str) -> tuple[P, str]:
         """Make a damaged checkpoint invisible without removing it; return its new place and what was done."""
 
-    @abstractmethod
     def owner(self, file: P) -> int | None:
         """Return the user ID of a file's owner; None if there is none to compare with this process's user."""
 
-    @abstractmethod
     def begin_export(self, checkpoint: P) -> P:
         """Return a place for the Hugging Face folder of a complete checkpoint; nothing exists at this place."""
 
-    @abstractmethod
     def publish_export(self, checkpoint: P, partial: P) -> P:
         """Make the Hugging Face folder of a checkpoint visible, in place of an earlier one; return its place."""
 
-    @abstractmethod
     def exported(self, checkpoint: P) -> P | None:
         """Return the Hugging Face folder of a checkpoint; None if there is none."""
 

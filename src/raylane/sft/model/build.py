@@ -32,8 +32,7 @@ from raylane.sft.model.supervised import RunModel, StageModel, SupervisedModel
 from raylane.sft.parallel import tensor_parallel
 from raylane.sft.parallel.gradients import GradientSum
 from raylane.sft.parallel.mesh import WorkerMesh, keeps_gathered, shards_parameters
-from raylane.sft.parallel.stage_modules import keep_stage
-from raylane.sft.parallel.stages import own_stages
+from raylane.sft.parallel.stages import keep_stage, own_stages
 
 __all__ = ["build_model", "read_weights"]
 

@@ -23,7 +23,7 @@ from raylane.sft.model.loss import LossFunction
 from raylane.sft.model.supervised import RunModel, StageModel, stage_tensors
 from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
-from raylane.sft.parallel.stage_modules import merged
+from raylane.sft.parallel.stages import merged
 from raylane.workers.batch import BatchDict
 
 __all__ = ["PipelinedModel"]

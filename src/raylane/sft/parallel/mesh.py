@@ -12,8 +12,11 @@ no torch. Called by `policy` (axes), `layout` (sizes) and `worker` (process grou
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from raylane.sft.config.policy import DTensorConfig, PolicyConfig
 from raylane.workers.sharding import NamedSharding
@@ -112,10 +115,7 @@ class ParallelDims:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank on every axis."""
-        places = {}
-        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
-            rank, places[axis] = divmod(rank, size)
-        return places
+        return self.named_sharding.get_worker_coords(rank)
 
     def reader(self, rank: int) -> int:
         """Return which part of a batch a rank reads, from 0."""
@@ -124,14 +124,13 @@ class ParallelDims:
 
     def groups(self, axis: str) -> list[list[int]]:
         """Return the groups of ranks that differ in their place on one axis only, in the order of that place."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            place = self.coordinates(rank)
-            groups.setdefault(tuple(place[name] for name in AXES if name != axis), []).append(rank)
-        return list(groups.values())
+        layout = np.moveaxis(self.named_sharding.layout, AXES.index(axis), -1)
+        groups: list[list[int]] = layout.reshape(-1, layout.shape[-1]).tolist()
+        return groups
 
+    @functools.cached_property
     def named_sharding(self) -> NamedSharding:
-        """Return the axes for the driver's worker group."""
+        """Axes of the driver's worker group."""
         return NamedSharding.of(**dict(zip(AXES, self.sizes, strict=True)))
 
 

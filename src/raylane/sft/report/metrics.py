@@ -118,24 +118,23 @@ class MetricsLog:
     def log(self, step: int, figures: Mapping[str, float], prefix: str = "") -> None:
         """Record the metrics of a step, named `prefix:name` if there is a prefix (train, val); on disk on return."""
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
-        record = {"step": step, "time_s": self._now()}
-        self._file.write(_json_line({**record, **named}))
-        self._file.flush()  # a killed run keeps its records, and `tail -f` shows them at once
+        # JSON has no NaN and no infinity, so both are written as text, which float() reads back.
+        self._write(step, {name: value if math.isfinite(value) else str(value) for name, value in named.items()})
         for sink in self._sinks:
             sink.write(step, named)
 
     def note(self, step: int, text: str) -> None:
         """Record an event of the run in words, for example a restart; `read_notes` returns the notes."""
-        self._file.write(json.dumps({"step": step, "time_s": self._now(), "note": text}) + "\n")
-        self._file.flush()
+        self._write(step, {"note": text})
 
     def sample(self, step: int, prompt: str, answer: str) -> None:
         """Record an answer of the model during the run; `read_samples` returns them."""
-        self._file.write(json.dumps({"step": step, "time_s": self._now(), "prompt": prompt, "answer": answer}) + "\n")
-        self._file.flush()
+        self._write(step, {"prompt": prompt, "answer": answer})
 
-    def _now(self) -> float:
-        return round(time.perf_counter() - self._began, 3)
+    def _write(self, step: int, values: Mapping[str, float | str]) -> None:
+        record = {"step": step, "time_s": round(time.perf_counter() - self._began, 3), **values}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()  # a killed run keeps its records, and `tail -f` shows them at once
 
     def rewind(self, step: int) -> None:
         """Remove the metrics of steps after `step`, before a run resumes from a checkpoint at `step`. Keeps notes."""
@@ -208,22 +207,8 @@ def figure(value: float) -> str:
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    size = abs(value)
-    return (
-        f"{value:,.0f}"
-        if size >= 1000
-        else f"{value:.4g}"
-        if size < 0.1
-        else f"{value:.4f}"
-        if size < 100
-        else f"{value:.1f}"
-    )
-
-
-def _json_line(record: Mapping[str, float]) -> str:
-    # JSON has no NaN and no infinity, so both are written as text, which float() reads back.
-    plain = {name: value if math.isfinite(value) else str(value) for name, value in record.items()}
-    return json.dumps(plain) + "\n"
+    limits = {0.1: ".4g", 100: ".4f", 1000: ".1f", math.inf: ",.0f"}
+    return format(value, next(form for limit, form in limits.items() if abs(value) < limit))
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:

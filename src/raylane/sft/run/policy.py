@@ -143,7 +143,7 @@ class Policy:
         graph = config.policy.compiled_graph
         self._group = CompiledWorkerGroup(
             SftWorker,
-            self._dims.named_sharding(),
+            self._dims.named_sharding,
             init_args=(device, config.cluster.cpus_per_worker),
             options=worker_options(config),
             mode=graph.mode,
