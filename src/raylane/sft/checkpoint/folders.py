@@ -30,6 +30,7 @@ from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft.checkpoint.publishing import MARKER, publishing
+from raylane.sft.config.keys import value_at
 from raylane.sft.config.schema import CheckpointingConfig
 from raylane.sft.data import storage
 from raylane.sft.data.storage import Place
@@ -361,7 +362,7 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that make the losses of a resumed run differ from those of an uninterrupted run."""
     changes = []
     for key in _SAME_FOR_EXACT_RESUME:
-        before, after = _value_at(saved, key), _value_at(now, key)
+        before, after = value_at(saved, key), value_at(now, key)
         if before != after:
             changes.append(f"{key}: {before!r} in the checkpoint, {after!r} now")
     return changes
@@ -372,16 +373,9 @@ def layout_change(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     changed = [
         (key.rpartition(".")[2] if key != "policy.megatron_cfg.enabled" else "megatron_cfg.enabled", before, after)
         for key in _LAYOUT
-        if (before := _value_at(saved, key)) != (after := _value_at(now, key))
+        if (before := value_at(saved, key)) != (after := value_at(now, key))
     ]
     if not changed:
         return None
     before, after = (", ".join(f"{entry[0]}={entry[side]}" for entry in changed) for side in (1, 2))
     return f"resuming on another layout, so losses will differ by rounding: {before} in the checkpoint, {after} now"
-
-
-def _value_at(tree: Mapping[str, Any], key: str) -> Any:
-    value: Any = tree
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value

@@ -25,6 +25,7 @@ __all__ = [
     "suggest",
     "unknown",
     "unknown_message",
+    "value_at",
 ]
 
 Reason = Callable[[str], str | None]
@@ -76,6 +77,14 @@ def unknown_message(root: type[BaseModel], parent: Sequence[str], model: type[Ba
     if elsewhere:
         return f"unknown key {path!r}; did you mean {' or '.join(repr(key) for key in dict.fromkeys(elsewhere))}?"
     return f"unknown key {path!r}; {'.'.join(parent) or 'the top level'} has {', '.join(model.model_fields)}"
+
+
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in nested mappings; None if there is none."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def refuse_unknown(document: Mapping[str, Any], root: type[BaseModel], source: str) -> None:

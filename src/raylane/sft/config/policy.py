@@ -106,15 +106,11 @@ class MuonConfig(Section):
 
     lr_scale: PositiveFloat = 1.0
     """Learning rate of Muon as a multiple of the scheduled one, which AdamW uses."""
-    momentum: Fraction = 0.95
-    """Decay rate of the running average of the gradient."""
     nesterov: bool = True
     """Add the current gradient to the average once more (Nesterov)."""
-    ns_steps: Annotated[PositiveInt, Field(lt=100)] = 5
-    """Number of Newton-Schulz iterations that make the update orthogonal."""
     ns_precision: Literal["float32", "bfloat16"] = "float32"
-    """Data type of these iterations. bfloat16 is faster on GPUs, as in torch.optim.Muon; its rounding makes losses
-    depend on the number of workers."""
+    """Data type of the iterations that make an update orthogonal. bfloat16 is faster on GPUs, as in
+    torch.optim.Muon; its rounding makes losses depend on the number of workers."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Size of the updates of a matrix [a, b]. match_rms_adamw: 0.2 sqrt(max(a, b)), so that a learning rate and weight
     decay of AdamW fit; original: sqrt(max(1, a / b)), for learning rates of about 0.02."""

@@ -21,7 +21,10 @@ __all__ = ["MuonAdamW", "orthogonalised"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5 in one Newton-Schulz iteration: those with the steepest start, from Jordan's article."""
+_ITERATIONS = 5
 _SMALLEST_NORM = 1e-7
+_MOMENTUM = 0.95
+"""Decay rate of the running average of the gradient, and weight of that average in the update."""
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -55,10 +58,10 @@ class MuonAdamW(torch.optim.AdamW):
             # Muon needs no count, but AdamW's `load_state_dict` reads one for every parameter.
             state["step"] = torch.zeros((), device=parameter.device)
         state["step"] += 1
-        average = state["momentum_buffer"].lerp_(gradient, 1 - settings.momentum)
-        direction = gradient.lerp(average, settings.momentum) if settings.nesterov else average
+        average = state["momentum_buffer"].lerp_(gradient, 1 - _MOMENTUM)
+        direction = gradient.lerp(average, _MOMENTUM) if settings.nesterov else average
         dtype = torch.bfloat16 if settings.ns_precision == "bfloat16" else torch.float32
-        update = orthogonalised(whole(direction), settings.ns_steps, dtype).to(parameter.dtype)
+        update = orthogonalised(whole(direction), _ITERATIONS, dtype).to(parameter.dtype)
         rows, columns = parameter.shape
         if settings.adjust_lr_fn == "original":
             size = math.sqrt(max(1, rows / columns))

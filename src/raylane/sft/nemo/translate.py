@@ -14,6 +14,7 @@ from typing import Any
 
 from raylane.errors import ConfigError
 from raylane.sft.config.interpolation import interpolate
+from raylane.sft.config.keys import value_at
 from raylane.sft.nemo.data import translate_data
 from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.megatron import megatron_clipping, megatron_optimizer, megatron_schedule
@@ -96,18 +97,18 @@ def read_document(document: Mapping[str, Any], source: str, *, with_their_defaul
     """
     plain = copy.deepcopy(dict(document))
     for rule in RULES:
-        value = _get(plain, rule.key)
+        value = value_at(plain, rule.key)
         if "${" in str(value) and rule.harmless(value):
             _replace(plain, rule.key, None)  # the key stays, so that `translate` notes it
     if (
-        isinstance(_get(plain, _MEGATRON), dict)
-        and _get(plain, f"{_MEGATRON}.enabled") is not True
-        and "${" in str(_get(plain, _MEGATRON))
+        isinstance(value_at(plain, _MEGATRON), dict)
+        and value_at(plain, f"{_MEGATRON}.enabled") is not True
+        and "${" in str(value_at(plain, _MEGATRON))
     ):
-        _replace(plain, _MEGATRON, {**dict.fromkeys(_get(plain, _MEGATRON)), "enabled": False})
+        _replace(plain, _MEGATRON, {**dict.fromkeys(value_at(plain, _MEGATRON)), "enabled": False})
     notes = []
     # data.train=FILE leaves the run name of NeMo-RL's files, sft-dev-${data.train.dataset_name}, without a value.
-    name = _get(plain, "logger.wandb.name")
+    name = value_at(plain, "logger.wandb.name")
     try:
         interpolate({"name": name}, source, root=document)
     except ConfigError:
@@ -154,11 +155,6 @@ def _has(document: dict[str, Any], key: str) -> bool:
     return section is not None and name in section
 
 
-def _get(document: dict[str, Any], key: str) -> Any:
-    section, name = _section(document, key)
-    return None if section is None else section.get(name)
-
-
 def _replace(document: dict[str, Any], key: str, value: Any) -> None:
     """Set a key, and make the sections above it."""
     *parents, name = key.split(".")
@@ -197,9 +193,9 @@ class _Translator:
         for old, new in RENAMES.items():
             if not _has(self.plain, old):
                 continue
-            value = _get(self.plain, old)
-            if _has(self.plain, new) and _get(self.plain, new) != value:
-                self._refuse(old, f"{new}={_get(self.plain, new)!r} is set too; remove one of the two")
+            value = value_at(self.plain, old)
+            if _has(self.plain, new) and value_at(self.plain, new) != value:
+                self._refuse(old, f"{new}={value_at(self.plain, new)!r} is set too; remove one of the two")
                 continue
             empty = value is None or value == {}
             self._remove(old, "empty" if empty else f"replaced by {new}")
@@ -209,7 +205,7 @@ class _Translator:
     def translate_graph(self) -> None:
         """Move policy.ray_compiled_graph (pull request 1612 of NeMo-RL) to policy.compiled_graph."""
         old, new = "policy.ray_compiled_graph", "policy.compiled_graph"
-        section = _get(self.plain, old)
+        section = value_at(self.plain, old)
         if not _has(self.plain, old):
             return
         if _has(self.plain, new):
@@ -224,7 +220,7 @@ class _Translator:
 
     def translate_megatron(self) -> None:
         """Leave out the section of the backend that is off; translate Megatron's optimizer and schedule if it is on."""
-        section = _get(self.plain, _MEGATRON)
+        section = value_at(self.plain, _MEGATRON)
         if not isinstance(section, dict):
             return
         if section.get("enabled") is not True:
@@ -232,11 +228,11 @@ class _Translator:
                 self._remove(_MEGATRON, "it is off")
             return
         # Its sizes are those of a backend that NeMo-RL would not start.
-        if _get(self.plain, "policy.dtensor_cfg.enabled") is False:
+        if value_at(self.plain, "policy.dtensor_cfg.enabled") is False:
             self._remove("policy.dtensor_cfg", f"it is off, and {_MEGATRON} is on")
         if not isinstance(optimizer := section.get("optimizer"), dict):
             return
-        steps = _get(self.plain, "sft.max_num_steps")
+        steps = value_at(self.plain, "sft.max_num_steps")
         try:
             scheduler = section.get("scheduler") or {}
             adamw = megatron_optimizer(optimizer, scheduler)
@@ -260,7 +256,7 @@ class _Translator:
     def translate_adapters(self) -> None:
         """Refuse two choices of layers that contradict each other, and fill in the one that NeMo-RL makes itself."""
         key = "policy.dtensor_cfg.lora_cfg"
-        section = _get(self.plain, key)
+        section = value_at(self.plain, key)
         if not isinstance(section, dict) or section.get("enabled") is not True:
             return
         if section.get("match_all_linear") is True and section.get("target_modules"):
@@ -278,19 +274,19 @@ class _Translator:
 
     def translate_optimizer(self) -> None:
         """Translate the name of the optimizer, and remove a null section."""
-        name = _get(self.plain, "policy.optimizer.name")
+        name = value_at(self.plain, "policy.optimizer.name")
         # Any class path is possible in NeMo-RL, e.g. one of Transformer Engine.
         if name in _OPTIMIZERS:
             _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
         elif isinstance(name, str) and "." in name:
             hint = "; policy.optimizer.name=muon trains matrices with Muon" if "muon" in name.lower() else ""
             self._refuse("policy.optimizer.name", f"only torch.optim.AdamW is supported{hint}", "policy.optimizer.name")
-        if _has(self.plain, "policy.optimizer") and _get(self.plain, "policy.optimizer") is None:
+        if _has(self.plain, "policy.optimizer") and value_at(self.plain, "policy.optimizer") is None:
             self._refuse(
                 "policy.optimizer", "no optimizer is named (Megatron has its own)", "policy.optimizer.kwargs.lr"
             )
         # The same choice with the opposite sense.
-        deferred = _get(self.plain, "policy.dtensor_cfg.defer_fsdp_grad_sync")
+        deferred = value_at(self.plain, "policy.dtensor_cfg.defer_fsdp_grad_sync")
         if isinstance(deferred, bool):
             new = "policy.dtensor_cfg.reduce_every_micro_batch"
             self._remove("policy.dtensor_cfg.defer_fsdp_grad_sync", f"replaced by {new}")
@@ -299,7 +295,7 @@ class _Translator:
     def translate_scheduler(self) -> None:
         """Translate torch's schedulers; a null policy.scheduler is removed."""
         key = "policy.scheduler"
-        value = _get(self.plain, key)
+        value = value_at(self.plain, key)
         if value is None:
             if _has(self.plain, key):
                 self._remove(key, "null is no schedule")
@@ -307,7 +303,7 @@ class _Translator:
         if not is_torch_scheduler(value):
             return
         # The lowest rate and the end of a schedule depend on these two keys.
-        peak, steps = _get(self.plain, "policy.optimizer.kwargs.lr"), _get(self.plain, "sft.max_num_steps")
+        peak, steps = value_at(self.plain, "policy.optimizer.kwargs.lr"), value_at(self.plain, "sft.max_num_steps")
         try:
             schedule = translate_scheduler(
                 value,
@@ -351,7 +347,7 @@ class _Translator:
         length, rows = policy.get("max_total_sequence_length", 1024), policy.get("train_micro_batch_size", 1)
         if not isinstance(length, int) or not isinstance(rows, int):
             return  # the schema refuses them
-        packed = _get(self.plain, "policy.sequence_packing.enabled") is not False
+        packed = value_at(self.plain, "policy.sequence_packing.enabled") is not False
         repeats: dict[str, Callable[[Any], bool]] = {
             "data.max_input_seq_length": lambda value: value is None or value == length,
             "policy.sequence_packing.train_mb_tokens": lambda value: not packed or value == length * rows,
@@ -363,11 +359,11 @@ class _Translator:
             if not _has(self.plain, key):
                 continue
             off = key.startswith("policy.sequence_packing.") and not packed
-            if is_repeated(_get(self.plain, key)):
+            if is_repeated(value_at(self.plain, key)):
                 self._remove(key, "packing is off" if off else "rows have policy.max_total_sequence_length tokens")
             else:
                 self._refuse(key, OTHERWISE[key])
-        name = _get(self.plain, "policy.tokenizer.name")
+        name = value_at(self.plain, "policy.tokenizer.name")
         if name is not None and name == policy.get("model_name"):
             self._remove("policy.tokenizer.name", "the tokenizer is in policy.model_name")
 
@@ -376,7 +372,7 @@ class _Translator:
         for rule in RULES:
             if not _has(self.plain, rule.key):
                 continue
-            if rule.harmless(_get(self.plain, rule.key)):
+            if rule.harmless(value_at(self.plain, rule.key)):
                 self._remove(rule.key, rule.why_left_out)
             else:
                 self._refuse(rule.key, rule.why_refused, rule.key if rule.changes_training else None)
@@ -384,7 +380,7 @@ class _Translator:
     def spell_values(self) -> None:
         """Replace values that have another spelling in raylane."""
         for key, spellings in _SPELLINGS.items():
-            value = _get(self.plain, key)
+            value = value_at(self.plain, key)
             if isinstance(value, str) and value in spellings:
                 _replace(self.plain, key, spellings[value])
 
@@ -392,7 +388,7 @@ class _Translator:
         """Set keys that the document leaves open and for which NeMo-RL and raylane have other defaults."""
         self.translate_adapters()
         # In raylane null means the tokenizer's own template, which is "default" or an absent key in NeMo-RL.
-        tokenizer = _get(self.plain, "policy.tokenizer")
+        tokenizer = value_at(self.plain, "policy.tokenizer")
         if isinstance(tokenizer, dict) and "chat_template" in tokenizer and tokenizer["chat_template"] is None:
             tokenizer["chat_template"] = _PASSTHROUGH
             self.notes.append(Note("policy.tokenizer.chat_template", "null joins the messages: replaced by a template"))
@@ -408,4 +404,4 @@ class _Translator:
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))
 
     def _trains_adapters(self) -> bool:
-        return _get(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True
+        return value_at(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True
