@@ -16,9 +16,8 @@ import yaml
 from raylane.errors import WorkerLostError
 from raylane.sft.checkpoint import folders
 from raylane.sft.config.load import dump
-from raylane.sft.report.html import escape
 from raylane.sft.report.metrics import read_metrics
-from raylane.sft.report.page import read_facts
+from raylane.sft.report.page import escape, read_facts
 from raylane.sft.run import trainer
 from sft import tiny_run
 
