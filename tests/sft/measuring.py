@@ -75,7 +75,7 @@ def warm_up(worker: Any, small: RunConfig) -> None:
     return_freed_memory()
     setup(worker, small)
     step(worker)
-    del worker._model, worker._optimizer
+    del worker.model, worker.optimizer
     resident(trim=True)
 
 
@@ -86,9 +86,9 @@ def setup(worker: Any, config: RunConfig) -> None:
 
 def step(worker: Any) -> None:
     """Run a step on full rows, in which every token but the last has a label."""
-    policy = worker._config.policy
-    rows = policy.train_global_batch_size // worker._mesh.dims.readers
-    data = BatchDict.from_arrays(worker._train.full_rows(rows, policy.max_total_sequence_length))
+    policy = worker.config.policy
+    rows = policy.train_global_batch_size // worker.mesh.dims.readers
+    data = BatchDict.from_arrays(worker.train_rows.full_rows(rows, policy.max_total_sequence_length))
     worker.train_batch(data, 0, None, None, False)
 
 

@@ -60,7 +60,7 @@ def changes_of(model, workers=1, tp=1, **others):
 def computed(worker, config, prepared):
     """Return loss and gradients of this rank's rows, the losses of some steps, and the validation loss after them."""
     worker.setup(config, prepared, 8)
-    assert isinstance(worker._model, MegatronModel) is config.policy.megatron_cfg.enabled
+    assert isinstance(worker.model, MegatronModel) is config.policy.megatron_cfg.enabled
     first = worker.gradients(worker.own_rows(0), 2)
     losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
     return first, losses, worker.evaluate()["loss"]
@@ -113,7 +113,7 @@ def test_bfloat16_is_near_raylanes_own_layers(worker, folder):
     own = computed(worker, tiny_run.config_of(folder, changes), prepared)
     found = computed(worker, tiny_run.config_of(folder, {**changes, **ENABLED}), prepared)
     assert found[1] == pytest.approx(own[1], abs=2e-2)
-    assert all(one.dtype == torch.float32 for one in worker._model.parameters())
+    assert all(one.dtype == torch.float32 for one in worker.model.parameters())
 
 
 def trained_and_saved(worker, config, prepared, folder):

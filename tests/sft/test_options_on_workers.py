@@ -100,7 +100,7 @@ def test_muon_equals_one_process_and_resumes_elsewhere(two):
     resumed = two.losses(range(4, 8))
     assert resumed == pytest.approx(wanted[4:], abs=1e-5)
     assert two.policy.load(saved.path) == 4
-    two.policy._call_one("warm_up", 2, 32)
+    two.policy.call("warm_up", 2, 32)
     assert two.losses(range(4, 8)) == resumed, "a warm-up step leaves no trace"
 
 

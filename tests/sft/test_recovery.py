@@ -35,7 +35,7 @@ def kill_at(monkeypatch, steps, rank=1):
     def kill_then_read(self):
         if left and self._in_flight[0][0] == left[0]:
             left.pop(0)
-            pid = self._policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
+            pid = self.policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
             # A step is under way when the worker dies: the signal stops it first.
             stop(pid)
             self._in_flight.append((self.done, self._send()))

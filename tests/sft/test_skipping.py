@@ -77,7 +77,7 @@ def test_run_ends_after_too_many_skipped_steps(tmp_path, monkeypatch):
     notes = []
     monkeypatch.setattr(NoLog, "note", lambda _, step, text: notes.append(text))
     trainer, _ = trainer_of(tmp_path, 9, max_skipped_steps=3)
-    trainer._policy = NotFinite()
+    trainer.policy = NotFinite()
     with pytest.raises(StepNotFiniteError, match=r"step 6 failed: .*sft\.max_skipped_steps=3"):
         trainer.fit()
     assert len(notes) == 3

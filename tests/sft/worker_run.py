@@ -30,7 +30,7 @@ class WorkerRun:
         self.prepared = prepare(self.config)
         self.policy._config = self.config
         self.policy._setup = (self.config, self.prepared, 8)
-        self.policy.facts = self.policy._call_one("setup", *self.policy._setup)
+        self.policy.facts = self.policy.call("setup", *self.policy._setup)
         self.policy._next = 0
 
     def batch(self, step: int = 0) -> BatchDict:

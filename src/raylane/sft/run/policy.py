@@ -167,6 +167,10 @@ class Policy:
         """Number of the step that `train` would run, counted from 0."""
         return self._next
 
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `SftWorker` on all workers, wait, and return the result of one of them."""
+        return self._wait_for(self._send(method, *args))[0]
+
     # Training -------------------------------------------------------------------------------------------------------
 
     def train_step_nowait(self, number: int) -> GroupFuture:
@@ -279,12 +283,12 @@ class Policy:
                 "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
                 "connects the stages"
             )
-        self._call_one("use_copies", copies)
-        return dict(self._call_one("setup", *self._setup))
+        self.call("use_copies", copies)
+        return dict(self.call("setup", *self._setup))
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
-        return dict(self._call_one("evaluate"))
+        return dict(self.call("evaluate"))
 
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the model's answers to tokenised prompts, at most `sft.sample_tokens` tokens each (greedy decoding).
@@ -299,7 +303,7 @@ class Policy:
                     f"sft.sample_tokens={self._config.sft.sample_tokens} leaves room for {room}; shorten the prompt, "
                     "or lower sft.sample_tokens"
                 )
-        answers: list[list[int]] = self._call_one("answer", prompts)
+        answers: list[list[int]] = self.call("answer", prompts)
         return answers
 
     def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
@@ -357,7 +361,7 @@ class Policy:
             return None
         unfinished, self._saving, self.save_ended = self._saving, None, False
         try:
-            self._call_one("finish_save")
+            self.call("finish_save")
         except RaylaneError:
             if not state.is_written(unfinished.partial / "state"):
                 folders.discard(unfinished.partial)
@@ -370,7 +374,7 @@ class Policy:
         with _save_errors(self._next, folder):
             partial = folders.begin(folder, self._next)
             try:
-                self._call_one(method, str(partial / "state"), self._next)
+                self.call(method, str(partial / "state"), self._next)
             except (OSError, RaylaneError):
                 folders.discard(partial)  # frees the space again if the disk is full
                 raise
@@ -401,7 +405,7 @@ class Policy:
         """
         partial = folders.begin_export(saved)
         try:
-            self._call_one("save_hf", str(partial))
+            self.call("save_hf", str(partial))
             return folders.commit_export(saved, partial)
         except (OSError, RaylaneError) as error:
             folders.discard(partial)
@@ -422,7 +426,7 @@ class Policy:
         """
         target = storage.at(folder).resolve()
         if not isinstance(target, Path):
-            self._call_one("save_hf", str(target))
+            self.call("save_hf", str(target))
             return
         if target.exists() and any(target.iterdir()):
             # Weights of two models would lie side by side.
@@ -430,7 +434,7 @@ class Policy:
         draft = target.with_name(f"{target.name}.partial")
         folders.discard(draft)  # of an interrupted export
         try:
-            self._call_one("save_hf", str(draft))
+            self.call("save_hf", str(draft))
             draft.rename(target)
         except (OSError, RaylaneError) as error:
             folders.discard(draft)
@@ -453,7 +457,7 @@ class Policy:
             _log.warning("%s", change)
         for difference in folders.differences(before, now):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
-        self._next = int(self._call_one("load_state", str((saved.path / "state").resolve())))
+        self._next = int(self.call("load_state", str((saved.path / "state").resolve())))
         return self._next
 
     def _description(self) -> dict[str, Any]:
@@ -495,10 +499,6 @@ class Policy:
                 settings.pipeline_schedule, self._dims, settings.stages_per_worker, count
             )
         return self._passes_of[count]
-
-    def _call_one(self, method: str, *args: Any) -> Any:
-        """Call a method on all workers, wait, and return the result of one of them."""
-        return self._wait_for(self._send(method, *args))[0]
 
     def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s = self._config.sft.step_timeout_s

@@ -176,7 +176,7 @@ def _run_locked(
 
 
 class Trainer:
-    """Loop over the steps of one run. Call `resume_from` once, then `fit` once."""
+    """Loop over the steps of one run with the workers of `policy`. Call `resume_from` once, then `fit` once."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Trainer:
         stop: StopRequest,
         prompts: Prompts | None = None,
     ) -> None:
-        self._config, self._policy, self._rows, self._log, self._stop = config, policy, rows, log, stop
+        self._config, self.policy, self._rows, self._log, self._stop = config, policy, rows, log, stop
         self._prompts = prompts
         self.total_steps = total_steps
         self.saved: Saved | None = None
@@ -208,7 +208,7 @@ class Trainer:
     @property
     def done(self) -> int:
         """Number of steps sent; equal to the number of steps done whenever nothing is in flight."""
-        return self._policy.next_step
+        return self.policy.next_step
 
     def resume_from(self, saved: Saved | None) -> None:
         """Load a checkpoint (None starts a new run); remove metrics and leftover files of steps that will run again."""
@@ -232,13 +232,13 @@ class Trainer:
         """Load a checkpoint, or with resume=auto the newest earlier one that is not damaged."""
         while True:
             try:
-                return saved, self._policy.load(saved.path)
+                return saved, self.policy.load(saved.path)
             except CheckpointDamagedError as damage:
                 saved = folders.fall_back(saved, self._config.checkpointing, damage)
 
     def warm_up(self) -> None:
         """Run the configured warm-up step, which changes nothing; call it after `resume_from`."""
-        metrics = self._policy.warm_up(self._rows)
+        metrics = self.policy.warm_up(self._rows)
         if metrics is not None:
             _log.info("a warm-up step took %.3f s in the workers", metrics["compute_time_s"])
 
@@ -274,7 +274,7 @@ class Trainer:
 
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""
-        saved = self._policy.finish_save()
+        saved = self.policy.finish_save()
         if saved is not None:
             self._note_saved(saved)
 
@@ -294,7 +294,7 @@ class Trainer:
         self._log.note(self.done, text)
         self._in_flight.clear()
         self.losses.clear()
-        self._policy.recover()
+        self.policy.recover()
         if self.saved is not None:
             self.resume_from(self.saved)
         else:
@@ -334,12 +334,12 @@ class Trainer:
     def _send(self) -> GroupFuture:
         """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
-            return self._policy.train_step_nowait(self.done)
+            return self.policy.train_step_nowait(self.done)
         config = self._config
         rows = self._rows.step_rows(
             config.policy.train_global_batch_size, config.sft.seed, self.done, config.data.shuffle
         )
-        return self._policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
+        return self.policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
 
     def _is_due(self, period: int) -> bool:
         return period > 0 and self.done % period == 0
@@ -354,10 +354,10 @@ class Trainer:
         number, future = self._in_flight.popleft()
         step = number + 1  # the log and the checkpoints count finished steps
         try:
-            metrics = self._policy.result(future)
+            metrics = self.policy.result(future)
         except StepNotFiniteError as error:
             raise with_rows(error, self._config, self._rows) from error
-        if self._policy.save_ended:
+        if self.policy.save_ended:
             self._finish_save()
         if SKIPPED in metrics:
             self._log.note(step, self._skipped.add(step, metrics))
@@ -376,12 +376,12 @@ class Trainer:
         """Validate and record the loss, unless that was already done after the same step."""
         if self.done in self._validations:
             return
-        metrics = self._policy.validate()
+        metrics = self.policy.validate()
         self._validations[self.done] = metrics["loss"]
         self.losses["val:loss"] = metrics["loss"]
         self._log.log(self.done, metrics, "val")
         self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
-        for prompt, answer in [] if self._prompts is None else self._prompts.answers(self._policy.answer):
+        for prompt, answer in [] if self._prompts is None else self._prompts.answers(self.policy.answer):
             self._log.sample(self.done, prompt, answer)
 
     def _save(self, *, with_hf: bool) -> None:
@@ -402,13 +402,13 @@ class Trainer:
         if self.saved is not None and self.saved.step == self.done:
             # The state of this step is saved already. If no metric is new, only the Hugging Face folder is missing.
             if not set(metrics) - set(self.saved.metrics):
-                self._policy.export(self.saved)
+                self.policy.export(self.saved)
                 return
             metrics = {**self.saved.metrics, **metrics}
         if self._config.checkpointing.is_async and self.done < self.total_steps and not self._stop.requested:
-            self._policy.save_nowait(metrics)
+            self.policy.save_nowait(metrics)
         else:
-            self._note_saved(self._policy.save(metrics, with_hf=with_hf))
+            self._note_saved(self.policy.save(metrics, with_hf=with_hf))
 
 
 class StopRequest:

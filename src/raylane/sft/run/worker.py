@@ -61,13 +61,16 @@ class SftWorker:
     torch's defaults of the process (device, data type, `no_grad`) do not matter. Step numbers count from 0. The
     randomness of a step (dropout, if the model has any) is seeded by run seed, step and rank, so no random state needs
     to be saved and a resumed run continues exactly.
+
+    Attributes: `device`; and after `setup` `config`, `prepared`, `mesh`, `model`, `optimizer`, and the training data as
+    `train_rows`.
     """
 
     def __init__(self, device_type: str = "cpu", num_threads: int = 1) -> None:
         """Join the process group: gloo, and for device_type "cuda" also nccl on the first visible GPU."""
-        self._device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+        self.device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
         if device_type == "cuda":
-            torch.cuda.set_device(self._device)
+            torch.cuda.set_device(self.device)
         torch.set_num_threads(num_threads)
         # gloo in a GPU run too: object broadcasts use CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
@@ -100,35 +103,35 @@ class SftWorker:
         torch.manual_seed(config.sft.seed)
         self._open = None
         config, prepared = self._copies.here(config, prepared)
-        self._config, self._prepared, self._total_steps = config, prepared, total_steps
+        self.config, self.prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
-        self._mesh = WorkerMesh.make(
-            ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers), self._rank, self._device.type
+        self.mesh = WorkerMesh.make(
+            ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers), self._rank, self.device.type
         )
-        self._model: RunModel = build_model(hf_config, policy, self._mesh, self._device, config.sft.seed)
-        self._optimizer = make_optimizer(self._model, policy.optimizer)
+        self.model: RunModel = build_model(hf_config, policy, self.mesh, self.device, config.sft.seed)
+        self.optimizer = make_optimizer(self.model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
-        self._train: RowSource = open_training_rows(prepared, config)
+        self.train_rows: RowSource = open_training_rows(prepared, config)
         self._validation: RowSource | None = (
             open_rows(prepared.validation, policy, prepared.pad_id) if prepared.validation else None
         )
         if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
         self._read_ahead = ReadAhead(self._rows_to_move, total_steps)
-        selfcheck.check_model(self._model, self._train, self._device, policy.precision, division(policy))
-        parameters = list(self._model.parameters())
+        selfcheck.check_model(self.model, self.train_rows, self.device, policy.precision, division(policy))
+        parameters = list(self.model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
-        counted = [p for p in parameters if p is not self._model.tied_copy]
+        counted = [p for p in parameters if p is not self.model.tied_copy]
         numbers = torch.tensor([sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)])
-        if self._mesh.pp_group is not None:
-            dist.all_reduce(numbers, group=self._mesh.pp_group)
+        if self.mesh.pp_group is not None:
+            dist.all_reduce(numbers, group=self.mesh.pp_group)
         return {
             "parameters": int(numbers[0]),
             "parameters_trained": int(numbers[1]),
             "parameters_held": sum(part.numel() for part in local_parts),
-            "train_rows": self._train.num_rows,
+            "train_rows": self.train_rows.num_rows,
         }
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -146,14 +149,14 @@ class SftWorker:
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
         batch = self._read_ahead.take(number)
-        return self._step(batch, number, self._loss, division(self._config.policy), started, with_passes)
+        return self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
 
     @with_own_defaults
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
-        batch = BatchDict.from_arrays(self._train.full_rows(rows, row_tokens))
+        batch = BatchDict.from_arrays(self.train_rows.full_rows(rows, row_tokens))
         return self._step(
-            batch, 0, self._loss, division(self._config.policy), time.perf_counter(), with_passes, undone=True
+            batch, 0, self._loss, division(self.config.policy), time.perf_counter(), with_passes, undone=True
         )
 
     @with_own_defaults
@@ -177,16 +180,16 @@ class SftWorker:
         """
         started = time.perf_counter()
         loss_fn = self._loss if loss is None else self._losses[loss]
-        how = division(self._config.policy, micro_batch_size)
+        how = division(self.config.policy, micro_batch_size)
         if not isinstance(loss_fn, CrossEntropy) and isinstance(how, FixedRows):
             how = FixedRows(how.rows)  # the tensors of another loss may depend on the length of rows
         if not eval_mode:
             return self._step(data, number, loss_fn, how, started, with_passes, undone=warm_up)
-        counts = step.count(data, self._device, self._mesh.dims)
+        counts = step.count(data, self.device, self.mesh.dims)
         if not isinstance(how, FixedRows):
             how = FixedRows(1)  # of a token budget
-        total = step.forward_only(self._model, data, how, loss_fn, self._device)
-        mean = step.mean_loss(total, counts, self._mesh.dims)
+        total = step.forward_only(self.model, data, how, loss_fn, self.device)
+        mean = step.mean_loss(total, counts, self.mesh.dims)
         self._end_other_work()
         return {"loss": mean, "supervised_tokens": counts.supervised}
 
@@ -226,26 +229,26 @@ class SftWorker:
                 "added to those of this step. Call recover() and load the last checkpoint, or start again",
                 rank=self._rank,
             )
-        policy, model = self._config.policy, self._model
+        policy, model = self.config.policy, self.model
         lr = learning_rate(number, policy.optimizer.kwargs.lr, policy.scheduler, self._total_steps)
         self._open = _OpenStep(number, started, time.perf_counter(), lr, undone)
         if undone:
-            self._open.contexts.enter_context(state_kept(model, self._optimizer))
-        seed = step_seed(self._config.sft.seed, number, self._mesh.random_stream)
-        if self._device.type == "cpu":
+            self._open.contexts.enter_context(state_kept(model, self.optimizer))
+        seed = step_seed(self.config.sft.seed, number, self.mesh.random_stream)
+        if self.device.type == "cpu":
             # `torch.manual_seed` also keeps a formatted traceback for each GPU backend, which takes 0.1 to 0.4 ms.
             torch.default_generator.manual_seed(seed)
         else:
             torch.manual_seed(seed)
-        set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
         if with_passes:
             assert isinstance(model, PipelinedModel), "only pipelines have passes"
             assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
-            self._edges = EdgeStep(model, batch, how, loss_fn, self._device)
+            self._edges = EdgeStep(model, batch, how, loss_fn, self.device)
             return {}
-        counts = step.count(batch, self._device, self._mesh.dims)
+        counts = step.count(batch, self.device, self.mesh.dims)
         each = policy.dtensor_cfg.reduce_every_micro_batch
-        return self._end_step(step.backward(model, batch, how, loss_fn, counts, self._device, each), counts)
+        return self._end_step(step.backward(model, batch, how, loss_fn, counts, self.device, each), counts)
 
     def _end_step(self, loss: float, counts: step.TokenCounts) -> dict[str, float]:
         """Update the weights, undo the step if it is a warm-up, and return its metrics.
@@ -255,9 +258,9 @@ class SftWorker:
         assert self._open is not None, "train_step comes first"
         opened = self._open
         with opened.contexts:
-            norm, finite = step.update(self._model, self._optimizer, loss, self._config.policy.max_grad_norm)
+            norm, finite = step.update(self.model, self.optimizer, loss, self.config.policy.max_grad_norm)
             self._open = None  # no gradients remain, whether finite or not
-            if not finite and not self._config.sft.skip_nan_grad:
+            if not finite and not self.config.sft.skip_nan_grad:
                 raise StepNotFiniteError(
                     f"step {opened.number + 1} failed: loss {loss}, gradient norm {norm}. The weights are unchanged. "
                     "Lower policy.optimizer.kwargs.lr, check the data of this step, or set sft.skip_nan_grad=true to "
@@ -299,15 +302,15 @@ class SftWorker:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
             raise ValueError("cannot validate: no validation set. Set data.validation or data.validation_fraction")
-        sft = self._config.sft
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        supervised, dims = 0, self._mesh.dims
-        how = division(self._config.policy, sft.val_micro_batch_size)
+        sft = self.config.sft
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        supervised, dims = 0, self.mesh.dims
+        how = division(self.config.policy, sft.val_micro_batch_size)
         assert isinstance(how, FixedRows)
         for rows in order.validation_batches(self._validation.num_rows, sft.val_global_batch_size, sft.val_batches):
-            batch = _read_batch(self._validation, order.rank_slice(rows, self._mesh.reader, dims.readers))
-            supervised += step.count(batch, self._device, dims).supervised
-            total += step.forward_only(self._model, batch, how, self._loss, self._device)
+            batch = _read_batch(self._validation, order.rank_slice(rows, self.mesh.reader, dims.readers))
+            supervised += step.count(batch, self.device, dims).supervised
+            total += step.forward_only(self.model, batch, how, self._loss, self.device)
         loss = step.mean_loss(total, step.TokenCounts(supervised, 0), dims)
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
@@ -315,8 +318,8 @@ class SftWorker:
     @with_own_defaults
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
-        ends, new_tokens = self._prepared.end_ids, self._config.sft.sample_tokens
-        answers = generate(self._model, prompts, new_tokens, ends, self._prepared.pad_id, self._device)
+        ends, new_tokens = self.prepared.end_ids, self.config.sft.sample_tokens
+        answers = generate(self.model, prompts, new_tokens, ends, self.prepared.pad_id, self.device)
         self._end_other_work()
         return answers
 
@@ -326,43 +329,43 @@ class SftWorker:
 
         For tests and inspection; gathers one parameter after the other, so that no GPU holds the whole model.
         """
-        counts = step.count(data, self._device, self._mesh.dims)
-        reduce_each = self._config.policy.dtensor_cfg.reduce_every_micro_batch
-        how = division(self._config.policy, micro_batch_size)
-        loss = step.backward(self._model, data, how, self._loss, counts, self._device, reduce_each)
+        counts = step.count(data, self.device, self.mesh.dims)
+        reduce_each = self.config.policy.dtensor_cfg.reduce_every_micro_batch
+        how = division(self.config.policy, micro_batch_size)
+        loss = step.backward(self.model, data, how, self._loss, counts, self.device, reduce_each)
         by_name = {}
-        for name, parameter in self._model.causal_lm.named_parameters():
+        for name, parameter in self.model.causal_lm.named_parameters():
             if (gradient := parameter.grad) is not None:
                 by_name[name] = whole(gradient).detach().float().cpu()
-        if self._mesh.pp_group is not None:
-            of_stages: list[Any] = [None] * self._mesh.dims.pp
-            dist.all_gather_object(of_stages, by_name, group=self._mesh.pp_group)
+        if self.mesh.pp_group is not None:
+            of_stages: list[Any] = [None] * self.mesh.dims.pp
+            dist.all_gather_object(of_stages, by_name, group=self.mesh.pp_group)
             by_name = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
         return loss, by_name
 
     @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
-        policy = self._config.policy
-        rows = self._train.step_rows(
-            policy.train_global_batch_size, self._config.sft.seed, number, self._config.data.shuffle
+        policy = self.config.policy
+        rows = self.train_rows.step_rows(
+            policy.train_global_batch_size, self.config.sft.seed, number, self.config.data.shuffle
         )
-        return _read_batch(self._train, order.rank_slice(rows, self._mesh.reader, self._mesh.dims.readers))
+        return _read_batch(self.train_rows, order.rank_slice(rows, self.mesh.reader, self.mesh.dims.readers))
 
     def _rows_to_move(self, number: int) -> BatchDict:
         """Return `own_rows` where copies to the device start from. Runs in the reading thread."""
         batch = self.own_rows(number)
-        return pinned(batch) if self._device.type == "cuda" else batch
+        return pinned(batch) if self.device.type == "cuda" else batch
 
     # State ----------------------------------------------------------------------------------------------------------
 
     @with_own_defaults
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
-        optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
-        state.save_state(storage.at(folder), self._model, optimizer, next_step)
+        optimizer = self.optimizer if self.config.checkpointing.save_optimizer else None
+        state.save_state(storage.at(folder), self.model, optimizer, next_step)
         self._end_other_work()
 
     @with_own_defaults
@@ -370,8 +373,8 @@ class SftWorker:
         """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
         if self._background is None:
             self._background = BackgroundSave()
-        optimizer = self._optimizer if self._config.checkpointing.save_optimizer else None
-        self._background.start(storage.at(folder), self._model, optimizer, next_step)
+        optimizer = self.optimizer if self.config.checkpointing.save_optimizer else None
+        self._background.start(storage.at(folder), self.model, optimizer, next_step)
         self._end_other_work()
 
     def finish_save(self) -> None:
@@ -384,26 +387,26 @@ class SftWorker:
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
         path = storage.at(folder)
-        optimizer = self._optimizer if state.has_optimizer(path) else None
+        optimizer = self.optimizer if state.has_optimizer(path) else None
         if optimizer is None and self._rank == 0:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
-        release_gathered(self._model)
-        next_step = state.load_state(path, self._model, optimizer)
+        release_gathered(self.model)
+        next_step = state.load_state(path, self.model, optimizer)
         self._end_other_work()
         return next_step
 
     @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        policy = self._config.policy
+        policy = self.config.policy
         start = policy.model_name
         hf_export.save_hf(
             storage.at(folder),
-            self._model,
-            self._prepared.tokenizer_dir,
-            self._prepared.end_ids,
+            self.model,
+            self.prepared.tokenizer_dir,
+            self.prepared.end_ids,
             None if start is None else Path(start),
-            getattr(torch, self._config.checkpointing.hf_dtype or policy.precision),
+            getattr(torch, self.config.checkpointing.hf_dtype or policy.precision),
         )
         self._end_other_work()
 
@@ -426,7 +429,7 @@ class SftWorker:
         """Release gathered weights and forget the time of the last step after other work."""
         # A forward pass without a backward pass leaves the weights of the last FSDP group gathered, and they would be
         # out of date after the next optimizer step.
-        release_gathered(self._model)
+        release_gathered(self.model)
         self._idle_since = None
 
 
