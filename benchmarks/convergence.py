@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from raylane.sft import trainer
-from raylane.sft.config import load_config
-from raylane.sft.metrics import METRICS_FILE, read_metrics
+from raylane.sft.config.load import load_config
+from raylane.sft.report.metrics import METRICS_FILE, read_metrics
+from raylane.sft.run import trainer
 
 MODES = {"plain Ray calls": "off", "compiled graphs": "required"}
 LOSSES = {"train:loss": "training", "val:loss": "held out"}

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from raylane.cli import main
-from raylane.sft.config import load_config
+from raylane.sft.config.load import load_config
 from sft.nemo_file import NEMO_FILE
 
 OWN = ["data.train=t.jsonl", "data.validation=v.jsonl", "policy.tokenizer.chat_template=llama3"]

@@ -12,9 +12,10 @@ from tests.s3_server import variables
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
-from raylane.sft import checkpoint, trainer
-from raylane.sft.metrics import read_metrics
-from raylane.sft.storage import Url
+from raylane.sft.checkpoint import folders
+from raylane.sft.data.storage import Url
+from raylane.sft.report.metrics import read_metrics
+from raylane.sft.run import trainer
 
 STEPS = 6
 
@@ -69,9 +70,9 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     except ConfigError as error:
         say(f"refused: {error}")
     whole = train(folder, "whole", environment)
-    saved = checkpoint.list_saved(Url("s3://bucket/whole"))[-1]
+    saved = folders.list_saved(Url("s3://bucket/whole"))[-1]
     say(f"state of {len([name for name in (saved.path / 'state').sizes() if name.endswith('.distcp')])} workers")
-    exported = checkpoint.exported(saved)
+    exported = folders.exported(saved)
     assert exported is not None
     # The model of one run is the start of the next: a local folder of the driver that the other node does not see.
     base = folder / "base"
@@ -90,7 +91,7 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     try:
         train(folder, "broken", environment)
     except KeyboardInterrupt:
-        say(f"interrupted with {[one.step for one in checkpoint.list_saved(Url('s3://bucket/broken'))]}")
+        say(f"interrupted with {[one.step for one in folders.list_saved(Url('s3://bucket/broken'))]}")
     assert train(folder, "broken", environment) == whole, "bit for bit"
     free = ray.available_resources().get("CPU")
     say(f"done, {free} of {ray.cluster_resources()['CPU']} CPUs are free")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft import step
-from raylane.sft.loss import CrossEntropy
-from raylane.sft.on_device import on_device
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import step
+from raylane.sft.run.on_device import on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D
@@ -53,7 +53,7 @@ def sync_is_an_error() -> Iterator[None]:
 
 
 def batch_of(worker: Any, rounds: int) -> BatchDict:
-    rows = worker._train.full_rows(rounds, worker._config.policy.max_total_sequence_length)
+    rows = worker.train_rows.full_rows(rounds, worker.config.policy.max_total_sequence_length)
     return BatchDict.from_arrays(rows)
 
 
@@ -70,19 +70,19 @@ def test_micro_batches_do_not_wait_for_the_gpu(folder: Path, worker: Any, name: 
     measuring.setup(worker, measuring.configuration(folder, 1, 4, {"cluster.gpus_per_node": 1, **CASES[name]}))
     measuring.step(worker)  # the first step opens connections and makes the state of the optimizer
     batch = batch_of(worker, 4)
-    counts = step.count(batch, worker._device, worker._mesh.dims)
+    counts = step.count(batch, worker.device, worker.mesh.dims)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    total = step._backward_each(worker._model, batch, 1, CrossEntropy(256), counts, worker._device, False)
+    total = step._backward_each(worker.model, batch, 1, CrossEntropy(256), counts, worker.device, False)
     torch.cuda.set_sync_debug_mode("default")
-    worker._optimizer.zero_grad(set_to_none=True)
+    worker.optimizer.zero_grad(set_to_none=True)
     assert float(total) > 0
 
 
 def test_batches_arrive_unchanged_from_the_copying_stream(worker: Any) -> None:
     parts = [BatchDict(x=torch.full((4, 1000), number), names=[f"{number}"] * 4) for number in range(20)]
     sums = []
-    for moved, host in on_device(parts, worker._device):
+    for moved, host in on_device(parts, worker.device):
         assert moved["x"].is_cuda
         assert moved["names"] == host["names"]
         sums.append(moved["x"].sum())

@@ -16,11 +16,12 @@ BASE = {"errors", "_ray"}
 ROOMS = {
     "graph": ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api"),
     "transport": ("value", "observe", "hold", "link", "backends", "read", "produce", "groups", "register", "api"),
+    "sft": ("config", "report", "data", "parallel", "model", "checkpoint", "run", "nemo"),
 }
 """Rooms of each package; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}
 """Modules of graph that any room may import; they import no room."""
-MAX_LEVELS = {"transport": 10}
+MAX_LEVELS = {"transport": 10, "sft": 10}
 """Longest chain of imports within a package."""
 TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from raylane.sft.chat import ChatTokenizer
-from raylane.sft.config import RunConfig, TokenizerConfig, build_config
-from raylane.sft.messages import Conversation, parse_conversation
-from raylane.sft.overrides import merge
+from raylane.sft.config.load import build_config
+from raylane.sft.config.overrides import merge
+from raylane.sft.config.policy import TokenizerConfig
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.chat import ChatTokenizer
+from raylane.sft.data.messages import Conversation, parse_conversation
 
 WORDS = (
     "the",

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from raylane.sft import parallel
-from raylane.sft.config import RunConfig
-from raylane.sft.data import prepare
-from raylane.sft.memory import Memory, estimate_memory
-from raylane.sft.model_config import model_config, model_shape
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model.hf_config import model_config, model_shape
+from raylane.sft.parallel import mesh
+from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -45,13 +45,13 @@ MODEL = {
 def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]) -> RunConfig:
     """Return the run with so many micro-batches on each worker."""
     config = tiny_run.config_of(folder, {**MODEL, "cluster.num_workers": world, **changes})
-    rows = rounds * parallel.ParallelDims.of(config).readers
+    rows = rounds * mesh.ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers).readers
     return tiny_run.config_of(
         folder, {**MODEL, "cluster.num_workers": world, "policy.train_global_batch_size": rows, **changes}
     )
 
 
-def planned(config: RunConfig) -> Memory:
+def planned(config: RunConfig) -> MemoryEstimate:
     """Return the estimate of `raylane plan`."""
     prepared = prepare(config)
     hf_config = model_config(config.policy, prepared.vocab_size, prepared.pad_id, prepared.end_ids[0])
@@ -75,7 +75,7 @@ def warm_up(worker: Any, small: RunConfig) -> None:
     return_freed_memory()
     setup(worker, small)
     step(worker)
-    del worker._model, worker._optimizer
+    del worker.model, worker.optimizer
     resident(trim=True)
 
 
@@ -86,9 +86,9 @@ def setup(worker: Any, config: RunConfig) -> None:
 
 def step(worker: Any) -> None:
     """Run a step on full rows, in which every token but the last has a label."""
-    policy = worker._config.policy
-    rows = policy.train_global_batch_size // worker._mesh.dims.readers
-    data = BatchDict.from_arrays(worker._train.full_rows(rows, policy.max_total_sequence_length))
+    policy = worker.config.policy
+    rows = policy.train_global_batch_size // worker.mesh.dims.readers
+    data = BatchDict.from_arrays(worker.train_rows.full_rows(rows, policy.max_total_sequence_length))
     worker.train_batch(data, 0, None, None, False)
 
 

@@ -20,13 +20,13 @@ import pytest
 from torch.distributed import TCPStore
 
 DEADLINE_S = 240.0
-PRELOADED = ["raylane.sft.worker", *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama"))]
+PRELOADED = ["raylane.sft.run.worker", *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama"))]
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
     """Run functions that arrive on `pipe` in a process that is one rank."""
     os.environ.update(_variables(rank, world, port))
-    from raylane.sft.worker import SftWorker
+    from raylane.sft.run.worker import SftWorker
 
     worker = SftWorker("cpu")
     while (task := pipe.recv()) is not None:
@@ -41,7 +41,7 @@ def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
 @contextmanager
 def only_worker(device_type: str = "cpu") -> Iterator[Any]:
     """Make this process the only rank of a run for a `with` block, and give its worker."""
-    from raylane.sft.worker import SftWorker
+    from raylane.sft.run.worker import SftWorker
 
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     with pytest.MonkeyPatch.context() as patch:

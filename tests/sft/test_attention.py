@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raylane.sft.attention import PackedRows, Piece, attend, document_lengths, local_chunks, pieces, take_chunks
+from raylane.sft.model.attention import AttentionPiece, PackedRows, attend, document_lengths, pieces, take_chunks
+from raylane.sft.parallel.mesh import local_chunks
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,17 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 
 
 def test_pieces_end_at_documents_and_chunks() -> None:
-    assert pieces([6, 7, 3], [(0, 16)]) == [Piece(0, 6, 0, 6), Piece(6, 7, 1, 7), Piece(13, 3, 2, 3)]
+    assert pieces([6, 7, 3], [(0, 16)]) == [
+        AttentionPiece(0, 6, 0, 6),
+        AttentionPiece(6, 7, 1, 7),
+        AttentionPiece(13, 3, 2, 3),
+    ]
     # Rank 0 of two: tokens 0..4 and 12..16.
-    assert pieces([6, 7, 3], [(0, 4), (12, 16)]) == [Piece(0, 4, 0, 4), Piece(4, 1, 1, 7), Piece(5, 3, 2, 3)]
+    assert pieces([6, 7, 3], [(0, 4), (12, 16)]) == [
+        AttentionPiece(0, 4, 0, 4),
+        AttentionPiece(4, 1, 1, 7),
+        AttentionPiece(5, 3, 2, 3),
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

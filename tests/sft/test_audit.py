@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raylane.sft.audit import figures, mark_document, marks, printable, report, sample
-from raylane.sft.data import open_rows, prepare
+from raylane.sft.data.audit import figures, mark_document, marks, printable, report, sample
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import prepare
 from sft.conversations import config, question, talk, tokenizer, turn, write_jsonl
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import pydantic
@@ -10,9 +11,11 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config import build_config, dump, load_config
-from raylane.sft.policy import worker_options
-from raylane.sft.reference import reference_markdown
+from raylane.sft.config.keys import key_paths
+from raylane.sft.config.load import build_config, dump, load_config
+from raylane.sft.config.reference import reference_markdown
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.run.policy import worker_options
 from sft.conversations import config, document
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +100,16 @@ def test_workers_get_environment_and_time_from_the_file(tmp_path: Path) -> None:
 
 def test_the_reference_page_is_what_the_models_say() -> None:
     page = ROOT / "docs" / "reference" / "sft-config.md"
-    assert page.read_text() == reference_markdown(), "run: python -m raylane.sft.reference > " + str(page)
+    assert page.read_text() == reference_markdown(), "run: python -m raylane.sft.config.reference > " + str(page)
+
+
+def test_every_key_has_a_reason() -> None:
+    page = (ROOT / "docs" / "reference" / "sft-keys.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    listed = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
+    paths = set(key_paths(RunConfig))
+    sections = {path.rpartition(".")[0] for path in paths}
+    assert sorted(listed) == sorted(paths - sections)
 
 
 def test_every_example_loads() -> None:

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.cache import TokenCache
-from raylane.sft.chat import ChatTokenizer, chatml_template
-from raylane.sft.config import RunConfig, dump
-from raylane.sft.data import Counts, PreparedData, fit, open_rows, prepare, warnings
-from raylane.sft.rows import IGNORED
+from raylane.sft.config.load import dump
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.cache import TokenCache
+from raylane.sft.data.chat import ChatTokenizer, chatml_template
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, fit, prepare, warnings
+from raylane.sft.data.rows import IGNORED
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
 LONG = question(99, num_words=400)
@@ -72,7 +74,7 @@ def test_split_predicts_every_supervised_token_exactly_once(row_tokens: int) -> 
 
 
 def test_documents_are_the_encoded_conversations(tmp_path: Path) -> None:
-    from raylane.sft.messages import read_conversations
+    from raylane.sft.data.messages import read_conversations
 
     run = made(tmp_path)
     prepared = prepare(run)
@@ -103,7 +105,7 @@ def test_a_second_call_finds_the_first_ones_work(tmp_path: Path) -> None:
 
 def test_it_survives_json(tmp_path: Path) -> None:
     prepared = prepare(made(tmp_path, data={"validation_fraction": 0.3}))
-    assert PreparedData.from_json(json.loads(json.dumps(prepared.to_json()))) == prepared
+    assert PREPARED.validate_json(PREPARED.dump_json(prepared)) == prepared
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_a_clean_set_gives_no_warnings(tmp_path: Path) -> None:
 
 
 def test_every_count_that_means_a_loss_has_a_warning() -> None:
-    counts = Counts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
+    counts = DataCounts(conversations=9, truncated=1, dropped=1, emptied=1, unsupervised=1, control_tokens=1, turns=2)
     counts.also_in_train = 1
     prepared = PreparedData(Path("t"), Path("d"), None, 1, 0, (2,), {"train": counts})
     run = RunConfig.model_validate(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
 from sft import tiny_run
 
 

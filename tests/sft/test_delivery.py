@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from raylane.sft import delivery
-from raylane.sft.delivery import Receiver, list_files
+from raylane.sft.run import delivery
+from raylane.sft.run.delivery import FolderReceiver, list_files
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def copy(folder, listing) -> str:
-    receiver = Receiver()
+    receiver = FolderReceiver()
     assert receiver.find(f"{folder}-of-the-driver", listing) is None
     for name, block in delivery._blocks(folder, listing):
         receiver.write(name, block)
@@ -33,7 +33,7 @@ def copy(folder, listing) -> str:
 
 
 def test_find_takes_a_folder_that_the_node_sees(folder):
-    assert Receiver().find(str(folder), list_files(folder)) == str(folder)
+    assert FolderReceiver().find(str(folder), list_files(folder)) == str(folder)
 
 
 def test_copy_has_the_same_files_and_is_found_again(folder, monkeypatch):
@@ -47,7 +47,7 @@ def test_copy_has_the_same_files_and_is_found_again(folder, monkeypatch):
     blocks = [(name, len(block)) for name, block in delivery._blocks(folder, listing)]
     assert blocks == [("prepared.json", 2), ("train/empty", 0), *(("train/tokens.bin", n) for n in (100, 100, 50))]
     made = copy(folder, listing)
-    assert Receiver().find(f"{folder}-of-the-driver", listing) == made
+    assert FolderReceiver().find(f"{folder}-of-the-driver", listing) == made
     assert list_files(delivery.Path(made)) == listing
     assert np.fromfile(f"{made}/train/tokens.bin", np.uint8).tolist() == list(range(250))
     assert not [name for name in os.listdir(os.path.dirname(made)) if "draft" in name]
@@ -78,7 +78,7 @@ def test_other_content_of_the_same_size_is_noticed(tmp_path):
 def test_copy_that_another_run_finished_first_stays(folder, monkeypatch):
     """Its workers may be reading the files: they must not vanish for a moment."""
     listing = list_files(folder)
-    slow = Receiver()
+    slow = FolderReceiver()
     assert slow.find(f"{folder}-of-the-driver", listing) is None
     slow._draft = slow._draft.rename(f"{slow._draft}0")  # of another process
     first = copy(folder, listing)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from raylane.errors import ConfigError
-from raylane.sft import layout, tensor_parallel
-from raylane.sft.parallel import AXES, ParallelDims
-from raylane.sft.stage_modules import Layers
-from raylane.sft.stages import layer_ranges, own_stages, stages_per_worker
+from raylane.sft.config import layout
+from raylane.sft.config.policy import DTensorConfig
+from raylane.sft.parallel import tensor_parallel
+from raylane.sft.parallel.mesh import AXES, ParallelDims
+from raylane.sft.parallel.stages import Layers, layer_ranges, own_stages
 from sft import tiny_run
 
 
@@ -29,7 +30,7 @@ def test_ranks_of_a_layout_are_row_major() -> None:
 
 def test_the_drivers_axes_place_ranks_as_the_workers_do() -> None:
     dims = ParallelDims(2, 2, 3, 2, 2)
-    sharding = dims.named_sharding()
+    sharding = dims.named_sharding
     for rank in range(dims.world):
         assert sharding.get_worker_coords(rank) == dims.coordinates(rank)
     assert tuple(sharding.names) == AXES
@@ -49,8 +50,8 @@ def test_stages_cover_all_layers_in_order(layers: int, stages: int) -> None:
 
 def test_workers_hold_every_nth_stage() -> None:
     assert [own_stages(worker, 2, 3) for worker in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert stages_per_worker("interleaved_1f1b", None) == 2
-    assert stages_per_worker("1f1b", None) == 1
+    assert DTensorConfig(pipeline_schedule="interleaved_1f1b").stages_per_worker == 2
+    assert DTensorConfig(pipeline_schedule="1f1b").stages_per_worker == 1
 
 
 def test_layers_keep_their_numbers() -> None:

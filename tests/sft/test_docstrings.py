@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.docstrings import collect, pairs_of_source, source_files, summary, write_set
-from raylane.sft.messages import read_conversations
+from raylane.sft.data.docstrings import collect, pairs_of_source, source_files, summary, write_set
+from raylane.sft.data.messages import read_conversations
 
 SOURCE = '''
 """Tools for adding numbers and for nothing else."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft.data import prepare
-from raylane.sft.dynamic import FixedRows, TokenBudget, cut_together, divide, division
-from raylane.sft.nemo_rl import translate
+from raylane.sft.data.prepare import prepare
+from raylane.sft.nemo.translate import translate
+from raylane.sft.run.micro_batches import FixedRows, TokenBudget, cut_together, divide, division
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -87,14 +87,14 @@ def test_cut_rows_have_the_gradients_of_whole_ones(worker, folder):
     for name, gradient in whole[1].items():
         assert float((cut[1][name] - gradient).abs().max()) < 1e-6, name
     shapes = []
-    forward = worker._model.forward
+    forward = worker.model.forward
 
     def noted(part, *args, **kwargs):
         shapes.append(tuple(part["input_ids"].shape))
         return forward(part, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker._model, "forward", noted)
+        patch.setattr(worker.model, "forward", noted)
         worker.train_step(0)
         worker.evaluate()
     assert all(shape[1] < tiny_run.ROW_TOKENS for shape in shapes)
@@ -120,7 +120,7 @@ def test_gradients_and_losses_equal_the_static_division(worker, folder, sharding
     wanted = worker.gradients(batch, None)
     losses = [worker.train_step(number)["loss"] for number in range(6)]
     start(worker, folder, {**DYNAMIC, **sharding})
-    parts = divide(batch, division(worker._config.policy))
+    parts = divide(batch, division(worker.config.policy))
     assert all(part["input_ids"].numel() <= 96 for part in parts)
     assert sum(part["input_ids"].numel() for part in parts) < batch["input_ids"].numel() / 2, "padding is cut off"
     tiny_run.assert_same(worker.gradients(batch, None), wanted)

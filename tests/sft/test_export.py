@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft import checkpoint, hf_folder
-from raylane.sft.config import dump
-from raylane.sft.data import prepare
-from raylane.sft.export import export_checkpoint
+from raylane.sft.checkpoint import folders, hf_folder
+from raylane.sft.checkpoint.export import export_checkpoint
+from raylane.sft.config.load import dump
+from raylane.sft.data.prepare import prepare
 from sft import tiny_run
 from sft.ranks import only_worker
 
@@ -34,9 +34,9 @@ def made(folder):
             worker.setup(config, prepared, 8)
             worker.train_step(0)
             worker.train_step(1)
-            partial = checkpoint.begin(folder / name, 2)
+            partial = folders.begin(folder / name, 2)
             worker.save_state(str(partial / "state"), 2)
-            saved = checkpoint.commit(partial, 2, {}, {**dump(config), "prepared": prepared.train.parent.name})
+            saved = folders.commit(partial, 2, {}, {**dump(config), "prepared": prepared.train.parent.name})
             worker.save_hf(str(saved.path / "hf"))
     return folder
 
@@ -117,7 +117,7 @@ def test_export_refuses_what_it_cannot_use(made, tmp_path):
 
 def test_export_on_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch):
     """A full disk leaves no folder that looks like a model."""
-    from raylane.sft import export
+    from raylane.sft.checkpoint import export
 
     def full(*_):
         raise OSError(28, "No space left on device")

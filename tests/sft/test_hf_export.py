@@ -12,11 +12,11 @@ from safetensors import safe_open
 from tests.sft import tiny_run
 from tests.sft.ranks import Ranks
 
-from raylane.sft import hf_export
-from raylane.sft.config import dump
-from raylane.sft.data import prepare
-from raylane.sft.hf_export import rounds
-from raylane.sft.hf_folder import plan_files
+from raylane.sft.checkpoint import hf_export
+from raylane.sft.checkpoint.hf_export import rounds
+from raylane.sft.checkpoint.hf_folder import plan_files
+from raylane.sft.config.load import dump
+from raylane.sft.data.prepare import prepare
 
 SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from raylane.errors import CheckpointError
-from raylane.sft.build import read_weights
-from raylane.sft.hf_reader import INDEX, IndexedReader
+from raylane.sft.model.build import read_weights
+from raylane.sft.model.hf_reader import INDEX, IndexedReader
 from sft import tiny_run
 
 ONE = {"a": torch.full((2, 2), 1.0)}
@@ -94,12 +94,12 @@ def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path)
     prepared = tiny_run.prepared_in(folder)
     worker.setup(config, prepared, 8)
     worker.save_hf(str(tmp_path / "hf"))
-    weights = {name: one.detach().clone() for name, one in worker._model.causal_lm.named_parameters()}
+    weights = {name: one.detach().clone() for name, one in worker.model.causal_lm.named_parameters()}
     save_file({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "hf/zz.safetensors")
-    for one in worker._model.causal_lm.parameters():
+    for one in worker.model.causal_lm.parameters():
         torch.nn.init.constant_(one, 5.0)
-    read_weights(worker._model.causal_lm, tmp_path / "hf")
-    assert all(torch.equal(one, weights[name]) for name, one in worker._model.causal_lm.named_parameters())
+    read_weights(worker.model.causal_lm, tmp_path / "hf")
+    assert all(torch.equal(one, weights[name]) for name, one in worker.model.causal_lm.named_parameters())
 
 
 def test_folder_with_one_weight_per_expert_names_the_cause(worker, folder, tmp_path):
@@ -108,7 +108,7 @@ def test_folder_with_one_weight_per_expert_names_the_cause(worker, folder, tmp_p
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
     config = tiny_run.config_of(folder, {"policy.hf_config_overrides": shape})
     worker.setup(config, tiny_run.prepared_in(folder), 8)
-    causal_lm = worker._model.causal_lm
+    causal_lm = worker.model.causal_lm
     published = {
         name: one.detach()
         for name, one in causal_lm.named_parameters()

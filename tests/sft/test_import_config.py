@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config import load_config
-from raylane.sft.import_config import import_config
-from raylane.sft.nemo_keys import rules_markdown
+from raylane.sft.config.load import load_config
+from raylane.sft.nemo.dialect import NEMO_RL
+from raylane.sft.nemo.import_config import import_config
+from raylane.sft.nemo.keys import rules_markdown
 from sft.nemo_file import NEMO_FILE
 
 PAGE = Path(__file__).parents[2] / "docs/howto/from-nemo-rl.md"
@@ -57,7 +58,7 @@ def test_import_with_own_data_is_complete_and_loads_equally(their_file: Path, tm
     assert made.to_do == ()
     (tmp_path / "ours.yaml").write_text(made.yaml("theirs.yaml"))
     ours = load_config(tmp_path / "ours.yaml")
-    assert ours == load_config(their_file, words)
+    assert ours == load_config(their_file, words, NEMO_RL)
     assert (ours.data.input_key, ours.data.output_key) == ("input", "output")
     assert "train_micro_batch_size" in made.document["policy"]
     assert "enabled" not in made.document["checkpointing"]  # it is the default
@@ -76,7 +77,7 @@ def test_import_reports_every_key_that_it_removed(their_file: Path, tmp_path: Pa
         ]
 
     kept = set(leaves(made.document, ""))
-    config = load_config(their_file, [f"policy.model_name={tmp_path}/model", *own_data(tmp_path)])
+    config = load_config(their_file, [f"policy.model_name={tmp_path}/model", *own_data(tmp_path)], NEMO_RL)
     for key in leaves(theirs, ""):
         parents = {key.rsplit(".", n)[0] for n in range(key.count(".") + 1)}
         assert key in kept or parents & reported or _is_default(config, key), key
@@ -167,4 +168,4 @@ def test_how_to_page_shows_a_real_session(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_how_to_page_has_the_table_of_rules() -> None:
     page = PAGE.read_text()
-    assert rules_markdown() in page, "replace the table by the result of raylane.sft.nemo_keys.rules_markdown()"
+    assert rules_markdown() in page, "replace the table by the result of raylane.sft.nemo.keys.rules_markdown()"

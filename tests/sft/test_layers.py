@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from raylane.errors import ConfigError
-from raylane.sft import layers
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import layers
 from sft import tiny_run
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"
@@ -35,7 +35,7 @@ def test_checkpointing_of_layers_is_as_configured(worker, folder):
     found = {}
     for choice in (False, "full", "selective", "every_other_layer"):
         gradients(worker, folder, {**FOUR_LAYERS, CHECKPOINTING: choice})
-        found[choice] = [layer.gradient_checkpointing for layer in worker._model.causal_lm.get_decoder().layers]
+        found[choice] = [layer.gradient_checkpointing for layer in worker.model.causal_lm.get_decoder().layers]
     assert found == {
         False: [False] * 4,
         "full": [True] * 4,
@@ -48,11 +48,11 @@ def test_selective_checkpointing_repeats_no_matrix_product(worker, folder):
     counts = {}
     for choice in (False, "selective", "full"):
         gradients(worker, folder, {CHECKPOINTING: choice})
-        batch = next(tiny_run.global_batch(worker._config, worker._prepared).micro_batches(2))
+        batch = next(tiny_run.global_batch(worker.config, worker.prepared).micro_batches(2))
         with FlopCounterMode(display=False) as counter:
-            worker._model(batch, worker._loss).backward()
+            worker.model(batch, worker._loss).backward()
         counts[choice] = counter.get_total_flops()
-        worker._optimizer.zero_grad()
+        worker.optimizer.zero_grad()
     assert counts["selective"] == counts[False] < counts["full"]
 
 
@@ -66,7 +66,7 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(worker, folder, change
     found = gradients(worker, folder, {**FOUR_LAYERS, **changes, **COMPILE})
     tiny_run.assert_same(found, wanted)
     assert all(worker.train_step(number)["loss"] > 0 for number in range(2))
-    assert not any("_orig_mod" in name for name, _ in worker._model.named_parameters())
+    assert not any("_orig_mod" in name for name, _ in worker.model.named_parameters())
 
 
 def test_compilation_without_a_compiler_is_refused(worker, folder, monkeypatch):

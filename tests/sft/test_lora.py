@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft import lora
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import lora
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -48,7 +48,7 @@ def logits(model, batch):
 @pytest.mark.parametrize("sharding", [{}, SHARDED, {"policy.dtensor_cfg.activation_checkpointing": True}])
 def test_gradients_of_adapters_equal_those_of_peft(worker, folder, tmp_path, sharding):
     config, prepared, facts = start(worker, folder, {**LORA, **sharding})
-    assert isinstance(worker._model, FSDPModule) is ("policy.dtensor_cfg.shard_parameters" in sharding)
+    assert isinstance(worker.model, FSDPModule) is ("policy.dtensor_cfg.shard_parameters" in sharding)
     for number in range(3):
         worker.train_step(number)
     worker.save_hf(str(tmp_path / "hf"))
@@ -64,12 +64,12 @@ def test_gradients_of_adapters_equal_those_of_peft(worker, folder, tmp_path, sha
 
 def test_training_changes_adapters_only_and_learns(worker, folder):
     start(worker, folder, {**LORA, "policy.optimizer.kwargs.lr": 5e-2})
-    base = {name: one.clone() for name, one in lora.base_parameters(worker._model.causal_lm).items()}
+    base = {name: one.clone() for name, one in lora.base_parameters(worker.model.causal_lm).items()}
     before = worker.evaluate()["loss"]
     for number in range(8):
         worker.train_step(number)
     assert worker.evaluate()["loss"] < before - 0.1
-    for name, one in lora.base_parameters(worker._model.causal_lm).items():
+    for name, one in lora.base_parameters(worker.model.causal_lm).items():
         assert torch.equal(one, base[name]), name
 
 
@@ -89,7 +89,7 @@ def test_files_compute_the_same_merged_and_in_peft(worker, folder, tmp_path, sha
         torch.testing.assert_close(logits(merged, batch), logits(theirs, batch), atol=1e-5, rtol=0)
         inputs = BatchDict({name: batch[name][:2] for name in ("input_ids", "position_ids")})
         first = batch["document_ids"][:2] == 0
-        mine = worker._model(inputs, None)[first]
+        mine = worker.model(inputs, None)[first]
         torch.testing.assert_close(mine, logits(theirs, batch)[: len(mine)], atol=1e-5, rtol=0)
     worker._end_other_work()
     described = json.loads((tmp_path / "hf/adapter/adapter_config.json").read_text())
@@ -144,7 +144,7 @@ def test_bfloat16_adapters_keep_float32_masters(worker, folder):
     start(worker, folder, {**LORA, "policy.precision": "bfloat16"})
     for number in range(2):
         worker.train_step(number)
-    assert {one.dtype for one in worker._model.parameters()} == {torch.float32}
+    assert {one.dtype for one in worker.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("position", ["pre", "post"])
@@ -169,7 +169,7 @@ def test_dropout_is_on_in_training_only(worker, folder, position):
 )
 def test_patterns_choose_the_layers(folder, tmp_path, worker, settings, adapted):
     start(worker, folder, {KEY: {**LORA[KEY], **settings}})
-    names = lora.adapted(worker._model.causal_lm)
+    names = lora.adapted(worker.model.causal_lm)
     assert {name.rpartition(".")[2] for name in names} == adapted
     worker.save_hf(str(tmp_path / "hf"))
     targets = json.loads((tmp_path / "hf/adapter/adapter_config.json").read_text())["target_modules"]
@@ -216,6 +216,6 @@ def test_adapter_file_holds_adapters_alone(worker, folder, tmp_path):
     start(worker, folder, LORA)
     worker.save_hf(str(tmp_path / "hf"))
     stored = load_file(tmp_path / "hf/adapter/adapter_model.safetensors")
-    assert len(stored) == 2 * len(lora.adapted(worker._model.causal_lm))
+    assert len(stored) == 2 * len(lora.adapted(worker.model.causal_lm))
     assert all(name.endswith(("lora_A.weight", "lora_B.weight")) for name in stored)
     assert not any("lora" in name for name in load_file(tmp_path / "hf/model-00001-of-00001.safetensors"))

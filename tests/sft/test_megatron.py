@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft import megatron_checks, megatron_model, megatron_weights
-from raylane.sft.attention import PackedRows, attend
-from raylane.sft.data import prepare
-from raylane.sft.megatron_model import MegatronModel
-from raylane.sft.policy import Policy
+from raylane.sft.config import megatron_limits
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import megatron, megatron_weights
+from raylane.sft.model.attention import PackedRows, attend
+from raylane.sft.model.megatron import MegatronModel
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from sft.ranks import Ranks
 
@@ -59,7 +60,7 @@ def changes_of(model, workers=1, tp=1, **others):
 def computed(worker, config, prepared):
     """Return loss and gradients of this rank's rows, the losses of some steps, and the validation loss after them."""
     worker.setup(config, prepared, 8)
-    assert isinstance(worker._model, MegatronModel) is config.policy.megatron_cfg.enabled
+    assert isinstance(worker.model, MegatronModel) is config.policy.megatron_cfg.enabled
     first = worker.gradients(worker.own_rows(0), 2)
     losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
     return first, losses, worker.evaluate()["loss"]
@@ -112,7 +113,7 @@ def test_bfloat16_is_near_raylanes_own_layers(worker, folder):
     own = computed(worker, tiny_run.config_of(folder, changes), prepared)
     found = computed(worker, tiny_run.config_of(folder, {**changes, **ENABLED}), prepared)
     assert found[1] == pytest.approx(own[1], abs=2e-2)
-    assert all(one.dtype == torch.float32 for one in worker._model.parameters())
+    assert all(one.dtype == torch.float32 for one in worker.model.parameters())
 
 
 def trained_and_saved(worker, config, prepared, folder):
@@ -176,7 +177,7 @@ def test_unpack_is_the_inverse_of_pack(how):
 
 
 def test_missing_package_is_refused_before_any_process(folder, monkeypatch):
-    monkeypatch.setattr(megatron_checks, "_is_installed", lambda: False)
+    monkeypatch.setattr(megatron_limits, "_is_installed", lambda: False)
     config = tiny_run.config_of(folder, changes_of("llama", **ENABLED))
     with pytest.raises(ConfigError, match=r"pip install 'raylane\[megatron\]'"):
         Policy(config, prepare(config), 1)
@@ -214,7 +215,7 @@ def test_settings_that_need_cuda_are_refused(folder, changes, told):
     ],
 )
 def test_models_that_cannot_be_converted_are_refused(shape, told):
-    (problem,) = megatron_checks.check_shape(shape)
+    (problem,) = megatron.check_shape(shape)
     assert told in problem
 
 
@@ -222,7 +223,7 @@ def test_attention_refuses_what_megatron_might_pass():
     """A bias or another mask would silently change nothing."""
     rows = PackedRows.of(torch.arange(4)[None])
     states = torch.randn(4, 1, 2, 8)
-    layer = megatron_model._Attention(softmax_scale=0.5, layer_number=1)
+    layer = megatron._Attention(softmax_scale=0.5, layer_number=1)
     plain = layer(states, states, states, rows, attn_mask_type=SimpleNamespace(name="causal"), attention_bias=None)
     expected = attend(layer, *[states.permute(1, 2, 0, 3)] * 3, None, 0.5, packed_rows=rows)[0]
     torch.testing.assert_close(plain, expected.transpose(0, 1).flatten(2))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from raylane.sft.config import RunConfig
-from raylane.sft.data import prepare
-from raylane.sft.planning import plan_run, render
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.prepare import prepare
+from raylane.sft.run.planning import plan_run, render
 from sft import tiny_run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "memory.md"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft import audit
-from raylane.sft.data import prepare
-from raylane.sft.mixing import WeightedFiles, open_training_rows, pack_by_file
-from raylane.sft.nemo_rl import translate
-from raylane.sft.planning import count_training_rows
-from raylane.sft.rows import open_rows
+from raylane.sft.data import audit
+from raylane.sft.data.mixing import WeightedFiles, open_rows, open_training_rows, pack_by_file
+from raylane.sft.data.prepare import PREPARED, prepare
+from raylane.sft.nemo.translate import translate
+from raylane.sft.run.planning import count_training_rows
 from sft import tiny_run
 
 
@@ -132,4 +130,4 @@ def test_weighted_files_pass_the_translation_of_nemo_rl():
 
 def test_prepared_data_with_files_survives_json(tmp_path: Path):
     prepared = prepare(two_files(tmp_path, 2, 0.5))
-    assert type(prepared).from_json(json.loads(json.dumps(prepared.to_json()))) == prepared
+    assert PREPARED.validate_json(PREPARED.dump_json(prepared)) == prepared

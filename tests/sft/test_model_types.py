@@ -14,11 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from raylane.errors import ConfigError
-from raylane.sft import attention, model_config, selfcheck
-from raylane.sft.attention import PackedRows
-from raylane.sft.data import prepare
-from raylane.sft.dynamic import FixedRows
-from raylane.sft.rows import RowSource
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.rows import RowSource
+from raylane.sft.model import attention, hf_config
+from raylane.sft.model.attention import PackedRows
+from raylane.sft.run import selfcheck
+from raylane.sft.run.micro_batches import FixedRows
 from sft import tiny_run
 
 SIZES = {
@@ -65,7 +66,7 @@ def start(worker: Any, folder: Any, model_type: str, sizes: dict[str, Any], chan
 
 def assert_equal_to_eager(worker: Any, batch: Any, rows: int) -> None:
     """Assert that loss and gradients are those of a plain model with the same weights and eager attention."""
-    trained = worker._model.causal_lm
+    trained = worker.model.causal_lm
     plain = AutoModelForCausalLM.from_config(
         copy.deepcopy(trained.config), dtype=torch.float32, attn_implementation="eager"
     )
@@ -94,9 +95,9 @@ def test_remedy_of_a_refused_type_equals_eager(worker, folder, model_type, imple
     batch = start(worker, folder, model_type, {"attn_implementation": implementation})
     loss, _ = worker.gradients(batch, 2)
     plain = AutoModelForCausalLM.from_config(
-        copy.deepcopy(worker._model.causal_lm.config), dtype=torch.float32, attn_implementation="eager"
+        copy.deepcopy(worker.model.causal_lm.config), dtype=torch.float32, attn_implementation="eager"
     )
-    plain.load_state_dict(worker._model.causal_lm.state_dict())
+    plain.load_state_dict(worker.model.causal_lm.state_dict())
     totals = []
     for ids, labels, documents in zip(batch["input_ids"], batch["labels"], batch["document_ids"], strict=True):
         for document in range(int(documents.max()) + 1):
@@ -157,13 +158,13 @@ def test_self_check_finds_a_dropped_argument(worker, folder, monkeypatch, precis
 
 
 def row_source(worker: Any, packs: list[tuple[int, ...]]) -> RowSource:
-    source = worker._train
+    source = worker.train_rows
     return RowSource(source.cache, packs, source.row_tokens, source.pad_id)
 
 
 def test_self_check_compares_several_rows_and_edges(worker, folder):
     start(worker, folder, "llama", {})
-    lengths = worker._train.cache.lengths
+    lengths = worker.train_rows.cache.lengths
     order = lengths.argsort(kind="stable").tolist()
     short, longest = order[:8], int(lengths.argmax())
     middle = order[len(order) // 2]
@@ -178,7 +179,7 @@ def test_self_check_compares_several_rows_and_edges(worker, folder):
 def test_self_check_finds_an_error_in_a_later_row(worker, folder, monkeypatch, place):
     """The first row with two documents is right."""
     start(worker, folder, "llama", {})
-    lengths = worker._train.cache.lengths
+    lengths = worker.train_rows.cache.lengths
     order = lengths.argsort(kind="stable").tolist()
     source = row_source(worker, [(order[0], order[1]), (order[2], order[-1]), (order[3],)])
     limit = int(lengths[order[-1]])
@@ -193,7 +194,7 @@ def test_self_check_finds_an_error_in_a_later_row(worker, folder, monkeypatch, p
 
     monkeypatch.setattr(attention, "_row", wrong)
     with pytest.raises(ConfigError, match=r"is wrong for this model|does not separate packed documents"):
-        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32", FixedRows(1))
+        selfcheck.check_model(worker.model, source, torch.device("cpu"), "float32", FixedRows(1))
 
 
 def test_longrope_of_long_rows_is_refused(worker, folder):
@@ -215,8 +216,8 @@ def test_dynamic_rope_of_long_rows_is_refused(folder, tmp_path):
     LlamaConfig(**{**SIZES, "max_position_embeddings": 16, "rope_parameters": rope}).save_pretrained(tmp_path)
     changes = {"policy.model_name": str(tmp_path), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
     with pytest.raises(ConfigError, match=r"rope_type=dynamic .* Set it to at most 16$"):
-        model_config.model_config(tiny_run.config_of(folder, changes).policy, 320)
+        hf_config.model_config(tiny_run.config_of(folder, changes).policy, 320)
 
 
 def test_attention_names_are_those_of_transformers():
-    assert set(selfcheck._COMPARED) < set(model_config.ATTENTION)
+    assert set(selfcheck._COMPARED) < set(hf_config.ATTENTION)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft.config import OptimizerConfig
-from raylane.sft.muon import MuonAdamW, orthogonalised
-from raylane.sft.optim import make_optimizer, set_learning_rate
+from raylane.sft.config.policy import OptimizerConfig
+from raylane.sft.model.muon import MuonAdamW, orthogonalised
+from raylane.sft.model.optim import make_optimizer, set_learning_rate
 from sft import tiny_run
 
 MUON = {"policy.optimizer.name": "muon"}

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from raylane.sft.config import build_config, load_config
-from raylane.sft.import_config import import_config
-from raylane.sft.nemo_rl import translate
-from raylane.sft.optim import learning_rate
+from raylane.sft.config.load import build_config, load_config
+from raylane.sft.model.optim import learning_rate
+from raylane.sft.nemo.dialect import NEMO_RL
+from raylane.sft.nemo.import_config import import_config
+from raylane.sft.nemo.translate import translate
 from sft.nemo_file import NEMO_FILE
 
 OPTIMIZER = {
@@ -70,7 +71,7 @@ def test_megatron_recipe_is_imported_completely(tmp_path: Path) -> None:
     assert (made.to_do, made.refused) == ((), ())
     (tmp_path / "ours.yaml").write_text(made.yaml("theirs"))
     config = load_config(tmp_path / "ours.yaml")
-    assert config == load_config(tmp_path / "recipe.yaml")
+    assert config == load_config(tmp_path / "recipe.yaml", (), NEMO_RL)
     policy = config.policy
     assert policy.megatron_cfg.enabled
     assert policy.dtensor_cfg.tensor_parallel_size == 2
@@ -82,7 +83,7 @@ def test_megatron_recipe_is_imported_completely(tmp_path: Path) -> None:
 
 def test_learning_rates_are_those_of_megatron(tmp_path: Path) -> None:
     """Against Megatron-core's formula: the warm-up ends at step 8, the decay at step 40, the end of the run."""
-    config = load_config(megatron_recipe(tmp_path))
+    config = load_config(megatron_recipe(tmp_path), (), NEMO_RL)
     for step in range(40):
         if step <= 8:
             wanted = 2e-7 + (2e-5 - 2e-7) * step / 8
@@ -126,7 +127,7 @@ def test_megatron_settings_without_an_equal_are_to_do(tmp_path: Path, section: d
 def test_weight_decay_of_the_schedule_replaces_the_other(tmp_path: Path, style: str) -> None:
     decays = {"start_weight_decay": 0.1, "end_weight_decay": 0.1, "weight_decay_incr_style": style}
     changes = {"optimizer": {**OPTIMIZER, "weight_decay": 0.01}, "scheduler": {**SCHEDULE, **decays}}
-    config = load_config(megatron_recipe(tmp_path, **changes))
+    config = load_config(megatron_recipe(tmp_path, **changes), (), NEMO_RL)
     assert config.policy.optimizer.kwargs.weight_decay == 0.1
 
 

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config import RunConfig, load_config
-from raylane.sft.nemo_keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
-from raylane.sft.nemo_rl import Problem, translate
-from raylane.sft.overrides import _paths, read_yaml
+from raylane.sft.config.keys import key_paths
+from raylane.sft.config.load import load_config
+from raylane.sft.config.overrides import read_yaml
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.nemo.dialect import NEMO_RL
+from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
+from raylane.sft.nemo.translate import Problem, translate
 from sft.conversations import document
 from sft.nemo_file import NEMO_FILE
 
@@ -41,7 +44,7 @@ def only_problem(section: dict[str, Any]) -> Problem:
 
 def test_load_of_a_pasted_file_understands_it(their_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "raylane")
-    config = load_config(their_file, [*OWN_DATA, "policy.train_micro_batch_size=4"])
+    config = load_config(their_file, [*OWN_DATA, "policy.train_micro_batch_size=4"], NEMO_RL)
     assert config.policy.optimizer.name == "adamw"
     assert config.policy.sequence_packing.algorithm == "first_fit_decreasing"
     assert config.checkpointing.metric_name == "val:loss"
@@ -54,24 +57,24 @@ def test_load_of_a_pasted_file_understands_it(their_file: Path, caplog: pytest.L
 
 
 def test_their_file_keeps_the_behaviour_of_nemo_rl(their_file: Path) -> None:
-    config = load_config(their_file, OWN_DATA)
+    config = load_config(their_file, OWN_DATA, NEMO_RL)
     assert config.policy.scheduler.name == "constant"
     assert config.policy.optimizer.weight_decay_on == "all"
     assert config.data.overlong == "drop"
     words = [*OWN_DATA, "policy.scheduler={name: linear}", "data.overlong=split"]
-    config = load_config(their_file, words)
+    config = load_config(their_file, words, NEMO_RL)
     assert (config.policy.scheduler.name, config.data.overlong) == ("linear", "split")
 
 
 def test_own_file_with_a_pasted_command_line_keeps_defaults(own_file: Path) -> None:
     words = ["policy.dtensor_cfg._v2=true", "++policy.dtensor_cfg.tensor_parallel_size=1", "logger.monitor_gpus=True"]
     words += ["policy.megatron_cfg.enabled=false", "policy.optimizer.name=torch.optim.AdamW", "data.num_workers=8"]
-    assert load_config(own_file, words) == load_config(own_file)
+    assert load_config(own_file, words, NEMO_RL) == load_config(own_file)
 
 
 def test_null_template_joins_the_messages_in_their_file(their_file: Path) -> None:
     template = load_config(
-        their_file, [*OWN_DATA, "policy.tokenizer.chat_template=null"]
+        their_file, [*OWN_DATA, "policy.tokenizer.chat_template=null"], NEMO_RL
     ).policy.tokenizer.chat_template
     assert template is not None
     assert "{% generation %}{{ message.content }}{% endgeneration %}" in template
@@ -79,7 +82,7 @@ def test_null_template_joins_the_messages_in_their_file(their_file: Path) -> Non
 
 def test_mandatory_value_that_is_missing_is_named(own_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation is \?\?\?, a value that must be given"):
-        load_config(own_file, ["data.validation='???'"])
+        load_config(own_file, ["data.validation='???'"], NEMO_RL)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ def test_key_that_requests_a_missing_feature_is_refused(
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"defaults": own_file.name, **section}))
     with pytest.raises(ConfigError, match=told) as error:
-        load_config(path)
+        load_config(path, (), NEMO_RL)
     assert str(error.value).startswith(f"{path}: ")
 
 
@@ -121,12 +124,13 @@ def test_key_that_requests_a_missing_feature_is_refused(
     ("word", "told"),
     [
         ("policy.dtensor_cfg.expert_parallel_size=2", "expert parallelism is not supported yet"),
+        ("data.max_input_seq_length=5", r"use policy\.max_total_sequence_length"),
         ("data.train.dataset_name=squad", "'data' is a single value|holds .* which has no keys"),
     ],
 )
 def test_override_that_requests_a_missing_feature_is_refused(own_file: Path, word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        load_config(own_file, [word])
+        load_config(own_file, [word], NEMO_RL)
 
 
 def test_spellings_of_the_same_thing_are_understood(own_file: Path) -> None:
@@ -134,7 +138,7 @@ def test_spellings_of_the_same_thing_are_understood(own_file: Path) -> None:
     words += ["checkpointing.save_consolidated=false", "policy.activation_checkpointing_enabled=true"]
     words += ["checkpointing.keep_top_k=null", "sft.num_steps=9", "policy.scheduler=null"]
     words += ["policy.tokenizer.chat_template_kwargs={enable_thinking:false}"]
-    config = load_config(own_file, words)
+    config = load_config(own_file, words, NEMO_RL)
     assert config.cluster.env_vars == {"A": "1"}
     assert config.policy.dtensor_cfg.reduce_every_micro_batch
     assert config.policy.dtensor_cfg.activation_checkpointing
@@ -153,14 +157,14 @@ def test_metric_name_null_keeps_the_latest() -> None:
 def test_ray_compiled_graph_becomes_compiled_graph(own_file: Path, enabled: str, mode: str) -> None:
     section = "policy.ray_compiled_graph"
     words = [f"++{section}.enabled={enabled}", f"++{section}.warmup_seq_len=64", f"++{section}.warmup_gbs=4"]
-    graph = load_config(own_file, [*words, f"++{section}.overlap_communication=false"]).policy.compiled_graph
+    graph = load_config(own_file, [*words, f"++{section}.overlap_communication=false"], NEMO_RL).policy.compiled_graph
     assert (graph.mode, graph.warmup_seq_len, graph.warmup_gbs, graph.overlap_communication) == (mode, 64, 4, False)
     with pytest.raises(
         ConfigError, match=r"the sections policy\.ray_compiled_graph and policy\.compiled_graph are both"
     ):
-        load_config(own_file, [words[0], "policy.compiled_graph.inflight=3"])
+        load_config(own_file, [words[0], "policy.compiled_graph.inflight=3"], NEMO_RL)
     with pytest.raises(ConfigError, match=r"unknown key 'policy\.compiled_graph\.enable'"):
-        load_config(own_file, [f"++{section}.enable=true"])
+        load_config(own_file, [f"++{section}.enable=true"], NEMO_RL)
 
 
 def test_override_mark_replaces_a_section(tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_old_data_set_by_name_is_one_problem_each() -> None:
 
 
 def test_tables_name_only_keys_that_the_schema_lacks() -> None:
-    known = set(_paths(RunConfig))
+    known = set(key_paths(RunConfig))
     foreign = {*(rule.key for rule in RULES), *RENAMES, *OTHERWISE}
     assert not foreign & known
     assert set(RENAMES.values()) <= known

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft.config import SchedulerConfig
-from raylane.sft.nemo_rl import translate
-from raylane.sft.nemo_schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
-from raylane.sft.optim import learning_rate
+from raylane.sft.config.policy import SchedulerConfig
+from raylane.sft.model.optim import learning_rate
+from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
+from raylane.sft.nemo.translate import translate
 
 PEAK, STEPS = 3e-4, 20
 

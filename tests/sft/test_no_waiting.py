@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raylane.sft import step
-from raylane.sft.dynamic import division
-from raylane.sft.loss import CrossEntropy
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import step
+from raylane.sft.run.micro_batches import division
 from sft import tiny_run
 
 aten = torch.ops.aten
@@ -76,11 +76,11 @@ def test_micro_batches_read_no_value_of_the_device(folder: Path, worker: Any, na
     config = tiny_run.config_of(folder, CASES[name])
     worker.setup(config, tiny_run.prepare(config), 8)
     batch = worker.own_rows(0)
-    counts = step.count(batch, worker._device, worker._mesh.dims)
+    counts = step.count(batch, worker.device, worker.mesh.dims)
     rows = division(config.policy)
     with Waits() as waits:
-        total = step._backward_each(worker._model, batch, rows, CrossEntropy(16), counts, worker._device, False)
-    worker._optimizer.zero_grad(set_to_none=True)
+        total = step._backward_each(worker.model, batch, rows, CrossEntropy(16), counts, worker.device, False)
+    worker.optimizer.zero_grad(set_to_none=True)
     assert float(total) > 0
     assert waits.found == []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raylane.sft.config import OptimizerConfig, SchedulerConfig
-from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.sft.config.policy import OptimizerConfig, SchedulerConfig
+from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
 
 
 def rates(total: int, **fields) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from raylane.errors import ConfigError
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
 from sft import tiny_run
 from sft.ranks import Ranks
 

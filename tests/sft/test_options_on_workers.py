@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 
@@ -100,7 +100,7 @@ def test_muon_equals_one_process_and_resumes_elsewhere(two):
     resumed = two.losses(range(4, 8))
     assert resumed == pytest.approx(wanted[4:], abs=1e-5)
     assert two.policy.load(saved.path) == 4
-    two.policy._call_one("warm_up", 2, 32)
+    two.policy.call("warm_up", 2, 32)
     assert two.losses(range(4, 8)) == resumed, "a warm-up step leaves no trace"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.order import (
+from raylane.sft.data.order import (
     batch_rows,
     epoch_of,
     epoch_order,
@@ -46,7 +46,7 @@ def test_the_permutation_is_the_same_in_every_version_of_numpy() -> None:
 
 @pytest.mark.processes
 def test_another_process_makes_the_same_order() -> None:
-    code = "from raylane.sft.order import batch_rows; print(batch_rows(100, 7, 5, 40).tolist())"
+    code = "from raylane.sft.data.order import batch_rows; print(batch_rows(100, 7, 5, 40).tolist())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == str(batch_rows(100, 7, 5, 40).tolist())
 

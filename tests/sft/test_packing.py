@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raylane.sft.packing import efficiency, pack_documents
+from raylane.sft.data.packing import efficiency, pack_documents
 
 ALGORITHMS = ["first_fit_decreasing", "best_fit_decreasing", "concatenate", "none"]
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from raylane.sft.data import open_rows, prepare
-from raylane.sft.generation import generate
-from raylane.sft.model_config import model_config
-from raylane.sft.parallel import ParallelDims
-from raylane.sft.policy import Policy
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model.hf_config import model_config
+from raylane.sft.parallel.mesh import ParallelDims
+from raylane.sft.run.generation import generate
+from raylane.sft.run.policy import Policy
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
 from sft.ranks import Ranks
@@ -145,13 +146,13 @@ def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, An
     """Return loss, gradients, losses of some steps, and the weights after them. Runs on every rank."""
     config = tiny_run.config_of(folder, changes)
     worker.setup(config, prepare(config), STEPS)
-    dims = ParallelDims.of(config)
+    dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
     loss, gradients = worker.gradients(worker.own_rows(0), 1)
     losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
     weights = {}
-    for name, parameter in worker._model.causal_lm.named_parameters():
+    for name, parameter in worker.model.causal_lm.named_parameters():
         weights[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
-    place = dims.coordinates(worker._rank)
+    place = dims.coordinates(worker.mesh.rank)
     if sum(place.values()) > place["pp"]:  # another rank has the same weights
         gradients, weights = {}, {}
     return {"loss": loss, "gradients": gradients, "losses": losses, "weights": weights}
@@ -216,8 +217,8 @@ def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[li
     """Return the answers of a new model, which never ends them, and those that end at its first choices."""
     config = tiny_run.config_of(folder, changes)
     worker.setup(config, prepare(config), STEPS)
-    endless = generate(worker._model, prompts, 6, (), 0, worker._device)
-    ended = generate(worker._model, prompts, 6, {endless[0][0], endless[1][2]}, 0, worker._device)
+    endless = generate(worker.model, prompts, 6, (), 0, worker.device)
+    ended = generate(worker.model, prompts, 6, {endless[0][0], endless[1][2]}, 0, worker.device)
     worker._end_other_work()
     return [endless, ended]
 

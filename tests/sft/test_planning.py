@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config import RunConfig
-from raylane.sft.memory import Memory, estimate_memory
-from raylane.sft.model_config import ModelShape, model_config, model_shape
-from raylane.sft.parallel import keeps_gathered, shards_parameters
-from raylane.sft.planning import RowCount, make_plan, num_validations, plan_run, render
-from raylane.sft.schema_policy import DTensorConfig
+from raylane.sft.config.policy import DTensorConfig
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.model.hf_config import ModelShape, model_config, model_shape
+from raylane.sft.parallel.mesh import keeps_gathered, shards_parameters
+from raylane.sft.run.memory import MemoryEstimate, estimate_memory
+from raylane.sft.run.planning import RowCount, make_plan, num_validations, plan_run, render
 from sft import tiny_run
 from sft.conversations import config, question, write_jsonl
 
@@ -153,7 +153,7 @@ def test_forecast_falls_with_each_axis(tmp_path: Path) -> None:
     """Two workers on any axis but that of copies hold half of what the axis divides."""
     base = memory(tmp_path, policy={"precision": "bfloat16", "train_global_batch_size": 4})
 
-    def divided(**settings: Any) -> Memory:
+    def divided(**settings: Any) -> MemoryEstimate:
         policy = {"precision": "bfloat16", "train_global_batch_size": 4, "dtensor_cfg": settings}
         return memory(tmp_path, policy=policy, cluster={"num_workers": 2})
 

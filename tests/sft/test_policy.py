@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
-from raylane.sft import checkpoint
-from raylane.sft import worker as worker_module
-from raylane.sft.delivery import Copies
-from raylane.sft.policy import Policy
+from raylane.sft.checkpoint import folders
+from raylane.sft.run import worker as worker_module
+from raylane.sft.run.delivery import FolderCopies
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 
@@ -37,7 +37,7 @@ class Run(WorkerRun):
         super().__init__(folder, workers, changes)
 
     def again(self):
-        self.policy._call_one("setup", self.config, self.prepared, 8)
+        self.policy.call("setup", self.config, self.prepared, 8)
         self.policy._next = 0
 
     def own_losses(self):
@@ -72,7 +72,7 @@ def test_gradients_of_several_workers_equal_one_model(layout, request):
 @pytest.mark.slow
 def test_four_shards_without_replicas_too(hsdp4, folder):
     flat = tiny_run.config_of(folder, {"cluster.num_workers": 4, "policy.dtensor_cfg.shard_parameters": "always"})
-    hsdp4.policy._call_one("setup", flat, hsdp4.prepared, 8)
+    hsdp4.policy.call("setup", flat, hsdp4.prepared, 8)
     tiny_run.assert_same(hsdp4.gradients(), hsdp4.own_losses())
 
 
@@ -202,7 +202,7 @@ def test_load_of_an_unfit_checkpoint_has_a_short_error(fsdp2, folder):
     fsdp2.again()
     saved = fsdp2.policy.save({})
     other = tiny_run.config_of(folder, {**fsdp2.changes, "policy.hf_config_overrides.intermediate_size": 64})
-    fsdp2.policy._call_one("setup", other, fsdp2.prepared, 8)
+    fsdp2.policy.call("setup", other, fsdp2.prepared, 8)
     with pytest.raises(CheckpointError, match="does not fit this model") as caught:
         fsdp2.policy.load(saved.path)
     assert "Traceback" not in str(caught.value)
@@ -215,14 +215,14 @@ def test_failed_save_leaves_no_partial_checkpoint(fsdp2, tmp_path, monkeypatch):
     fsdp2.again()
     settings = fsdp2.config.checkpointing.model_copy(update={"checkpoint_dir": str(tmp_path)})
     monkeypatch.setattr(fsdp2.policy, "_config", fsdp2.config.model_copy(update={"checkpointing": settings}))
-    begin = checkpoint.begin
+    begin = folders.begin
 
     def begin_with_obstacle(folder, step):
         partial = begin(folder, step)
         (partial / "state" / "optimizer.json").mkdir(parents=True)
         return partial
 
-    monkeypatch.setattr(checkpoint, "begin", begin_with_obstacle)
+    monkeypatch.setattr(folders, "begin", begin_with_obstacle)
     with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
         fsdp2.policy.save({})
     monkeypatch.undo()
@@ -247,19 +247,19 @@ def test_export_that_fails_leaves_nothing_behind(fsdp2, tmp_path):
     (tmp_path / "kept/notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"kept holds files already\. Name a folder that does not exist"):
         fsdp2.policy.save_hf(tmp_path / "kept")
-    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    fsdp2.policy.call("setup", *fsdp2.policy._setup)
     fsdp2.policy.group.run_all_workers_single_data("use_copies", Unwritable()).results(60)
-    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    fsdp2.policy.call("setup", *fsdp2.policy._setup)
     with pytest.raises(CheckpointError, match="no tokenizer"):
         fsdp2.policy.save_hf(tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
-    fsdp2.policy.group.run_all_workers_single_data("use_copies", Copies()).results(60)
-    fsdp2.policy._call_one("setup", *fsdp2.policy._setup)
+    fsdp2.policy.group.run_all_workers_single_data("use_copies", FolderCopies()).results(60)
+    fsdp2.policy.call("setup", *fsdp2.policy._setup)
     fsdp2.policy.save_hf(tmp_path / "model")
     assert (tmp_path / "model/model.safetensors.index.json").is_file()
 
 
-class Unwritable(Copies):
+class Unwritable(FolderCopies):
     """Gives the workers a tokenizer folder that does not exist, which fails after the weights are written."""
 
     def here(self, config, prepared):
@@ -270,7 +270,7 @@ def test_export_of_a_base_with_odd_generation_settings_works(fsdp2, tmp_path, mo
     """transformers loads temperature without do_sample, and refuses to save it once anything was changed."""
     config = base_model(fsdp2, tmp_path / "base")
     (tmp_path / "base/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 0}')
-    fsdp2.policy._call_one("setup", config, fsdp2.prepared, 8)
+    fsdp2.policy.call("setup", config, fsdp2.prepared, 8)
     monkeypatch.setattr(fsdp2.policy, "_config", config)
     saved = fsdp2.policy.save({}, with_hf=True)
     written = json.loads((saved.path / "hf/generation_config.json").read_text())
@@ -291,13 +291,13 @@ def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch
 def test_export_that_fails_leaves_the_checkpoint_complete(fsdp2, tmp_path, monkeypatch):
     """The state is worth more than the model folder made from it: a failed export must not take it away."""
     config = base_model(fsdp2, tmp_path / "base")
-    fsdp2.policy._call_one("setup", config, fsdp2.prepared, 8)
+    fsdp2.policy.call("setup", config, fsdp2.prepared, 8)
     monkeypatch.setattr(fsdp2.policy, "_config", config)
     fsdp2.policy.train_step(0)
     (tmp_path / "base/generation_config.json").write_text("{ not JSON")
     with pytest.raises(CheckpointError, match=r"JSONDecodeError.*step_1 is complete: correct the cause and run"):
         fsdp2.policy.save({"train:loss": 1.0}, with_hf=True)
-    (saved,) = checkpoint.list_saved(tmp_path / "saved")
+    (saved,) = folders.list_saved(tmp_path / "saved")
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
     assert not (saved.path / "hf").exists()
     assert fsdp2.policy.load(saved.path) == 1

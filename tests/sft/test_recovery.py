@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from raylane.errors import WorkerCallError
-from raylane.sft import trainer
-from raylane.sft.metrics import read_metrics, read_notes
-from raylane.sft.policy import Policy
+from raylane.sft.report.metrics import read_metrics, read_notes
+from raylane.sft.run import trainer
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 from workers.processes import stop
 
@@ -35,7 +35,7 @@ def kill_at(monkeypatch, steps, rank=1):
     def kill_then_read(self):
         if left and self._in_flight[0][0] == left[0]:
             left.pop(0)
-            pid = self._policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
+            pid = self.policy.group.run_single_worker_single_data("process_id", rank).results(60)[0]
             # A step is under way when the worker dies: the signal stops it first.
             stop(pid)
             self._in_flight.append((self.done, self._send()))

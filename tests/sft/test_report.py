@@ -16,11 +16,10 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.sft.report import read_facts, write_report
-from raylane.sft.report_series import MAX_POINTS, thin
-from raylane.sft.report_text import escape
-from raylane.sft.run_record import RunRecord
-from raylane.sft.sample import Sample
+from raylane.sft.report.page import escape, read_facts, write_report
+from raylane.sft.report.series import MAX_POINTS, thin
+from raylane.sft.run.record import RunRecord
+from raylane.sft.run.sample import Sample
 from sft.conversations import config
 
 EVIL = "</pre><script>alert(1)</script>\x1b[31m‮"
@@ -42,7 +41,7 @@ def log(folder: Path, *records: dict[str, Any]) -> Path:
 def tables_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests do without matplotlib, whose first import starts fc-list, unless they are marked `processes`."""
     if request.node.get_closest_marker("processes") is None:
-        monkeypatch.setattr("raylane.sft.report.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("raylane.sft.report.page.importlib.util.find_spec", lambda name: None)
 
 
 def recorded(tmp_path: Path, **sections: Any) -> RunRecord:
@@ -79,8 +78,8 @@ def test_report_with_matplotlib_has_all_plots(tmp_path: Path) -> None:
 
 
 def test_plots_that_fail_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylane.sft.report.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(__import__("sys").modules, "raylane.sft.report_plots", None)
+    monkeypatch.setattr("raylane.sft.report.page.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(__import__("sys").modules, "raylane.sft.report.plots", None)
     page = write_report(log(tmp_path, step(1))).read_text()
     assert "matplotlib could not draw the plots" in page
     assert "<td>2</td>" in page
@@ -173,7 +172,7 @@ def test_record_keeps_configuration_without_secrets(tmp_path: Path) -> None:
 def test_record_keeps_warnings_from_before_the_folder(tmp_path: Path) -> None:
     folder = log(tmp_path, step(1))
     with recorded(tmp_path) as record:
-        logging.getLogger("raylane.sft.data").warning("%d conversations are cut", 3)
+        logging.getLogger("raylane.sft.data.prepare").warning("%d conversations are cut", 3)
         logging.getLogger("raylane").info("not kept")
         record.open(folder, resumes=False)
         logging.getLogger("raylane.sft").error("a later one")

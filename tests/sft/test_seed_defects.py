@@ -15,10 +15,14 @@ import torch
 
 from raylane.errors import ConfigError, WorkerCallError, WorkerGroupError
 from raylane.graph.plan.ir import DRIVER
-from raylane.sft import compiled
-from raylane.sft.compiled import CompiledGraphWorkerGroup, get_compiled_graph_config, should_use_compiled_graph
-from raylane.sft.policy import Policy
-from raylane.sft.rows import open_rows
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.nemo import compiled_graph
+from raylane.sft.nemo.compiled_graph import (
+    CompiledGraphWorkerGroup,
+    get_compiled_graph_config,
+    should_use_compiled_graph,
+)
+from raylane.sft.run.policy import Policy
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.future import GroupFuture
@@ -163,7 +167,7 @@ def test_r13_tests_figures_and_a_convergence_run_exist():
     figures = (ROOT / "docs/reference/figures.md").read_text()
     assert all(case in figures for case in ("noop-8-worker-fed", "step20ms-2-worker-fed", "train-2"))
     assert re.search(r"!\[[^\]]*\]\(\.\./assets/convergence\.svg\)", figures)
-    for kind in (WorkerGroup, CompiledWorkerGroup, compiled.CompiledGraphWorkerGroup):
+    for kind in (WorkerGroup, CompiledWorkerGroup, compiled_graph.CompiledGraphWorkerGroup):
         assert not [name for name, value in vars(kind).items() if isinstance(value, list | dict | set)]
 
 
@@ -255,7 +259,7 @@ def test_f8_a_step_sends_its_number_and_no_function(policy):
 
 def test_f9_overlap_of_communication_has_an_effect(folder):
     """It was passed to a graph without a GPU channel. Here it sends a step while the one before computes."""
-    from raylane.sft.trainer import StopRequest, Trainer
+    from raylane.sft.run.trainer import StopRequest, Trainer
 
     for overlap, wanted in ((True, 2), (False, 1)):
         config = tiny_run.config_of(folder, {"policy.compiled_graph.overlap_communication": overlap})

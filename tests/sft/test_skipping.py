@@ -7,10 +7,10 @@ import json
 import pytest
 
 from raylane.errors import StepNotFiniteError
-from raylane.sft import checkpoint
-from raylane.sft.data import prepare
-from raylane.sft.mixing import open_training_rows
-from raylane.sft.skipping import SkippedSteps, with_rows
+from raylane.sft.checkpoint import folders
+from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.prepare import prepare
+from raylane.sft.run.skipping import SkippedSteps, with_rows
 from sft import tiny_run
 from sft.test_trainer_loop import NoLog, RecordingPolicy, trainer_of
 
@@ -77,7 +77,7 @@ def test_run_ends_after_too_many_skipped_steps(tmp_path, monkeypatch):
     notes = []
     monkeypatch.setattr(NoLog, "note", lambda _, step, text: notes.append(text))
     trainer, _ = trainer_of(tmp_path, 9, max_skipped_steps=3)
-    trainer._policy = NotFinite()
+    trainer.policy = NotFinite()
     with pytest.raises(StepNotFiniteError, match=r"step 6 failed: .*sft\.max_skipped_steps=3"):
         trainer.fit()
     assert len(notes) == 3
@@ -87,9 +87,9 @@ def test_run_ends_after_too_many_skipped_steps(tmp_path, monkeypatch):
 def test_resume_on_another_layout_is_one_sentence():
     before = {"cluster": {"num_workers": 4}, "policy": {"dtensor_cfg": {"tensor_parallel_size": 2}}}
     after = {"cluster": {"num_workers": 2}, "policy": {"dtensor_cfg": {"tensor_parallel_size": 1}}}
-    assert checkpoint.layout_change(before, before) is None
-    assert checkpoint.layout_change(before, after) == (
+    assert folders.layout_change(before, before) is None
+    assert folders.layout_change(before, after) == (
         "resuming on another layout, so losses will differ by rounding: num_workers=4, tensor_parallel_size=2 in the "
         "checkpoint, num_workers=2, tensor_parallel_size=1 now"
     )
-    assert not checkpoint.differences(before, after)
+    assert not folders.differences(before, after)

@@ -10,9 +10,10 @@ import pytest
 from tests.s3_server import s3_server
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from raylane.sft import checkpoint, storage
-from raylane.sft.config import CheckpointingConfig
-from raylane.sft.storage import Url
+from raylane.sft.checkpoint import folders
+from raylane.sft.config.schema import CheckpointingConfig
+from raylane.sft.data import storage
+from raylane.sft.data.storage import Url
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,10 @@ def settings(folder: Url, **fields) -> CheckpointingConfig:
     return CheckpointingConfig(checkpoint_dir=str(folder), **fields)
 
 
-def write(folder: Url, step: int, text: str = "weights", **metrics: float) -> checkpoint.Saved:
-    partial = checkpoint.begin(folder, step)
+def write(folder: Url, step: int, text: str = "weights", **metrics: float) -> folders.Saved:
+    partial = folders.begin(folder, step)
     (partial / "state/__0_0.distcp").write_text(text)
-    return checkpoint.commit(partial, step, metrics, {"sft": {"seed": 1}})
+    return folders.commit(partial, step, metrics, {"sft": {"seed": 1}})
 
 
 def names(folder: Url) -> list[str]:
@@ -79,26 +80,26 @@ def test_url_behaves_like_a_path(root):
 
 def test_checkpoint_counts_from_its_marker_on(root):
     write(root, 3)
-    second = checkpoint.begin(root, 20)
+    second = folders.begin(root, 20)
     (second / "state/__0_0.distcp").write_text("half")
     (second / "run.json").write_text("{}")
-    assert [one.step for one in checkpoint.list_saved(root)] == [3]
-    assert checkpoint.find(settings(root)).step == 3
+    assert [one.step for one in folders.list_saved(root)] == [3]
+    assert folders.find(settings(root)).step == 3
     with pytest.raises(CheckpointError, match="is not a complete checkpoint: it has no COMPLETE file"):
-        checkpoint.read(second)
-    assert checkpoint.discard_partial(root) == [second]
+        folders.read(second)
+    assert folders.discard_partial(root) == [second]
     assert names(root) == ["step_3"]
     with pytest.raises(CheckpointError, match=r"holds step_3, and this run starts at step 0"):
-        checkpoint.refuse_later(settings(root, resume="never"), 0)
+        folders.refuse_later(settings(root, resume="never"), 0)
 
 
 def test_a_replaced_checkpoint_is_found_until_the_new_one_is(root):
     write(root, 3, "first", loss=2.0)
-    partial = checkpoint.begin(root, 3)
+    partial = folders.begin(root, 3)
     (partial / "state/__0_0.distcp").write_text("second")
-    assert checkpoint.find(settings(root)).metrics == {"loss": 2.0}
-    saved = checkpoint.commit(partial, 3, {"loss": 1.0}, {})
-    assert checkpoint.find(settings(root)) == saved
+    assert folders.find(settings(root)).metrics == {"loss": 2.0}
+    saved = folders.commit(partial, 3, {"loss": 1.0}, {})
+    assert folders.find(settings(root)) == saved
     assert (saved.path / "state/__0_0.distcp").read_text() == "second"
     assert names(root) == [saved.path.name], "the first one is gone"
     assert write(root, 3).step == 3
@@ -109,27 +110,27 @@ def test_damaged_checkpoint_is_marked_and_kept(root, caplog):
     newest = write(root, 5)
     (newest.path / "state/__0_0.distcp").write_text("cut")
     with pytest.raises(CheckpointDamagedError, match=r"state/__0_0\.distcp has 3 bytes, 7 were written"):
-        checkpoint.read(newest.path)
-    assert checkpoint.find(settings(root)).step == 3
+        folders.read(newest.path)
+    assert folders.find(settings(root)).step == 3
     assert "marked by" in caplog.text
-    assert checkpoint.discard_partial(root) == []
+    assert folders.discard_partial(root) == []
     assert names(root) == ["step_3", "step_5"]
-    assert [one.step for one in checkpoint.list_whole(root)[0]] == [3]
+    assert [one.step for one in folders.list_whole(root)[0]] == [3]
     again = write(root, 5)
-    assert checkpoint.find(settings(root)) == again
+    assert folders.find(settings(root)) == again
     assert len(names(root)) == 3, "the damaged one stays for the user"
 
 
 def test_export_is_whole_or_absent(root):
     saved = write(root, 3)
-    partial = checkpoint.begin_export(saved)
+    partial = folders.begin_export(saved)
     (partial / "config.json").write_text("{}")
-    assert checkpoint.exported(saved) is None
-    folder = checkpoint.commit_export(saved, partial)
-    assert checkpoint.exported(saved) == folder
-    checkpoint.begin_export(saved)
-    assert checkpoint.exported(saved) is None
-    checkpoint.remove(saved)
+    assert folders.exported(saved) is None
+    folder = folders.commit_export(saved, partial)
+    assert folders.exported(saved) == folder
+    folders.begin_export(saved)
+    assert folders.exported(saved) is None
+    folders.remove(saved)
     assert not root.exists()
 
 
@@ -163,10 +164,10 @@ def test_place_of_a_text_is_a_path_or_a_url(tmp_path):
 def test_file_url_has_the_semantics_of_a_local_folder(tmp_path):
     folder = storage.at(f"file://{tmp_path}")
     (tmp_path / "step_3.partial/state").mkdir(parents=True)
-    checkpoint.commit(tmp_path / "step_3.partial", 3, {}, {})
-    checkpoint.begin(folder, 4)
+    folders.commit(tmp_path / "step_3.partial", 3, {}, {})
+    folders.begin(folder, 4)
     assert names(folder) == ["step_3", "step_4.partial"]
-    assert checkpoint.find(CheckpointingConfig(checkpoint_dir=f"file://{tmp_path}")).step == 3
+    assert folders.find(CheckpointingConfig(checkpoint_dir=f"file://{tmp_path}")).step == 3
 
 
 def test_unknown_scheme_and_missing_package_are_named(monkeypatch):
@@ -192,7 +193,7 @@ def test_storage_that_refuses_is_not_an_empty_folder(s3_variables, monkeypatch, 
     s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with pytest.raises(OSError):
-        checkpoint.find(settings(Url("s3://bucket/run")))
+        folders.find(settings(Url("s3://bucket/run")))
     storage._filesystem.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
     assert os.environ["AWS_ACCESS_KEY_ID"]

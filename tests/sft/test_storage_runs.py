@@ -18,13 +18,15 @@ from tests.s3_server import Server, s3_server
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
-from raylane.sft import checkpoint, storage, trainer
-from raylane.sft.config import dump
-from raylane.sft.data import prepare
-from raylane.sft.export import export_checkpoint
-from raylane.sft.metrics import read_metrics
-from raylane.sft.places import check_places, fetch_models
-from raylane.sft.storage import Url
+from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint.export import export_checkpoint
+from raylane.sft.config.load import dump
+from raylane.sft.data import storage
+from raylane.sft.data.prepare import prepare
+from raylane.sft.data.storage import Url
+from raylane.sft.report.metrics import read_metrics
+from raylane.sft.run import trainer
+from raylane.sft.run.places import check_places, fetch_models
 
 pytestmark = [pytest.mark.slow]
 
@@ -110,7 +112,7 @@ def test_killed_run_resumes_from_storage_with_equal_losses(ray_session, folder, 
     result = trainer.run(whole)
     assert result.checkpoint == BUCKET / "whole/step_30"
     assert result.hf_dir == BUCKET / "whole/step_30/hf"
-    assert [one.step for one in checkpoint.list_saved(BUCKET / "whole")] == [25, 30]
+    assert [one.step for one in folders.list_saved(BUCKET / "whole")] == [25, 30]
     assert result.sample is not None
     again = export_checkpoint(result.checkpoint, folder / "exported")
     with storage.local_copy(result.hf_dir) as written:
@@ -133,12 +135,12 @@ def test_async_save_killed_half_way_leaves_no_checkpoint(ray_session, folder, se
     server.hold("async/step_10/state/__1")  # the file of rank 1
     try:
         process = start_and_wait(folder, config, 14)
-        assert [one.step for one in checkpoint.list_saved(BUCKET / "async")] == [5]
+        assert [one.step for one in folders.list_saved(BUCKET / "async")] == [5]
         process.send_signal(signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     finally:
         server.release()
-    assert checkpoint.find(config.checkpointing).step == 5
+    assert folders.find(config.checkpointing).step == 5
     assert trainer.run(config).steps == STEPS
     assert sorted(place.name for place in (BUCKET / "async").iterdir()) == ["step_25", "step_30"]
     whole = config_in(folder, server, "sync", **{"checkpointing.save_optimizer": False})
@@ -155,11 +157,11 @@ def test_sigterm_waits_for_the_async_save(ray_session, folder, server):
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(3)
-        assert [one.step for one in checkpoint.list_saved(BUCKET / "stopped")] == [5]
+        assert [one.step for one in folders.list_saved(BUCKET / "stopped")] == [5]
     finally:
         server.release()
     assert process.wait(100) == 0, (folder / "command.log").read_text()
-    saved = [one.step for one in checkpoint.list_saved(BUCKET / "stopped")]
+    saved = [one.step for one in folders.list_saved(BUCKET / "stopped")]
     assert saved[0] == 10
     assert 12 <= saved[1] < STEPS
 

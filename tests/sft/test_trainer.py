@@ -14,11 +14,11 @@ import ray
 import yaml
 
 from raylane.errors import WorkerLostError
-from raylane.sft import checkpoint, trainer
-from raylane.sft.config import dump
-from raylane.sft.metrics import read_metrics
-from raylane.sft.report import read_facts
-from raylane.sft.report_text import escape
+from raylane.sft.checkpoint import folders
+from raylane.sft.config.load import dump
+from raylane.sft.report.metrics import read_metrics
+from raylane.sft.report.page import escape, read_facts
+from raylane.sft.run import trainer
 from sft import tiny_run
 
 STEPS = 60
@@ -58,7 +58,7 @@ def test_run_learns_and_writes_model_report_and_sample(uninterrupted, folder):
     assert isinstance(result.sample.answer, str)
     validated = [line["step"] for line in read_metrics(folder / "whole/metrics.jsonl") if "val:loss" in line]
     assert validated == [0, 20, 40, 60]
-    best = checkpoint.read(result.checkpoint)
+    best = folders.read(result.checkpoint)
     assert set(best.metrics) == {"train:loss", "val:loss"}
     assert not (result.checkpoint.parent / "step_5/hf").exists(), "only the last one holds the model for users"
 
@@ -103,8 +103,8 @@ def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder
     def kill_after_step_13(self):
         read(self)
         if self.done == 13:
-            asked = self._policy.group.run_single_worker_single_data("process_id", 1)
-            os.kill(self._policy.group.get_all_worker_results(asked)[0], signal.SIGKILL)
+            asked = self.policy.group.run_single_worker_single_data("process_id", 1)
+            os.kill(self.policy.group.get_all_worker_results(asked)[0], signal.SIGKILL)
 
     monkeypatch.setattr(trainer.Trainer, "_read_oldest", kill_after_step_13)
     told = r"rank 1 died.*The run has ended\. Run the same command again: it resumes from .*/step_10, after step 10"
@@ -112,11 +112,11 @@ def test_interrupted_run_has_the_losses_of_an_unbroken_one(uninterrupted, folder
         trainer.run(config)
     monkeypatch.undo()
     assert reported_status(config).startswith("ended by WorkerLostError: ")
-    assert checkpoint.find(config.checkpointing).step == 10
+    assert folders.find(config.checkpointing).step == 10
 
     lost_at = max(losses(config))
     assert signal_after(folder, config, lost_at + 2, signal.SIGTERM) == 0
-    stopped_at = checkpoint.find(config.checkpointing).step
+    stopped_at = folders.find(config.checkpointing).step
     assert reported_status(config) == "ended on SIGTERM"
     assert lost_at + 2 <= stopped_at < STEPS, "saved where it was, not only at the next period"
 

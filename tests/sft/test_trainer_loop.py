@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from raylane.errors import CheckpointDamagedError, WorkerLostError
-from raylane.sft import checkpoint, order
-from raylane.sft.checkpoint import Saved
-from raylane.sft.config import build_config
-from raylane.sft.trainer import StopRequest, Trainer, _block_sigterm
+from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint.folders import Saved
+from raylane.sft.config.load import build_config
+from raylane.sft.data import order
+from raylane.sft.run.trainer import StopRequest, Trainer, _block_sigterm
 
 FIGURES = (
     "grad_norm",
@@ -162,7 +163,7 @@ def losing(policy, at):
 
 def test_lost_worker_goes_back_to_the_last_checkpoint(tmp_path):
     trainer, events = trainer_of(tmp_path, 6, save_period=2)
-    losing(trainer._policy, [4])
+    losing(trainer.policy, [4])
     trainer.fit()
     lost = events.index("recover")
     assert events[lost - 3 : lost] == ["save 4 ['train:loss']", "send 4", "send 5"]
@@ -172,14 +173,14 @@ def test_lost_worker_goes_back_to_the_last_checkpoint(tmp_path):
 
 def test_lost_worker_before_a_checkpoint_starts_anew(tmp_path):
     trainer, events = trainer_of(tmp_path, 2)
-    losing(trainer._policy, [1])
+    losing(trainer.policy, [1])
     trainer.fit()
     assert events[events.index("recover") :][:4] == ["recover", "warm up after 0", "send 0", "send 1"]
 
 
 def test_restarts_are_bounded_between_checkpoints(tmp_path):
     trainer, events = trainer_of(tmp_path, 8, save_period=2, max_restarts=1)
-    losing(trainer._policy, [2, 4, 7, 7])
+    losing(trainer.policy, [2, 4, 7, 7])
     with pytest.raises(WorkerLostError):
         trainer.fit()
     assert events.count("recover") == 3, "one for each checkpoint; the second loss at step 7 ended the run"
@@ -188,8 +189,8 @@ def test_restarts_are_bounded_between_checkpoints(tmp_path):
 def test_request_to_stop_ends_a_run_that_loses_a_worker(tmp_path):
     stop = StopRequest()
     trainer, events = trainer_of(tmp_path, 4, stop)
-    losing(trainer._policy, [0])
-    policy = trainer._policy
+    losing(trainer.policy, [0])
+    policy = trainer.policy
     send = policy.train_step_nowait
     policy.train_step_nowait = lambda number: (stop.ask(), send(number))[1]
     with pytest.raises(WorkerLostError):
@@ -221,27 +222,27 @@ def test_a_metric_of_an_earlier_step_is_not_the_checkpoints(tmp_path):
 def test_stop_request_finishes_steps_and_saves(tmp_path):
     stop = StopRequest()
     trainer, events = trainer_of(tmp_path, 9, stop, steps_in_flight=2, val_at_end=True)
-    send = trainer._policy.train_step_nowait
+    send = trainer.policy.train_step_nowait
 
     def stop_at_3(number):
         if number == 3:
             stop.ask()
         return send(number)
 
-    trainer._policy.train_step_nowait = stop_at_3
+    trainer.policy.train_step_nowait = stop_at_3
     trainer.fit()
     assert events[-2:] == ["read 3", "save 4 ['train:loss']"]
 
 
 def test_async_save_ends_between_steps_and_before_the_next(tmp_path):
     trainer, events = trainer_of(tmp_path, 6, save_period=2, steps_in_flight=1, is_async=True)
-    read = trainer._policy.result
+    read = trainer.policy.result
 
     def end_with_step_2(future):
-        trainer._policy.save_ended = future == 2
+        trainer.policy.save_ended = future == 2
         return read(future)
 
-    trainer._policy.result = end_with_step_2
+    trainer.policy.result = end_with_step_2
     trainer.fit()
     saves = [event for event in events if not event.startswith("send")]
     assert saves == [
@@ -263,14 +264,14 @@ def test_async_save_ends_between_steps_and_before_the_next(tmp_path):
 @pytest.mark.parametrize("error", [WorkerLostError("rank 1 died", rank=1), KeyboardInterrupt(), ValueError("bug")])
 def test_failed_step_waits_for_the_async_save(tmp_path, error):
     trainer, events = trainer_of(tmp_path, 6, save_period=2, is_async=True, max_restarts=0)
-    send = trainer._policy.train_step_nowait
+    send = trainer.policy.train_step_nowait
 
     def fail_at_step_3(number):
         if number == 3:
             raise error
         return send(number)
 
-    trainer._policy.train_step_nowait = fail_at_step_3
+    trainer.policy.train_step_nowait = fail_at_step_3
     with pytest.raises(type(error)):
         trainer.fit()
     assert events[-1] == "finish 2"
@@ -305,23 +306,23 @@ def test_sigterm_reaches_the_run_but_not_its_processes(tmp_path):
 
 def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
     trainer, _ = trainer_of(tmp_path, 9)
-    saved = [checkpoint.commit(checkpoint.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
-    load = trainer._policy.load
+    saved = [folders.commit(folders.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
+    load = trainer.policy.load
 
     def load_unless_damaged(path):
         if path == saved[-1].path:
             raise CheckpointDamagedError("a file is damaged", path=str(path))
         return load(path)
 
-    trainer._policy.load = load_unless_damaged
-    trainer.resume_from(checkpoint.find(trainer._config.checkpointing))
+    trainer.policy.load = load_unless_damaged
+    trainer.resume_from(folders.find(trainer._config.checkpointing))
     assert (trainer.done, trainer.saved.step) == (4, 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6.damaged"]
 
 
 def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer, events = trainer_of(tmp_path, 4)
-    trainer._policy.export = lambda saved: events.append(f"export {saved.step}")
-    trainer.resume_from(checkpoint.commit(checkpoint.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
+    trainer.policy.export = lambda saved: events.append(f"export {saved.step}")
+    trainer.resume_from(folders.commit(folders.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from raylane.sft import warmup
-from raylane.sft.policy import Policy
-from raylane.sft.rows import open_rows
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.run import warmup
+from raylane.sft.run.policy import Policy
 from sft import tiny_run
 
 

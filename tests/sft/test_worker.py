@@ -24,10 +24,12 @@ from raylane.errors import (
     StepNotFiniteError,
     WorkerCallError,
 )
-from raylane.sft import attention, build, selfcheck
-from raylane.sft import state as state_module
-from raylane.sft.data import open_rows, prepare
-from raylane.sft.loss import CrossEntropy
+from raylane.sft.checkpoint import state as state_module
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import prepare
+from raylane.sft.model import attention, build
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.run import selfcheck
 from sft import tiny_run
 
 
@@ -70,12 +72,12 @@ def test_memory_options_change_no_gradient(worker, folder):
 )
 def test_gradients_are_the_same_whatever_computes_or_reduces(worker, folder, key, value):
     config, prepared = start(worker, folder, {key: value})
-    assert isinstance(worker._model, FSDPModule) is ("dtensor_cfg" in key), "one worker shards only if it must"
+    assert isinstance(worker.model, FSDPModule) is ("dtensor_cfg" in key), "one worker shards only if it must"
     batch = tiny_run.global_batch(config, prepared)
     wanted = tiny_run.reference_gradients(tiny_run.reference_model(config, prepared), batch)
     tiny_run.assert_same(worker.gradients(batch, 2), wanted)
     implementation = config.policy.hf_config_overrides.get("attn_implementation", "raylane")
-    assert worker._model.causal_lm.config._attn_implementation == implementation
+    assert worker.model.causal_lm.config._attn_implementation == implementation
 
 
 def test_the_same_documents_unpacked_give_the_same_gradients(worker, folder):
@@ -202,7 +204,7 @@ def test_other_models_start_as_transformers_makes_them(worker, folder, model_typ
     """gpt2's rule for output projections belongs to the model, not to these layers: 0.02 / sqrt(2 layers x 2)."""
     shape = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "model_type": model_type}
     start(worker, folder, {"policy.hf_config_overrides": shape})
-    weights = dict(worker._model.causal_lm.named_parameters())
+    weights = dict(worker.model.causal_lm.named_parameters())
     assert abs(float(weights["transformer.h.0.mlp.c_proj.weight"].detach().std()) - 0.01) < 0.001
     assert worker.train_step(0)["loss"] > 0
 
@@ -223,7 +225,7 @@ def test_hugging_face_folder_out_and_in_is_bit_equal(worker, folder, tmp_path, t
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.chat_template is not None
     assert loaded.config.tie_word_embeddings is tied
-    own = {name: whole(tensor) for name, tensor in worker._model.causal_lm.named_parameters()}
+    own = {name: whole(tensor) for name, tensor in worker.model.causal_lm.named_parameters()}
     assert all(torch.equal(parameter, own[name]) for name, parameter in loaded.named_parameters())
 
     start(
@@ -274,7 +276,7 @@ def test_a_bfloat16_folder_is_read_into_float32_masters(worker, folder, tmp_path
         (tmp_path / file.name).write_bytes(file.read_bytes())
     changes = {"policy.model_name": str(tmp_path), "policy.hf_config_overrides": {}, "policy.tokenizer": {}}
     start(worker, folder, changes)
-    for name, parameter in worker._model.causal_lm.named_parameters():
+    for name, parameter in worker.model.causal_lm.named_parameters():
         assert torch.equal(whole(parameter), model.get_parameter(name).float()), name
 
 
@@ -377,7 +379,7 @@ def test_load_of_prepared_metadata_runs_no_code(worker, folder, tmp_path):
 def test_load_of_a_prepared_value_runs_no_code(worker, folder, tmp_path, monkeypatch):
     """Values that are no tensors are pickles of their own inside the data files."""
     start(worker, folder)
-    state = {"model": dict(worker._model.causal_lm.named_parameters()), "step": Opener(tmp_path / "was_run")}
+    state = {"model": dict(worker.model.causal_lm.named_parameters()), "step": Opener(tmp_path / "was_run")}
     monkeypatch.setattr(state_module, "collect", lambda *_: state)
     worker.save_state(str(tmp_path / "state"), 0)
     monkeypatch.setattr(state_module, "collect", lambda *_: {**state, "step": 0})
@@ -401,12 +403,12 @@ def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp
     poisoned = tmp_path / "tokenizer"
     shutil.copytree(prepared.tokenizer_dir, poisoned)
     (poisoned / "notes.txt").symlink_to(tmp_path / "private")
-    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=poisoned)
+    worker.prepared = dataclasses.replace(prepared, tokenizer_dir=poisoned)
     with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf"))
     assert not (tmp_path / "hf/notes.txt").exists()
     (tmp_path / "linked").symlink_to(prepared.tokenizer_dir)
-    worker._prepared = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
+    worker.prepared = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
     with pytest.raises(CheckpointError, match=r"linked is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf2"))
 
@@ -422,7 +424,7 @@ def test_the_self_check_finds_a_head_that_is_more_than_a_product(worker, folder)
     """Gemma 2 squashes its logits; the loss made from hidden states would pass over that without a word."""
     _, prepared = start(worker, folder)
     source = open_rows(prepared.train, tiny_run.config_of(folder).policy, prepared.pad_id)
-    causal_lm = worker._model.causal_lm
+    causal_lm = worker.model.causal_lm
     forward = causal_lm.forward
 
     def squashed(**inputs):
@@ -432,7 +434,7 @@ def test_the_self_check_finds_a_head_that_is_more_than_a_product(worker, folder)
 
     causal_lm.forward = squashed
     with pytest.raises(ConfigError, match="changes its logits after its output head"):
-        selfcheck.check_model(worker._model, source, torch.device("cpu"), "float32")
+        selfcheck.check_model(worker.model, source, torch.device("cpu"), "float32")
 
 
 MEASURE = """
@@ -440,9 +442,11 @@ import os, sys, torch
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from torch.distributed import TCPStore
-from raylane.sft import attention, build, selfcheck
-from raylane.sft.data import prepare
-from raylane.sft.worker import SftWorker
+from raylane.sft.model import attention
+from raylane.sft.model import build
+from raylane.sft.run import selfcheck
+from raylane.sft.data.prepare import prepare
+from raylane.sft.run.worker import SftWorker
 from sft import tiny_run
 
 def kib(name):
@@ -461,7 +465,8 @@ prepared = prepare(config)
 worker = SftWorker("cpu")
 check, selfcheck.check_model = selfcheck.check_model, lambda *_: None
 worker.setup(config, prepared, 8)
-for run in (lambda: check(worker._model, worker._train, torch.device("cpu"), "float32"), lambda: worker.train_step(0)):
+check_again = lambda: check(worker.model, worker.train_rows, torch.device("cpu"), "float32")
+for run in (check_again, lambda: worker.train_step(0)):
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
     start = kib("VmRSS")
     run()

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from tests.sft import reference_loop
 
-from raylane.sft.config import RunConfig, build_config
-from raylane.sft.data import PreparedData, prepare
-from raylane.sft.mixing import open_training_rows
-from raylane.sft.model_config import model_config
-from raylane.sft.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.sft.config.load import build_config
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.model.hf_config import model_config
+from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.workers.batch import BatchDict
 
 ROW_TOKENS = 64

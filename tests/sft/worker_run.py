@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from raylane.sft.data import prepare
-from raylane.sft.parallel import AXES, COPY_AXES, DATA_AXES
-from raylane.sft.policy import Policy
+from raylane.sft.data.prepare import prepare
+from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES
+from raylane.sft.run.policy import Policy
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -30,7 +30,7 @@ class WorkerRun:
         self.prepared = prepare(self.config)
         self.policy._config = self.config
         self.policy._setup = (self.config, self.prepared, 8)
-        self.policy.facts = self.policy._call_one("setup", *self.policy._setup)
+        self.policy.facts = self.policy.call("setup", *self.policy._setup)
         self.policy._next = 0
 
     def batch(self, step: int = 0) -> BatchDict:

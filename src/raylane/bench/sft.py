@@ -29,7 +29,7 @@ from raylane.bench.sft_cases import (
 )
 from raylane.bench.sft_contenders import KINDS, Contender
 from raylane.bench.sft_training import THREADS, PlainTrainer, TrainWorker, training_config, write_conversations
-from raylane.sft.data import prepare
+from raylane.sft.data.prepare import prepare
 
 __all__ = ["cases", "run", "table"]
 

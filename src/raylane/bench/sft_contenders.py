@@ -34,8 +34,8 @@ from raylane.bench.sft_cases import (
 )
 from raylane.bench.sft_training import ROWS
 from raylane.bench.sft_workers import StepWorker
-from raylane.sft.parallel import ParallelDims
-from raylane.sft.passes import passes_of_step
+from raylane.sft.parallel.mesh import ParallelDims
+from raylane.sft.parallel.passes import passes_of_step
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup
@@ -97,7 +97,7 @@ class Contender:
     def send(self, number: int) -> Any:
         """Send step `number`."""
         if not self.parts:
-            # Replicated on the axis of the output, so that one worker returns its metrics, as `sft.policy` does it.
+            # Replicated on the axis of the output, so that one worker returns its metrics, as `sft.run.policy` does it.
             return self.group.run_all_workers_sharded_data(
                 "step", number, replicate_on_axes=AXES, output_is_replicated=AXES
             )

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 
 from raylane.bench.sft_workers import TimedWorker
-from raylane.sft import order
-from raylane.sft.config import RunConfig, build_config
-from raylane.sft.data import PreparedData, open_rows
-from raylane.sft.initial import fill_random
-from raylane.sft.loss import IGNORED
-from raylane.sft.model_config import model_config
-from raylane.sft.optim import learning_rate, set_learning_rate
-from raylane.sft.worker import SftWorker
+from raylane.sft.config.load import build_config
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data import order
+from raylane.sft.data.mixing import open_rows
+from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.rows import IGNORED
+from raylane.sft.model.hf_config import model_config
+from raylane.sft.model.initial import fill_random
+from raylane.sft.model.optim import learning_rate, set_learning_rate
+from raylane.sft.run.worker import SftWorker
 
 __all__ = ["ROWS", "THREADS", "PlainTrainer", "TrainWorker", "training_config", "write_conversations"]
 
@@ -130,7 +132,7 @@ class PlainTrainer(TimedWorker):
             hf_config, dtype=torch.float32, attn_implementation="sdpa"
         ).train()
         fill_random(self.model, config.sft.seed)  # the weights with which raylane starts
-        # The same groups as `sft.optim`: no weight decay for norms and biases.
+        # The same groups as `sft.model.optim`: no weight decay for norms and biases.
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

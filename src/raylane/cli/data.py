@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the data set and print its size."""
-    from raylane.sft.docstrings import collect, write_set
+    from raylane.sft.data.docstrings import collect, write_set
 
     if not 0 <= args.validation_fraction < 1:
         raise SystemExit(

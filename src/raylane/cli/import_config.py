@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the configuration, print the report to standard error, and return 0 if nothing is left to do."""
     from raylane.errors import ConfigError
-    from raylane.sft.import_config import import_config
+    from raylane.sft.nemo.import_config import import_config
 
     imported = import_config(args.file, args.overrides)
     text = imported.yaml(args.file)

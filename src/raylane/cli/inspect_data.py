@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a sample of the training data with supervised spans marked, then the statistics of every set."""
-    from raylane.sft import audit
-    from raylane.sft.chat import ChatTokenizer
-    from raylane.sft.data import open_rows, prepare
-    from raylane.sft.mixing import open_training_rows
+    from raylane.sft.data import audit
+    from raylane.sft.data.chat import ChatTokenizer
+    from raylane.sft.data.mixing import open_rows, open_training_rows
+    from raylane.sft.data.prepare import prepare
 
     config = load(args)
     prepared = prepare(config)

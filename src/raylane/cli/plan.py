@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the forecast of the run; errors are raised if the run is impossible."""
-    from raylane.sft.planning import plan_run, render
+    from raylane.sft.run.planning import plan_run, render
 
     config = load(args)
     print(render(plan_run(config), config))

@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raylane.sft.config import RunConfig
-    from raylane.sft.trainer import RunResult
+    from raylane.sft.config.schema import RunConfig
+    from raylane.sft.run.trainer import RunResult
 
 __all__ = ["add_arguments", "add_config_arguments", "load", "run", "set_up_logging", "summary"]
 
@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(args: argparse.Namespace) -> RunConfig:
     """Return the configuration that CONFIG and the overrides describe, with its log level in effect."""
     from raylane.errors import ConfigError
-    from raylane.sft.config import load_config
-    from raylane.sft.places import check_places, fetch_models
+    from raylane.sft.config.load import load_config
+    from raylane.sft.nemo.dialect import NEMO_RL
+    from raylane.sft.run.places import check_places, fetch_models
 
     set_up_logging("info")  # the file names its own level, and reading the file may log already
     words = [word for word in (args.config, *args.overrides) if word is not None]
@@ -49,7 +50,7 @@ def load(args: argparse.Namespace) -> RunConfig:
     path = args.config_option if args.config_option is not None else words.pop(0) if words else None
     if path is None:
         raise ConfigError("no configuration is named; give CONFIG, the path of a YAML file")
-    config = load_config(path, words)
+    config = load_config(path, words, NEMO_RL)
     set_up_logging(config.logger.log_level)
     check_places(config)
     return fetch_models(config)
@@ -75,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         config = load(args)  # before the slow imports, so that a wrong key is reported at once
-        from raylane.sft import trainer
-        from raylane.sft.planning import plan_run, render
+        from raylane.sft.run import trainer
+        from raylane.sft.run.planning import plan_run, render
 
         print(render(plan_run(config), config), flush=True)
     except KeyboardInterrupt:
@@ -111,7 +112,7 @@ def summary(result: RunResult) -> str:
     ]
     if result.sample is not None:
         sample = result.sample
-        from raylane.sft.audit import printable
+        from raylane.sft.data.audit import printable
 
         lines += [
             (name, printable(" ".join(text.split())))

@@ -1,0 +1,1 @@
+"""Checkpoints and Hugging Face folders: written, completed, read and exported."""

@@ -1,0 +1,1 @@
+"""Configuration of a fine-tuning run: its schema, files, overrides and checks. No torch, no Ray."""

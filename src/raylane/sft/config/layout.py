@@ -1,0 +1,455 @@
+"""Checks that the sizes of a run fit together, made before any process starts.
+
+Pure functions on the configuration, except `check_model_folder`, which reads a file; called by `load.build_config`,
+`planning` and `policy`. Every message names the two values that disagree and how to change them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raylane.errors import ConfigError
+from raylane.sft.config.megatron_limits import megatron_problems
+from raylane.sft.config.policy import EDGE_SCHEDULES, INTERLEAVED, PolicyConfig
+from raylane.sft.config.schema import RunConfig
+
+__all__ = [
+    "check_batch",
+    "check_layout",
+    "check_model_folder",
+    "micro_batches",
+    "readers",
+    "room_for_prompts",
+    "shape_problems",
+]
+
+DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+"""Model types that tensor, context and pipeline parallelism are tested with."""
+
+
+def check_layout(config: RunConfig) -> None:
+    """Raise one ConfigError that lists all values of the configuration that do not fit together."""
+    problems = [
+        *worker_problems(config),
+        *division_problems(config),
+        *pipeline_problems(config),
+        *megatron_problems(config.policy),
+        *dynamic_problems(config.policy),
+        *batch_problems(config),
+        *length_problems(config),
+        *graph_problems(config),
+        *step_problems(config),
+        *validation_problems(config),
+        *checkpoint_problems(config),
+        *model_problems(config.policy.hf_config_overrides),
+        *shape_problems(config.policy, config.policy.hf_config_overrides),
+    ]
+    # All problems at once: a user who mends one by one starts the program as often.
+    if problems:
+        raise ConfigError("; ".join(problems), problems=problems)
+
+
+def check_model_folder(config: RunConfig) -> None:
+    """Raise ConfigError if the model in the folder `policy.model_name` cannot be divided as asked."""
+    settings, name = config.policy.dtensor_cfg, config.policy.model_name
+    sizes = (settings.tensor_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size)
+    if name is None or max(sizes) == 1:
+        return
+    path = Path(name) / "config.json"
+    try:
+        # Overrides of the run win, as in `model.hf_config`.
+        shape = {**json.loads(path.read_text(encoding="utf-8")), **config.policy.hf_config_overrides}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Set policy.model_name to a Hugging Face folder") from error
+    if problems := list(shape_problems(config.policy, shape)):
+        raise ConfigError("; ".join(problems), problems=problems)
+
+
+def check_batch(config: RunConfig, batch: Mapping[str, Any], micro: int | None, *, evaluates: bool) -> None:
+    """Raise ValueError for a batch of the driver that the layout cannot divide; `micro` is its micro-batch size."""
+    settings = config.policy.dtensor_cfg
+    rows, tokens = batch["input_ids"].shape
+    if tokens % (divisor := settings.row_divisor):
+        raise ValueError(
+            f"rows of {tokens} tokens do not divide by {divisor}, as the context_parallel_size, tensor_parallel_size "
+            f"and sequence_parallel of policy.dtensor_cfg need; pad them to {_nearest(tokens, divisor)}"
+        )
+    if settings.pipeline_parallel_size == 1:
+        return
+    if lists := sorted(key for key, value in batch.items() if isinstance(value, list)):
+        raise ValueError(f"a pipeline takes tensors only, and the batch holds lists: {', '.join(lists)}; remove them")
+    size = micro or config.policy.train_micro_batch_size
+    if not evaluates and (problem := _pipeline_problem(config, rows, size)):
+        raise ValueError(f"a batch of {rows} rows {problem}, or a smaller mbs")
+
+
+def room_for_prompts(config: RunConfig) -> int:
+    """Return the largest number of tokens in a prompt that leaves room for an answer of `sft.sample_tokens`."""
+    return config.policy.max_total_sequence_length - config.sft.sample_tokens
+
+
+def _pipeline_problem(config: RunConfig, rows: int, micro: int) -> str | None:
+    """Return what a pipeline lacks for a batch of so many rows, or None; `micro` rows are one micro-batch."""
+    settings, per_round = config.policy.dtensor_cfg, micro * readers(config)
+    pp, schedule = settings.pipeline_parallel_size, settings.pipeline_schedule
+    # What torch's schedules require (torch 2.13, torch/distributed/pipelining/schedules.py).
+    step = pp if schedule in INTERLEAVED else 1
+    least = pp if schedule != "gpipe" else 1
+    number = rows // per_round
+    if rows % per_round or (number >= least and number % step == 0):
+        return None
+    needed = f"a multiple of {pp}" if step > 1 else f"at least {least}"
+    fitting = max(least, -(-number // step) * step) * per_round
+    return (
+        f"makes {number} micro-batches, but policy.dtensor_cfg.pipeline_schedule={schedule} on {pp} workers needs "
+        f"{needed}; use {fitting} rows"
+    )
+
+
+def micro_batches(global_batch_size: int, micro_batch_size: int, num_readers: int) -> int:
+    """Return the number of micro-batches per worker in one global batch; ValueError if the sizes do not divide."""
+    per_round = micro_batch_size * num_readers
+    if global_batch_size % per_round:
+        raise ValueError(
+            f"global batch of {global_batch_size} rows is no multiple of micro batch {micro_batch_size} x "
+            f"{num_readers} workers = {per_round}; use {_nearest(global_batch_size, per_round)} rows"
+        )
+    return global_batch_size // per_round
+
+
+def _nearest(value: int, multiple: int) -> str:
+    below = value // multiple * multiple
+    return f"{below} or {below + multiple}" if below else f"{multiple}"
+
+
+def worker_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the number of workers: replicas, nodes and GPUs."""
+    cluster, settings = config.cluster, config.policy.dtensor_cfg
+    # All four sizes together: the number of readers is what remains.
+    world, group = cluster.num_workers, _group(config)
+    if world % group:
+        sizes = {
+            "pipeline_parallel_size": settings.pipeline_parallel_size,
+            "dp_replicate_size": settings.dp_replicate_size,
+            "context_parallel_size": settings.context_parallel_size,
+            "tensor_parallel_size": settings.tensor_parallel_size,
+        }
+        above = {name: size for name, size in sizes.items() if size > 1}
+        product = " x ".join(f"{name}={size}" for name, size in above.items())
+        total = f" = {group}" if len(above) > 1 else ""
+        yield (
+            f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.{product}{total}; use "
+            f"{_nearest(world, group)} workers, or sizes whose product divides {world}"
+        )
+    if world % cluster.num_nodes:
+        yield (
+            f"cluster.num_workers={world} is no multiple of cluster.num_nodes={cluster.num_nodes}; "
+            f"use {_nearest(world, cluster.num_nodes)} workers"
+        )
+    gpus = cluster.gpus_per_node * cluster.num_nodes
+    if gpus and world > gpus:
+        yield (
+            f"cluster.num_workers={world} is more than cluster.gpus_per_node={cluster.gpus_per_node} x "
+            f"cluster.num_nodes={cluster.num_nodes} = {gpus} GPUs; use at most {gpus} workers, or gpus_per_node=0"
+        )
+    if config.policy.dtensor_cfg.cpu_offload and not cluster.gpus_per_node:
+        yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
+    yield from _whole_model_problems(config.policy)
+
+
+def _whole_model_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield the settings that need FSDP2 although it is switched off."""
+    settings = policy.dtensor_cfg
+    if settings.shard_parameters != "never":
+        return
+    needs = {
+        f"policy.precision={policy.precision}": policy.precision != "float32",
+        "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
+        "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
+    }
+    for setting, needed in needs.items():
+        if needed:
+            yield (
+                f"{setting} needs FSDP2, but policy.dtensor_cfg.shard_parameters=never; set shard_parameters to auto "
+                f"or always, or change {setting.split('=')[0]}"
+            )
+
+
+def _group(config: RunConfig) -> int:
+    """Return the smallest number of workers that the parallel sizes allow."""
+    settings = config.policy.dtensor_cfg
+    sizes = (settings.pipeline_parallel_size, settings.context_parallel_size, settings.tensor_parallel_size)
+    return math.prod(sizes) * settings.dp_replicate_size
+
+
+def readers(config: RunConfig) -> int:
+    """Return the number of workers that read different rows; at least 1, also if the sizes do not fit together."""
+    settings = config.policy.dtensor_cfg
+    return max(1, config.cluster.num_workers * settings.dp_replicate_size // _group(config))
+
+
+def _reader_words(config: RunConfig) -> str:
+    """Return the number of readers in words, with how it comes about."""
+    number, world = readers(config), config.cluster.num_workers
+    return f"cluster.num_workers={world}" if number == world else f"{number} readers (of cluster.num_workers={world})"
+
+
+def division_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of tensor and context parallelism with the length of rows and with other settings."""
+    policy, settings = config.policy, config.policy.dtensor_cfg
+    length, tp, cp = policy.max_total_sequence_length, settings.tensor_parallel_size, settings.context_parallel_size
+    lengths = {"policy.max_total_sequence_length": length}
+    if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
+        lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
+    divisor = settings.row_divisor
+    for name, tokens in lengths.items():
+        if tokens % divisor:
+            cause = f"context_parallel_size={cp}" + (
+                f" x tensor_parallel_size={tp} with sequence_parallel" if settings.sequence_parallel else ""
+            )
+            yield (
+                f"{name}={tokens} does not divide by {divisor}, as policy.dtensor_cfg.{cause} needs; use "
+                f"{_nearest(tokens, divisor)}"
+            )
+    attention = policy.hf_config_overrides.get("attn_implementation") or "raylane"
+    if cp > 1 and attention != "raylane":
+        yield (
+            f"policy.dtensor_cfg.context_parallel_size={cp} works with raylane's attention only, but "
+            f"policy.hf_config_overrides.attn_implementation={attention!r}; remove the latter"
+        )
+    if settings.sequence_parallel and tp == 1:
+        yield (
+            "policy.dtensor_cfg.sequence_parallel=true divides activations among tensor-parallel workers, but "
+            "tensor_parallel_size=1; set tensor_parallel_size above 1, or sequence_parallel to false"
+        )
+
+
+def pipeline_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems of the pipeline with its schedule and the number of micro-batches."""
+    policy, settings = config.policy, config.policy.dtensor_cfg
+    pp, schedule = settings.pipeline_parallel_size, settings.pipeline_schedule
+    if pp == 1:
+        return
+    per_worker = settings.stages_per_worker
+    if (per_worker > 1) is not (schedule in INTERLEAVED):
+        need = "2 or more stages" if schedule in INTERLEAVED else "1 stage"
+        yield (
+            f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
+            f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
+        )
+    if settings.pipeline_edges == "raylane":
+        if schedule not in EDGE_SCHEDULES:
+            yield (
+                f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules {', '.join(EDGE_SCHEDULES)}, not "
+                f"{schedule}; set pipeline_edges=torch, or another pipeline_schedule"
+            )
+        if policy.compiled_graph.mode == "off":
+            yield (
+                "policy.dtensor_cfg.pipeline_edges=raylane needs compiled graphs, and policy.compiled_graph.mode=off; "
+                "set pipeline_edges=torch, or the mode to required"
+            )
+    if settings.reduce_every_micro_batch:
+        yield (
+            "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
+            "step; set it to false, or pipeline_parallel_size to 1"
+        )
+    counts = {"policy.train_global_batch_size": policy.train_global_batch_size}
+    if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_gbs:
+        counts["policy.compiled_graph.warmup_gbs"] = policy.compiled_graph.warmup_gbs
+    for name, rows in counts.items():
+        if problem := _pipeline_problem(config, rows, policy.train_micro_batch_size):
+            yield f"{name}={rows} {problem}, or a smaller policy.train_micro_batch_size"
+
+
+def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Yield settings that do not fit micro-batches with a token budget."""
+    settings, length = policy.dynamic_batching, policy.max_total_sequence_length
+    if not settings.enabled:
+        return
+    if policy.sequence_packing.enabled:
+        yield (
+            "policy.dynamic_batching.enabled=true and policy.sequence_packing.enabled=true exclude each other: packed "
+            "rows all have the same length; set one of the two to false"
+        )
+    if (pp := policy.dtensor_cfg.pipeline_parallel_size) > 1:
+        yield (
+            "policy.dynamic_batching.enabled=true does not work in a pipeline, whose micro-batches all have the same "
+            f"shape; set it to false, or policy.dtensor_cfg.pipeline_parallel_size={pp} to 1"
+        )
+    needed = -(-length // settings.sequence_length_round) * settings.sequence_length_round
+    if policy.micro_batch_tokens < needed:
+        yield (
+            f"policy.dynamic_batching.train_mb_tokens={policy.micro_batch_tokens} has no room for a row of "
+            f"policy.max_total_sequence_length={length} tokens, rounded up to {needed} by sequence_length_round="
+            f"{settings.sequence_length_round}; use at least {needed}"
+        )
+
+
+def batch_problems(config: RunConfig) -> Iterator[str]:
+    """Yield batch sizes that do not divide into micro-batches for all workers."""
+    train = (config.policy.train_global_batch_size, config.policy.micro_batch_divisor)
+    val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
+    names = (("policy.train_", train, True), ("sft.val_", val, _validates(config)))
+    for prefix, (global_size, micro_size), used in names:
+        per_round = micro_size * readers(config)
+        if used and global_size % per_round:
+            yield (
+                f"{prefix}global_batch_size={global_size} is no multiple of {prefix}micro_batch_size={micro_size} x "
+                f"{_reader_words(config)} = {per_round}; use a global batch size of "
+                f"{_nearest(global_size, per_round)}, or another micro batch size"
+            )
+
+
+def length_problems(config: RunConfig) -> Iterator[str]:
+    """Yield problems in the row length."""
+    length, divisor = config.policy.max_total_sequence_length, config.policy.make_sequence_length_divisible_by
+    if length % divisor:
+        yield (
+            f"policy.max_total_sequence_length={length} is no multiple of "
+            f"policy.make_sequence_length_divisible_by={divisor}; use {_nearest(length, divisor)}"
+        )
+    positions = config.policy.hf_config_overrides.get("max_position_embeddings")
+    if isinstance(positions, int) and length > positions:
+        yield (
+            f"policy.max_total_sequence_length={length} is more than policy.hf_config_overrides."
+            f"max_position_embeddings={positions}; raise the latter or shorten the former"
+        )
+
+
+def graph_problems(config: RunConfig) -> Iterator[str]:
+    """Yield warm-up sizes that no real step has, and a graph with too few slots for the steps in flight."""
+    graph, policy = config.policy.compiled_graph, config.policy
+    if graph.mode == "off":
+        return
+    per_round = policy.micro_batch_divisor * readers(config)
+    if graph.warmup_gbs and graph.warmup_gbs % per_round:
+        yield (
+            f"policy.compiled_graph.warmup_gbs={graph.warmup_gbs} is no multiple of policy.train_micro_batch_size="
+            f"{policy.train_micro_batch_size} x {_reader_words(config)} = {per_round}; use "
+            f"{_nearest(graph.warmup_gbs, per_round)}, or 0 for no warm-up"
+        )
+    length, longest = graph.warmup_seq_len, policy.max_total_sequence_length
+    if length is not None and length > longest:
+        yield (
+            f"policy.compiled_graph.warmup_seq_len={length} is more than policy.max_total_sequence_length={longest}, "
+            f"so no real row has this length; use at most {longest}, or null"
+        )
+    if length is not None and length % policy.make_sequence_length_divisible_by:
+        yield (
+            f"policy.compiled_graph.warmup_seq_len={length} is no multiple of policy.make_sequence_length_divisible_by="
+            f"{policy.make_sequence_length_divisible_by}; use "
+            f"{_nearest(length, policy.make_sequence_length_divisible_by)}"
+        )
+    if graph.inflight is not None and graph.inflight < config.sft.steps_in_flight:
+        yield (
+            f"policy.compiled_graph.inflight={graph.inflight} is less than sft.steps_in_flight="
+            f"{config.sft.steps_in_flight}; raise the former or lower the latter"
+        )
+
+
+def step_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if the run has no end."""
+    steps, epochs = config.sft.max_num_steps, config.sft.max_num_epochs
+    if steps is None and epochs is None:
+        yield "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them"
+
+
+def _validates(config: RunConfig) -> bool:
+    return config.sft.val_period > 0 or config.sft.val_at_start or config.sft.val_at_end
+
+
+def validation_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if validation is requested without data, or a metric is compared that nothing measures."""
+    if _validates(config) and not config.data.has_validation:
+        asked = next(
+            f"sft.{name}={value}"
+            for name in ("val_period", "val_at_start", "val_at_end")
+            if (value := getattr(config.sft, name))
+        )
+        yield (
+            f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 leave nothing to "
+            "validate on; set one of the two"
+        )
+    if config.sft.sample_prompts and not _validates(config):
+        yield (
+            f"sft.sample_prompts holds {len(config.sft.sample_prompts)} questions for every validation, but nothing "
+            "validates; set sft.val_period, or remove the questions"
+        )
+    saving = config.checkpointing
+    if saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and not _validates(config):
+        yield (
+            f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but nothing "
+            "validates; set sft.val_period, or checkpointing.metric_name=train:loss"
+        )
+
+
+def checkpoint_problems(config: RunConfig) -> Iterator[str]:
+    """Yield a problem if `keep_top_k` would compare losses that were not measured at the steps of the checkpoints."""
+    saving, val = config.checkpointing, config.sft.val_period
+    compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and _validates(config)
+    if compares and saving.save_period and (not val or saving.save_period % val):
+        yield (
+            f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but "
+            f"checkpointing.save_period={saving.save_period} saves at steps that sft.val_period={val} does not "
+            "validate at; make save_period a multiple of val_period, or set checkpointing.metric_name=train:loss"
+        )
+
+
+def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems in the sizes of a model with random weights, as far as the configuration names these sizes."""
+
+    def size(key: str) -> int | None:
+        value = shape.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+    hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+    # These architectures compute head_dim as hidden_size / num_attention_heads (configuration classes of
+    # transformers 5). Qwen3 and others have an independent head_dim, so the two sizes need not divide.
+    computes_head_dim = shape.get("model_type") in ("llama", "mistral", "qwen2")
+    if computes_head_dim and hidden and heads and size("head_dim") is None and hidden % heads:
+        yield (
+            f"policy.hf_config_overrides.hidden_size={hidden} is no multiple of num_attention_heads={heads}; "
+            f"use {_nearest(hidden, heads)}, or set head_dim"
+        )
+    if heads and kv_heads and heads % kv_heads:
+        yield (
+            f"policy.hf_config_overrides.num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
+            f"use {_nearest(heads, kv_heads)} heads, or fewer key-value heads"
+        )
+
+
+def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes of the model that cannot be divided as asked; `shape` has the keys of a Hugging Face configuration.
+
+    Checked on the configuration of the run, and again on the complete configuration of a model folder.
+    """
+    settings = policy.dtensor_cfg
+    tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    model_type = shape.get("model_type")
+    if max(tp, pp, settings.context_parallel_size) > 1 and model_type not in (None, *DIVISIBLE_MODELS):
+        yield (
+            f"a model of type {model_type!r} cannot be divided by tensor, context or pipeline parallelism; set these "
+            f"sizes to 1, or use a model of type {', '.join(DIVISIBLE_MODELS)}"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = shape.get(key)
+        if isinstance(size, int) and size % tp:
+            # Few numbers, so that the message stays readable.
+            fitting = [n for n in range(1, size + 1) if size % n == 0]
+            yield (
+                f"the model's {key}={size} does not divide by policy.dtensor_cfg.tensor_parallel_size={tp}; use "
+                f"{', '.join(map(str, fitting[:6]))}"
+            )
+    layers = shape.get("num_hidden_layers")
+    # Every stage needs a layer of its own.
+    stages = pp * settings.stages_per_worker
+    if pp > 1 and isinstance(layers, int) and layers < stages:
+        yield (
+            f"the model's num_hidden_layers={layers} is less than the {stages} stages of policy.dtensor_cfg."
+            f"pipeline_parallel_size={pp} with pipeline_schedule={settings.pipeline_schedule}; use at most "
+            f"{max(1, layers * pp // stages)} workers per pipeline"
+        )

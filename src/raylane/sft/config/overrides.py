@@ -1,0 +1,251 @@
+"""YAML files and command-line overrides as one plain document, checked against the schema while it is built.
+
+Overrides have Hydra's syntax: `a.b=c` sets a key of the schema, `+a.b=c` adds a key to an open mapping, `++a.b=c` does
+either, `~a.b` removes a key that the file set. Values are YAML (`null`, `true`, `1e-4`, `[1, 2]`, `{a: 1}`). A file may
+start with `defaults: base.yaml` (or a list): these files are read first, and this file is merged over them. Called by
+`load`.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from raylane.errors import ConfigError
+from raylane.sft.config.keys import is_open, model_of, unknown_message
+
+__all__ = ["apply_overrides", "merge", "parse_override", "read_yaml"]
+
+
+# ---------------------------------------------------------------------------------------------------------- YAML files
+
+
+def _loader() -> Any:
+    """Return PyYAML's safe loader with YAML 1.2 floats (1e-4 is a number) and an error for repeated keys."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "a key must be text, not a list or a mapping", key.start_mark
+                    )
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key.value!r} is repeated", key.start_mark
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"^[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
+    return Loader
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())  # a subclass of SafeLoader: builds plain values only
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source} is nested too deep; flatten its values") from error
+    except ValueError as error:  # an impossible date, or a number of more than 4,300 digits
+        raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
+
+
+def read_yaml(path: Path, _chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the document in `path`, merged over the files in its `defaults:`.
+
+    Names in `defaults:` are relative to `path`; later files override earlier ones.
+    """
+    path = path.resolve()
+    if path in _chain:
+        raise ConfigError(
+            "defaults: refer to each other in a circle: "
+            + " -> ".join(str(file) for file in (*_chain, path))
+            + ". Remove one of them"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        by = f" (named in defaults: of {_chain[-1]})" if _chain else ""
+        raise ConfigError(f"cannot read configuration {path}{by}: {getattr(error, 'strerror', error)}") from error
+    document = _parse_yaml(text, str(path))
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} must hold sections such as policy: and data:, got a {type(document).__name__}")
+    bases = document.pop("defaults", None) or []
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: defaults: must be a file name or a list of file names, got {bases!r}")
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, read_yaml(path.parent / base, (*_chain, path)))
+    return merge(merged, document)
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a new document: values of `above` win, mappings are merged key by key, lists are replaced.
+
+    A mapping with `_override_: true` replaces the one below it instead, as in NeMo-RL.
+    """
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(value, Mapping) and value.get("_override_") is True:
+            merged[key] = copy.deepcopy({name: entry for name, entry in value.items() if name != "_override_"})
+            continue
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge(old, value) if both else copy.deepcopy(value)  # type: ignore[arg-type]
+    return merged
+
+
+# ------------------------------------------------------------------------------------------------- command-line words
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override of the command line.
+
+    `sign` is '', '+', '++' or '~'; `has_value` is False for `~a.b` without a value.
+    """
+
+    word: str
+    sign: str
+    path: tuple[str, ...]
+    value: Any
+    has_value: bool
+
+
+def parse_override(word: str) -> Override:
+    """Return the parts of one override; ConfigError if its syntax is wrong."""
+    match = re.fullmatch(r"(\+\+|\+|~)?([^=+~\s][^=\s]*?)(?:=(.*))?", word, flags=re.DOTALL)
+    how = "write a.b=c, +a.b=c, ++a.b=c or ~a.b"
+    if match is None:
+        raise ConfigError(f"cannot read override {word!r}; {how}")
+    sign, dotted, text = match[1] or "", match[2], match[3]
+    path = tuple(dotted.split("."))
+    if not all(path):
+        raise ConfigError(f"override {word!r} has an empty part in its key; {how}")
+    if text is None and sign != "~":
+        raise ConfigError(f"override {word!r} has no value; {how}")
+    if text is not None and not text.strip():
+        raise ConfigError(f"override {word!r} has an empty value; write {dotted}=null, or {dotted}=\"''\" for no text")
+    value = None if text is None else _split_entries(_parse_yaml(text, f"the value of override {word!r}"), word)
+    return Override(word, sign, path, value, text is not None)
+
+
+def _split_entries(value: Any, word: str) -> Any:
+    """Return a value with entries like `a:1` split into key and value; Hydra needs no blank after the colon."""
+    if isinstance(value, list):
+        return [_split_entries(item, word) for item in value]
+    if not isinstance(value, dict):
+        return value
+    split = {}
+    for key, item in value.items():
+        # YAML reads `a:1` in a flow mapping as a key without a value.
+        name, colon, text = key.partition(":") if isinstance(key, str) and item is None else (key, "", "")
+        if colon and not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"override {word!r}: a mapping needs a blank after each colon; write {{a: 1}}")
+        split[name] = _parse_yaml(text, f"the value of override {word!r}") if colon else _split_entries(item, word)
+    return split
+
+
+def apply_overrides(
+    document: Mapping[str, Any],
+    words: Sequence[str],
+    root: type[BaseModel],
+    is_foreign: Callable[[str], bool] = lambda path: False,
+) -> dict[str, Any]:
+    """Return a new document with the overrides applied from left to right; ConfigError if one does not fit.
+
+    `is_foreign` returns True for dotted keys that may be set although the schema does not have them.
+    """
+    result = copy.deepcopy(dict(document))
+    for word in words:
+        override = parse_override(word)
+        # A foreign key may lie below a single value of the schema (data.train.data_path), which `_check_path` refuses.
+        declared = not is_foreign(".".join(override.path)) and _check_path(override, root, result)
+        _apply_override(result, override, declared)
+    return result
+
+
+def _apply_override(document: dict[str, Any], override: Override, declared: bool) -> None:
+    """Apply one override to `document` in place. `declared` is True if the schema has its key."""
+    *parents, last = override.path
+    section = document
+    for name in parents:
+        below = section.setdefault(name, {}) if override.sign != "~" else section.get(name, {})
+        if not isinstance(below, dict):
+            raise ConfigError(
+                f"override {override.word!r}: {name!r} holds {below!r}, which has no keys; override {name!r} itself"
+            )
+        section = below
+    dotted = ".".join(override.path)
+    if override.sign == "~":
+        if last not in section:
+            raise ConfigError(
+                f"override {override.word!r}: {dotted} is not set by the file, so there is nothing to remove (its "
+                "default applies already); leave the override out"
+            )
+        if override.has_value and section[last] != override.value:
+            raise ConfigError(
+                f"override {override.word!r}: the value in the file is {section[last]!r}, not {override.value!r}; "
+                f"write ~{dotted} to remove any value"
+            )
+        del section[last]
+        return
+    if override.sign == "+" and (declared or last in section):
+        what = "is a declared key" if declared else f"is already {section[last]!r}"
+        raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
+    both = isinstance(override.value, dict) and isinstance(section.get(last), dict)
+    section[last] = merge(section[last], override.value) if both else override.value
+
+
+def _check_path(override: Override, root: type[BaseModel], document: Mapping[str, Any]) -> bool:
+    """Return True if the schema declares this key; ConfigError if this override may neither set nor add the key."""
+    where: type[BaseModel] | None = root
+    value: Any = document
+    for depth, name in enumerate(override.path):
+        field = where.model_fields.get(name) if where is not None else None
+        outer = value if isinstance(value, Mapping) else None
+        here_has = outer is not None and name in outer
+        value = outer[name] if outer is not None and here_has else None
+        if field is not None:
+            inner = model_of(field.annotation)
+            is_last = depth == len(override.path) - 1
+            holds_mapping = getattr(field.annotation, "__origin__", field.annotation) is dict
+            if inner is None and not is_last and not holds_mapping:
+                dotted = ".".join(override.path[: depth + 1])
+                raise ConfigError(f"override {override.word!r}: {dotted} is a single value and has no keys below it")
+            where = inner
+            if is_last:
+                return True
+            continue
+        if not is_open(where):
+            assert where is not None
+            raise ConfigError(
+                f"override {override.word!r}: {unknown_message(root, override.path[:depth], where, name)}"
+            )
+        if override.sign == "" and not here_has:
+            dotted = ".".join(override.path[: depth + 1])
+            near = difflib.get_close_matches(name, [*(where.model_fields if where else ()), *(outer or ())], n=1)
+            hint = f"; did you mean {near[0]!r}? Otherwise," if near else ""
+            raise ConfigError(
+                f"override {override.word!r}: {dotted} is not set{hint or ';'} to add a new key "
+                f"to an open mapping write +{override.word}"
+            )
+        where = None
+    return False

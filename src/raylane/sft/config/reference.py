@@ -1,0 +1,117 @@
+"""Generator of the configuration reference page, from the schema itself, so that the page is never out of date.
+
+`python -m raylane.sft.config.reference > docs/reference/sft-config.md` writes the page; a test compares the file with
+the output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from raylane.sft.config.schema import RunConfig
+
+__all__ = ["reference_markdown"]
+
+HEAD = """# Configuration of a fine-tuning run
+
+Generated from the code by `python -m raylane.sft.config.reference`; do not edit.
+
+A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) merges it over other files.
+Every key can also be set on the command line:
+
+| override | meaning |
+|---|---|
+| `policy.max_grad_norm=0.5` | sets a key of this page, or a key that the file has set in an open mapping |
+| `+policy.hf_config_overrides.rope_theta=1e6` | adds a new key to an open mapping |
+| `++policy.hf_config_overrides.rope_theta=1e6` | sets or adds, whichever applies |
+| `~logger.log_dir` | removes a key that the file has set, so that its default applies |
+
+Values are YAML: `null`, `true`, `3e-4`, `[a, b]`, `{a: 1}`. `${policy.model_name}` stands for the value of another key,
+and `${mul:a,b}` (also `add`, `div`, `max`) for a computed one (write `\\${` for a literal `${`). The value `???` must
+be overridden. A key that is not on this page is an error that suggests the nearest known key. Relative paths start at
+the working directory.
+
+Key names are those of NeMo-RL where the meaning is the same; differences are noted below. Files and command lines of
+NeMo-RL are understood: see [Move from NeMo-RL](../howto/from-nemo-rl.md).
+"""
+
+
+def reference_markdown() -> str:
+    """Return the whole page."""
+    return "\n".join([HEAD, *_sections(RunConfig, "")]).rstrip() + "\n"
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
+    keys = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+    if path:
+        summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
+        yield f"## {path}\n\n{summary}\n"
+    if keys:
+        yield "| key | type | default | meaning |\n|---|---|---|---|"
+        for name, field in keys.items():
+            description = " ".join((field.description or "").split()).replace("|", "\\|")
+            yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
+        yield ""
+    for name, field in model.model_fields.items():
+        if _is_section(field):
+            yield from _sections(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return _is_model(field.annotation)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    assert value is not PydanticUndefined
+    return f"`{json.dumps(value)}`"
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    """Return a Python annotation in YAML terms, with its bounds."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if hasattr(annotation, "__metadata__"):  # Annotated inside a union
+        return _type(args[0], _flat(annotation.__metadata__))
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(choice)}`" for choice in args)
+    if origin is Union or str(origin) == "<class 'types.UnionType'>":
+        return " or ".join("null" if part is type(None) else _type(part, metadata) for part in args)
+    if origin is tuple:
+        if args[-1] is Ellipsis and any(_is_model(part) for part in (args[0], *get_args(args[0]))):
+            return "list of mappings" if _is_model(args[0]) else "text, or list of texts and mappings"
+        return "text or list of text" if args[-1] is Ellipsis else f"list of {len(args)} {_type(args[0], [])}"
+    if origin is dict:
+        return "open mapping"
+    word = {int: "integer", float: "number", bool: "true or false", str: "text"}[annotation]
+    bounds = [text for constraint in _flat(metadata) if (text := _bound(constraint))]
+    return f"{word} {', '.join(bounds)}" if bounds else word
+
+
+def _flat(metadata: Any) -> list[Any]:
+    return [inner for entry in metadata for inner in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+
+
+def _bound(constraint: Any) -> str:
+    signs = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+    for kind, attribute, sign in signs:
+        if isinstance(constraint, kind):
+            return f"{sign} {getattr(constraint, attribute)}"
+    return "of at least one" if isinstance(constraint, MinLen) else ""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_markdown())

@@ -1,0 +1,1 @@
+"""Conversations to rows: files read, tokenised, cached, packed and ordered."""

@@ -1,0 +1,352 @@
+"""Conversion of conversations to tokens, with a mask of the tokens that the model is trained on.
+
+The mask comes from the `{% generation %}` spans of the chat template, through transformers'
+`return_assistant_tokens_mask`. This module checks that there are such spans, that they contain an end-of-turn token,
+and that they cover exactly what the assistant wrote. transformers is imported when first needed. Called by `prepare`,
+`audit` and the command line; knows nothing of data files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raylane.errors import ConfigError, DataError
+from raylane.sft.config.policy import TokenizerConfig
+from raylane.sft.data.messages import Conversation
+
+__all__ = ["ChatTokenizer", "Encoded", "chatml_template", "runs", "template_text", "train_tokenizer"]
+
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+_OWN_TEMPLATES = {
+    "chatml": (START, END),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+}
+"""Templates included in raylane (NAME.jinja beside this file) and their special tokens; the last one ends a turn."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which chat templates of transformers 5 find its reasoning (chat_template_utils)."""
+_THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One tokenised conversation: tokens int32 [n]; supervised bool [n], True for a token with a loss."""
+
+    tokens: np.ndarray
+    supervised: np.ndarray
+    num_turns: int  # supervised spans, one for each uninterrupted text of the assistant
+    num_ended_turns: int  # supervised spans that contain an end token
+
+
+def chatml_template() -> str:
+    """Return raylane's ChatML template, with tools; the end token of every assistant turn is supervised."""
+    return _own_template("chatml")
+
+
+def _own_template(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def template_text(choice: str | None) -> str | None:
+    """Return the template that `policy.tokenizer.chat_template` names or holds; None for the tokenizer's own."""
+    if choice is None or choice == "default":
+        return None
+    if choice in _OWN_TEMPLATES:
+        return _own_template(choice)
+    if "{%" in choice or "{{" in choice:
+        return choice
+    try:
+        return Path(choice).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "policy.tokenizer.chat_template must be null, 'default', 'chatml', 'llama3', a template (text with {{ or "
+            f"{{%) or a readable file, got {choice!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """Return a transformers tokenizer: a byte-level BPE of at most `vocab_size` tokens. Deterministic.
+
+    Every byte is a token, so no text is unknown. The special tokens are those of `chatml_template`; the token that ends
+    a turn is the end-of-sequence token, at which `generate` stops.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """Return [start, end) of each uninterrupted run of True in a bool [n]."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+class ChatTokenizer:
+    """A transformers tokenizer with a chat template that marks the supervised text.
+
+    Attributes: `hf` the tokenizer; `pad_id`, `vocab_size`; `end_ids` the tokens that end a turn.
+    """
+
+    def __init__(
+        self,
+        hf: Any,
+        template: str | None = None,
+        extra_end_ids: Sequence[int] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if template is not None:
+            hf.chat_template = template
+        if not hf.is_fast:
+            raise DataError(
+                f"{type(hf).__name__} does not map tokens to characters, so assistant spans cannot be found; use the "
+                "fast form of the tokenizer (tokenizer.json)"
+            )
+        _check_template(hf.chat_template)
+        for name, tokens in _OWN_TEMPLATES.items():
+            if template == _own_template(name):
+                known = hf.get_vocab()
+                if missing := [token for token in tokens if token not in known]:
+                    raise DataError(
+                        f"policy.tokenizer.chat_template={name} needs the tokens {' and '.join(tokens)}, but the "
+                        f"tokenizer lacks {' and '.join(missing)}; use a template made of tokens that it has"
+                    )
+                hf.eos_token = tokens[-1]  # generation must stop at the token that ends a turn in this template
+        if hf.eos_token_id is None and not extra_end_ids:
+            raise DataError("the tokenizer has no end-of-sequence token; set eos_token in its tokenizer_config.json")
+        self.hf = hf
+        self._template_kwargs = dict(template_kwargs or {})
+        # A value for a parameter of transformers would change the call itself (tokenize=false) or fail in it.
+        if taken := sorted(set(self._template_kwargs) & set(inspect.signature(hf.apply_chat_template).parameters)):
+            raise ConfigError(
+                f"policy.tokenizer.chat_template_kwargs sets {', '.join(taken)}, which raylane passes itself; only "
+                "variables of the chat template can be set"
+            )
+        self.end_ids = frozenset([*extra_end_ids, *([] if hf.eos_token_id is None else [hf.eos_token_id])])
+        self.pad_id = int(min(self.end_ids) if hf.pad_token_id is None else hf.pad_token_id)
+        # Token ids may have gaps, so the number of tokens can be less than the largest id.
+        self.vocab_size = max(len(hf), *(number + 1 for number in hf.get_vocab().values()))
+        self._specials = [token.content for token in hf.added_tokens_decoder.values() if token.special]
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, choice: str | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> ChatTokenizer:
+        """Load from a Hugging Face folder; the other arguments are keys of `policy.tokenizer`."""
+        from transformers import AutoTokenizer
+
+        path = Path(folder)
+        if not path.is_dir():
+            raise ConfigError(
+                f"there is no tokenizer folder {str(folder)!r}; set policy.tokenizer.name to a local folder with "
+                "tokenizer.json and tokenizer_config.json, and download one from a hub first"
+            )
+        try:
+            hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # damaged files make transformers and tokenizers raise almost any exception
+            raise ConfigError(f"transformers cannot load a tokenizer from {folder}: {error}") from error
+        return cls(hf, template_text(choice), _generation_end_ids(path), template_kwargs)
+
+    @classmethod
+    def train(cls, texts: Iterable[str], settings: TokenizerConfig) -> ChatTokenizer:
+        """Train a new tokenizer on `texts`, of the size `policy.tokenizer.train_vocab_size`."""
+        assert settings.train_vocab_size is not None
+        template = template_text(settings.chat_template) or chatml_template()
+        # The template is not part of the training: its special tokens are fixed, and its other text is rare.
+        hf = train_tokenizer(texts, settings.train_vocab_size)
+        return cls(hf, template, template_kwargs=settings.chat_template_kwargs)
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Return tokens and mask of one conversation; DataError with file and line if the template refuses it.
+
+        A template is a program that runs in transformers' sandbox; each of its exceptions becomes a DataError. The
+        sandbox limits neither time nor memory.
+        """
+        try:
+            out = self.hf.apply_chat_template(
+                list(conversation.messages),
+                tools=list(conversation.tools) if conversation.tools else None,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **self._template_kwargs,
+            )
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise DataError(f"{conversation.where}: the chat template refuses this conversation: {reason}") from error
+        tokens = np.asarray(out["input_ids"], dtype=np.int32)
+        supervised = np.asarray(out["assistant_masks"], dtype=np.bool_)
+        spans = runs(supervised)
+        # Templates know nothing of `weight`, so spans of messages with weight 0 are removed here.
+        if not all(conversation.weights):
+            supervised, spans = _without_weightless(supervised, spans, conversation)
+        ends = np.isin(tokens, list(self.end_ids))
+        ended = sum(bool(ends[start:end].any()) for start, end in spans)
+        if supervised.size:
+            supervised[0] = False  # no token precedes it, so nothing can predict it
+        return Encoded(tokens, supervised, len(spans), ended)
+
+    def question(self, text: str) -> list[int]:
+        """Return the tokens of one message of the user, and of what the template puts before the answer to it."""
+        messages = [{"role": "user", "content": text}]
+        out = self.hf.apply_chat_template(
+            messages, tokenize=True, return_dict=True, add_generation_prompt=True, **self._template_kwargs
+        )
+        return list(map(int, out["input_ids"]))
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens without special tokens and without space around it."""
+        text: str = self.hf.decode(tokens, skip_special_tokens=True)
+        return text.strip()
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """Return the text of tokens int [n], special tokens included."""
+        text: str = self.hf.decode(tokens.tolist(), skip_special_tokens=False)
+        return text
+
+    def special_in(self, conversation: Conversation) -> str | None:
+        """Return a special token that the messages contain as text, or None.
+
+        Such text would become the real special token and could imitate a turn of another role.
+        """
+        text = json.dumps(conversation.messages, ensure_ascii=False)
+        return next((token for token in self._specials if token in text), None)
+
+    def misplaced(self, conversation: Conversation, encoded: Encoded) -> str | None:
+        """Return the fault in the mask of this conversation, or None if the mask covers the assistant's text only."""
+        supervised_text = self.decode(encoded.tokens[encoded.supervised])
+        texts = {role: [] for role in ("assistant", "other")}  # type: dict[str, list[str]]
+        for message in conversation.messages:
+            texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
+        # Tool calls and reasoning are the assistant's words too, and often repeat the question.
+        assistant_text = "\n".join(
+            _texts_in([message for message in conversation.messages if message["role"] == "assistant"])
+        )
+        assistant_text += "\n" + self._round_trip(assistant_text)
+        for text in texts["other"]:
+            # A wrong mask may start or end within the text, so both ends are searched. Short parts occur by chance.
+            for part in (text[:20], text[-20:]):
+                if len(part) >= 16 and part in supervised_text and part not in assistant_text:
+                    return f"the loss would include what the assistant did not write: {part!r}"
+        trained = [text for text, weight in zip(texts["assistant"], conversation.weights, strict=True) if weight]
+        missing = [text for text in trained if not self._contains(text, supervised_text)]
+        if trained and len(missing) == len(trained):
+            return f"the loss would not include what the assistant wrote: {missing[0][:60]!r}"
+        return None
+
+    def _contains(self, text: str, supervised_text: str) -> bool:
+        """Return True if `supervised_text` contains this text, also if normalised or without its <think> parts.
+
+        Tokenizers may change text (Unicode NFC), and templates may leave out reasoning that is part of the content of
+        earlier turns.
+        """
+        spoken = _THINK.sub("", text).strip()
+        return any(
+            variant in supervised_text or self._round_trip(variant).strip() in supervised_text
+            for variant in (text, spoken)
+        )
+
+    def _round_trip(self, text: str) -> str:
+        """Return a text after encoding and decoding."""
+        ids: list[int] = self.hf(text, add_special_tokens=False)["input_ids"]
+        back: str = self.hf.decode(ids, skip_special_tokens=False)
+        return back
+
+    def reasoning_left_out(self, conversation: Conversation, encoded: Encoded) -> bool:
+        """Return True if an assistant message has reasoning that the template did not include."""
+        reasoned = [
+            message for message in conversation.messages if message["role"] == "assistant" and _reasoning(message)
+        ]
+        if not reasoned:
+            return False
+        text = self.decode(encoded.tokens)
+        return any(not self._contains(_reasoning(message), text) for message in reasoned)
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer as a Hugging Face folder, template included."""
+        self.hf.save_pretrained(str(folder))
+
+
+def _reasoning(message: dict[str, Any]) -> str:
+    reasoning = next((message[key] for key in _REASONING if message.get(key)), "")
+    return reasoning.strip() if isinstance(reasoning, str) else ""
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Return every text within plain values, and every mapping as JSON in the forms that a template may use."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        written = [json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True)]
+        return written + [text for item in value.values() for text in _texts_in(item)]
+    return [text for item in value for text in _texts_in(item)] if isinstance(value, list) else []
+
+
+def _check_template(template: Any) -> None:
+    """Raise DataError unless there is exactly one template and it marks the assistant's text."""
+    if not template:
+        raise DataError(
+            "the tokenizer has no chat template; set policy.tokenizer.chat_template=chatml, or to a Jinja file"
+        )
+    if not isinstance(template, str):
+        raise DataError(f"the tokenizer has several chat templates ({', '.join(template)}); name one in a Jinja file")
+    if not _GENERATION.search(template):
+        raise DataError(
+            "the chat template has no {% generation %} ... {% endgeneration %}, so the tokens of the assistant are not "
+            "known; most published templates lack these marks, and raylane does not add them. Copy the template into a "
+            "file, put the marks around the assistant's text and its end token, and name the file in "
+            "policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or llama3 if the model knows "
+            "the tokens of one of these (docs/howto/prepare-data.md)"
+        )
+
+
+def _generation_end_ids(folder: Path) -> list[int]:
+    """Return the end tokens in the model's generation_config.json, if any (Llama 3 has three)."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        end_ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        if not all(isinstance(end_id, int) for end_id in end_ids):
+            raise TypeError(f"eos_token_id is {ids!r}")
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error!r}. Correct or remove it") from error
+    return end_ids
+
+
+def _without_weightless(
+    supervised: np.ndarray, spans: list[tuple[int, int]], conversation: Conversation
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """Return mask and spans without the assistant messages that have weight 0."""
+    if len(spans) != len(conversation.weights):
+        raise DataError(
+            f"{conversation.where}: weight: 0 needs one generation span per assistant message, but the chat template "
+            f"makes {len(spans)} spans for {len(conversation.weights)} assistant messages. Remove the weights, or use "
+            "a template with one span per message"
+        )
+    trained = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
+    mask = np.zeros_like(supervised)
+    for start, end in trained:
+        mask[start:end] = True
+    return mask, trained

@@ -1,0 +1,1 @@
+"""Model and optimizer of a run: built, divided, and filled with weights."""

@@ -1,0 +1,160 @@
+"""Table of the NeMo-RL keys that raylane's schema does not have, with the treatment of each one.
+
+Facts about NeMo-RL are from examples/configs/sft.yaml, nemo_rl/models/policy/__init__.py, nemo_rl/utils/checkpoint.py
+and nemo_rl/data of NVIDIA-NeMo/RL, March 2025 to August 2026. Data and predicates only; `translate` applies the table,
+and `dialect` takes its error messages from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal", "rules_markdown"]
+
+
+def _off(value: Any) -> bool:
+    """Return True for null, false, 0 and empty values."""
+    return not value
+
+
+def _on(value: Any) -> bool:
+    return value is True
+
+
+def _one(value: Any) -> bool:
+    return value is None or value == 1
+
+
+def _float32(value: Any) -> bool:
+    """Return True for no data type (NeMo-RL's files write None, which YAML reads as text) and for float32."""
+    return not value or str(value).rpartition(".")[2] in ("None", "float32")
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _disabled(value: Any) -> bool:
+    """Return True for an empty section and for one with `enabled: false`, whatever its other keys are."""
+    return not value or (isinstance(value, Mapping) and value.get("enabled") is False)
+
+
+def _force_hf_only(value: Any) -> bool:
+    return not value or (isinstance(value, Mapping) and set(value) <= {"force_hf"})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Treatment of one NeMo-RL key: left out if its value is harmless, otherwise refused."""
+
+    key: str
+    harmless: Callable[[Any], bool]
+    """Returns True if the value requests nothing beyond what raylane does anyway."""
+    harmless_text: str
+    """Harmless values, for the documentation."""
+    why_left_out: str
+    why_refused: str = ""
+    """Reason for refusing any other value, and the remedy; empty if every value is harmless."""
+    changes_training: bool = False
+    """True if a run without the refused value would train another model."""
+
+
+_HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "off": (_off, "off or empty"),
+    "true": (_on, "`true`"),
+    "1": (_one, "`1`"),
+    "any": (_anything, "any"),
+    "float32": (_float32, "empty or float32"),
+    "disabled": (_disabled, "empty or `enabled: false`"),
+    "force_hf": (_force_hf_only, "empty or only `force_hf`"),
+}
+"""Word for harmless values in rules.txt -> its predicate, and its text in the documentation."""
+
+
+def _read_rules() -> Iterator[Rule]:
+    for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            key, word, left_out, refused, model = [*line.split(" | "), "", ""][:5]
+            yield Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
+
+
+RULES = tuple(_read_rules())
+"""Keys that are left out or refused, from rules.txt. A rule for a section covers all keys below it."""
+
+RENAMES = {
+    "checkpointing.save_consolidated": "checkpointing.save_hf",
+    "checkpointing.ft_keep_latest_k": "checkpointing.keep_latest_k",
+    "policy.dtensor_cfg.env_vars": "cluster.env_vars",
+    "policy.megatron_cfg.tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
+    "policy.megatron_cfg.pipeline_model_parallel_size": "policy.dtensor_cfg.pipeline_parallel_size",
+    "policy.megatron_cfg.context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
+    "policy.megatron_cfg.sequence_parallel": "policy.dtensor_cfg.sequence_parallel",
+    "policy.megatron_cfg.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
+    "policy.megatron_cfg.env_vars": "cluster.env_vars",
+    # Names of 2025.
+    "sft.num_steps": "sft.max_num_steps",
+    "policy.learning_rate": "policy.optimizer.kwargs.lr",
+    "policy.activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing",
+    "policy.fsdp_offload_enabled": "policy.dtensor_cfg.cpu_offload",
+}
+"""NeMo-RL key -> raylane key with the same values."""
+
+OTHERWISE = {
+    "policy.sequence_packing.train_mb_tokens": "a micro-batch has policy.max_total_sequence_length x "
+    "policy.train_micro_batch_size tokens; set those, and remove it",
+    "policy.sequence_packing.sequence_length_round": "rows have policy.max_total_sequence_length tokens, which must be "
+    "a multiple of it",
+    "data.max_input_seq_length": "use policy.max_total_sequence_length",
+    "policy.ray_compiled_graph": "use policy.compiled_graph",
+    "policy.megatron_cfg.optimizer": "use policy.optimizer and policy.max_grad_norm",
+    "policy.megatron_cfg.scheduler": "use policy.scheduler",
+    "policy.dtensor_cfg.defer_fsdp_grad_sync": "use policy.dtensor_cfg.reduce_every_micro_batch",
+    "data.default": "set the keys in data itself",
+    "data.dataset_name": "set data.train to the path of a JSONL file",
+    "data.train_data_path": "use data.train",
+    "data.val_data_path": "use data.validation",
+    "data.chat_key": "use data.messages_key",
+    "data.prompt_file": "put the prompt into the data",
+    "data.system_prompt_file": "put the system prompt into the data, as a message with role system",
+    "data.system_prompt": "put the system prompt into the data, as a message with role system",
+    "data.system_key": "put the system prompt into the data, as a message with role system",
+    "data.tool_key": "the tools of a conversation must be under the key tools",
+    "data.use_preserving_dataset": "every line keeps its own keys; remove it",
+    "data.split": "a file is read as a whole; remove it",
+}
+"""Keys that `translate` reads together with other keys -> reason for refusing what it could not translate."""
+
+_SECTIONS = ("data.train.", "data.validation.", "policy.megatron_cfg.")
+"""Beginnings of keys in sections that NeMo-RL has, and raylane has as single values or with other keys."""
+
+
+def rules_markdown() -> str:
+    """Return the table of rules and renamed keys for the documentation."""
+    lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
+    lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
+    for rule in RULES:
+        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
+        if rule.why_refused:
+            lines.append(f"| | other | refused: {rule.why_refused} |")
+    return "\n".join(lines)
+
+
+def is_nemo_key(path: str) -> bool:
+    """Return True if NeMo-RL has this dotted key and raylane may have it under another name or not at all."""
+    known = (*(rule.key for rule in RULES), *RENAMES, *OTHERWISE)
+    return path.startswith(_SECTIONS) or any(path == key or path.startswith(f"{key}.") for key in known)
+
+
+def refusal(path: str) -> str | None:
+    """Return the reason why raylane's schema has no key `path`, None if NeMo-RL has no such key either."""
+    # A rule that never refuses still needs words: `build_config` takes only raylane's own keys.
+    reasons = {rule.key: rule.why_refused or f"{rule.why_left_out}; remove it" for rule in RULES}
+    reasons |= OTHERWISE | {old: f"use {new}" for old, new in RENAMES.items()}
+    while path:  # a key below a section has the section's reason
+        if path in reasons:
+            return reasons[path]
+        path = path.rpartition(".")[0]
+    return None

@@ -1,0 +1,407 @@
+"""Translation of NeMo-RL configurations: keys and values with another spelling, and keys without effect in raylane.
+
+`read_document` returns a document with raylane's keys, notes on what was left out or replaced, and problems: keys that
+request a feature which raylane does not have. Documents with raylane's own keys pass unchanged. Pure functions; called
+by `dialect` and `import_config`. The tables of keys are in `keys`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raylane.errors import ConfigError
+from raylane.sft.config.interpolation import interpolate
+from raylane.sft.config.keys import value_at
+from raylane.sft.nemo.data import translate_data
+from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
+from raylane.sft.nemo.megatron import megatron_clipping, megatron_optimizer, megatron_schedule
+from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
+
+__all__ = ["Note", "Problem", "Translation", "is_from_nemo_rl", "read_document", "translate"]
+
+_MEGATRON = "policy.megatron_cfg"
+_ALL = 1_000_000
+"""Number of checkpoints to keep that stands for all of them."""
+_OPTIMIZERS = {"torch.optim.AdamW": "adamw", "AdamW": "adamw", "torch.optim.adamw.AdamW": "adamw"}
+_SPELLINGS: dict[str, dict[str, str]] = {
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": {"uniform": "kaiming"},
+    "policy.sequence_packing.algorithm": {"modified_first_fit_decreasing": "first_fit_decreasing"},
+    "checkpointing.metric_name": {
+        "val:val_loss": "val:loss", "val_loss": "val:loss", "train:train_loss": "train:loss", "train_loss": "train:loss"
+    },
+}  # fmt: skip
+"""Key -> value in NeMo-RL -> value in raylane."""
+# NeMo-RL concatenates the messages if chat_template is null.
+_PASSTHROUGH = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+_THEIR_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "policy.scheduler.name": ("constant", "the learning rate is constant unless policy.scheduler is set"),
+    "policy.optimizer.weight_decay_on": ("all", "torch.optim.AdamW decays every parameter"),
+    "policy.sequence_packing.enabled": (False, "packing is off unless it is set"),
+    "policy.max_grad_norm": (None, "gradients are not clipped unless it is set"),
+    "policy.dtensor_cfg.lora_cfg.dropout_position": ("post", "its default"),
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": ("xavier", "its default"),
+    "data.overlong": ("drop", "conversations that are too long get no loss"),
+    "sft.max_num_steps": (60, "its default"),
+    "sft.val_batches": (8, "its default"),
+    "sft.val_global_batch_size": (32, "its default"),
+    "sft.val_micro_batch_size": (1, "its default"),
+}
+"""Key -> value with the effect that NeMo-RL has if the key is absent, and that effect."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A key of NeMo-RL that was left out or replaced, or a key that was set, and the reason in a few words."""
+
+    key: str
+    reason: str
+    is_set: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A request that raylane cannot meet, as a sentence. `must_set` is the key that must be set instead, if any."""
+
+    text: str
+    key: str
+    must_set: str | None = None
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Result of `translate`: a document with raylane's keys, without the keys that the problems are about."""
+
+    document: dict[str, Any]
+    notes: tuple[Note, ...]
+    problems: tuple[Problem, ...]
+
+
+def is_from_nemo_rl(document: Mapping[str, Any]) -> bool:
+    """Return True if a document has a key that NeMo-RL needs or offers and raylane does not have."""
+    # policy.ray_compiled_graph is left out: users add it to files of raylane too.
+    keys = {*(rule.key for rule in RULES), *OTHERWISE} - {"policy.ray_compiled_graph"}
+    return any(_has(dict(document), key) for key in keys)
+
+
+def read_document(document: Mapping[str, Any], source: str, *, with_their_defaults: bool = False) -> Translation:
+    """Return the translation of a document after replacing its `${...}` expressions.
+
+    Values that are never read are not resolved, because they may refer to a key that the user has replaced. ConfigError
+    for any other expression without a value; `source` names the document in it.
+    """
+    plain = copy.deepcopy(dict(document))
+    for rule in RULES:
+        value = value_at(plain, rule.key)
+        if "${" in str(value) and rule.harmless(value):
+            _replace(plain, rule.key, None)  # the key stays, so that `translate` notes it
+    if (
+        isinstance(value_at(plain, _MEGATRON), dict)
+        and value_at(plain, f"{_MEGATRON}.enabled") is not True
+        and "${" in str(value_at(plain, _MEGATRON))
+    ):
+        _replace(plain, _MEGATRON, {**dict.fromkeys(value_at(plain, _MEGATRON)), "enabled": False})
+    notes = []
+    # data.train=FILE leaves the run name of NeMo-RL's files, sft-dev-${data.train.dataset_name}, without a value.
+    name = value_at(plain, "logger.wandb.name")
+    try:
+        interpolate({"name": name}, source, root=document)
+    except ConfigError:
+        del plain["logger"]["wandb"]["name"]
+        notes.append(Note("logger.wandb.name", f"{name} has no value"))
+    translation = translate(interpolate(plain, source, root=document), with_their_defaults=with_their_defaults)
+    return replace(translation, notes=(*notes, *translation.notes))
+
+
+def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False) -> Translation:
+    """Return the document with raylane's keys and values; `${...}` must have been replaced before.
+
+    `with_their_defaults` fills in what NeMo-RL does where the document sets nothing and raylane does something else.
+    """
+    work = _Translator(copy.deepcopy(dict(document)))
+    # The section for graphs is moved first: `rename_keys` and the schema see only raylane's name of it. Megatron's keys
+    # of a disabled backend must not be renamed.
+    work.translate_graph()
+    work.translate_megatron()
+    work.rename_keys()
+    work.translate_optimizer()
+    work.translate_scheduler()
+    work.translate_checkpointing()
+    work.translate_data()
+    work.drop_repeated_lengths()
+    # After the steps above, which read some of these keys (packing that is off, a disabled backend).
+    work.drop_and_refuse_keys()
+    work.spell_values()
+    if with_their_defaults:
+        work.fill_in_defaults()
+    return Translation(work.plain, tuple(work.notes), tuple(work.problems))
+
+
+def _section(document: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
+    *parents, name = key.split(".")
+    section: Any = document
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, dict) else None
+    return (section if isinstance(section, dict) else None), name
+
+
+def _has(document: dict[str, Any], key: str) -> bool:
+    section, name = _section(document, key)
+    return section is not None and name in section
+
+
+def _replace(document: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key, and make the sections above it."""
+    *parents, name = key.split(".")
+    section = document
+    for parent in parents:
+        if not isinstance(section.get(parent), dict):
+            section[parent] = {}
+        section = section[parent]
+    section[name] = value
+
+
+class _Translator:
+    """One translation in progress: the document, which is changed in place, and what was noted about it."""
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        self.plain = plain
+        self.notes: list[Note] = []
+        self.problems: list[Problem] = []
+
+    def _remove(self, key: str, reason: str | None = None) -> Any:
+        """Delete a key and return its value; note the reason if there is one."""
+        section, name = _section(self.plain, key)
+        assert section is not None
+        if reason is not None:
+            self.notes.append(Note(key, reason))
+        return section.pop(name)
+
+    def _refuse(self, key: str, reason: str, must_set: str | None = None) -> None:
+        """Delete a key and record that its value cannot be used."""
+        value = self._remove(key)
+        shown = "" if isinstance(value, dict | list) or "=" in reason else f"={value!r}"
+        self.problems.append(Problem(f"{key}{shown}: {reason}", key, must_set))
+
+    def rename_keys(self) -> None:
+        """Move keys to their names in raylane."""
+        for old, new in RENAMES.items():
+            if not _has(self.plain, old):
+                continue
+            value = value_at(self.plain, old)
+            if _has(self.plain, new) and value_at(self.plain, new) != value:
+                self._refuse(old, f"{new}={value_at(self.plain, new)!r} is set too; remove one of the two")
+                continue
+            empty = value is None or value == {}
+            self._remove(old, "empty" if empty else f"replaced by {new}")
+            if not empty:
+                _replace(self.plain, new, value)
+
+    def translate_graph(self) -> None:
+        """Move policy.ray_compiled_graph (pull request 1612 of NeMo-RL) to policy.compiled_graph."""
+        old, new = "policy.ray_compiled_graph", "policy.compiled_graph"
+        section = value_at(self.plain, old)
+        if not _has(self.plain, old):
+            return
+        if _has(self.plain, new):
+            self._refuse(old, f"the sections {old} and {new} are both set; remove one of them")
+        elif not isinstance(section, dict) or not isinstance(section.get("enabled", True), bool):
+            self._refuse(old, f"it must be a section with enabled=true or false; use {new}.mode")
+        else:
+            enabled = section.pop("enabled", None)
+            mode = {} if enabled is None else {"mode": "preferred" if enabled else "off"}
+            self._remove(old, f"replaced by {new}")
+            _replace(self.plain, new, {**section, **mode})
+
+    def translate_megatron(self) -> None:
+        """Leave out the section of the backend that is off; translate Megatron's optimizer and schedule if it is on."""
+        section = value_at(self.plain, _MEGATRON)
+        if not isinstance(section, dict):
+            return
+        if section.get("enabled") is not True:
+            if set(section) - {"enabled"}:
+                self._remove(_MEGATRON, "it is off")
+            return
+        # Its sizes are those of a backend that NeMo-RL would not start.
+        if value_at(self.plain, "policy.dtensor_cfg.enabled") is False:
+            self._remove("policy.dtensor_cfg", f"it is off, and {_MEGATRON} is on")
+        if not isinstance(optimizer := section.get("optimizer"), dict):
+            return
+        steps = value_at(self.plain, "sft.max_num_steps")
+        try:
+            scheduler = section.get("scheduler") or {}
+            adamw = megatron_optimizer(optimizer, scheduler)
+            schedule = megatron_schedule(scheduler, optimizer, steps if isinstance(steps, int) else None)
+        except InexactScheduleError as error:
+            self._remove(f"{_MEGATRON}.optimizer")
+            if "scheduler" in section:
+                self._remove(f"{_MEGATRON}.scheduler")
+            self.problems.append(Problem(f"{_MEGATRON}.scheduler: {error}", "policy.scheduler", "policy.scheduler"))
+            return
+        except ValueError as error:
+            self._refuse(f"{_MEGATRON}.optimizer", f"{error}", "policy.optimizer.name")
+            return
+        _replace(self.plain, "policy.max_grad_norm", megatron_clipping(optimizer))
+        _replace(self.plain, "policy.optimizer", adamw)
+        _replace(self.plain, "policy.scheduler", schedule)
+        self._remove(f"{_MEGATRON}.optimizer", "replaced by policy.optimizer and policy.max_grad_norm")
+        if "scheduler" in section:
+            self._remove(f"{_MEGATRON}.scheduler", "replaced by policy.scheduler")
+
+    def translate_adapters(self) -> None:
+        """Refuse two choices of layers that contradict each other, and fill in the one that NeMo-RL makes itself."""
+        key = "policy.dtensor_cfg.lora_cfg"
+        section = value_at(self.plain, key)
+        if not isinstance(section, dict) or section.get("enabled") is not True:
+            return
+        if section.get("match_all_linear") is True and section.get("target_modules"):
+            self._refuse(
+                f"{key}.target_modules",
+                "match_all_linear=true is set too, which adapts all layers in NeMo-RL; remove one of the two",
+                f"{key}.target_modules",
+            )
+        if section.get("match_all_linear") is False and not section.get("target_modules"):
+            if section.get("exclude_modules"):
+                section["match_all_linear"] = True
+            else:
+                section["target_modules"] = ["*_proj"]
+                self.notes.append(Note(f"{key}.target_modules=*_proj", "its default", is_set=True))
+
+    def translate_optimizer(self) -> None:
+        """Translate the name of the optimizer, and remove a null section."""
+        name = value_at(self.plain, "policy.optimizer.name")
+        # Any class path is possible in NeMo-RL, e.g. one of Transformer Engine.
+        if name in _OPTIMIZERS:
+            _replace(self.plain, "policy.optimizer.name", _OPTIMIZERS[name])
+        elif isinstance(name, str) and "." in name:
+            hint = "; policy.optimizer.name=muon trains matrices with Muon" if "muon" in name.lower() else ""
+            self._refuse("policy.optimizer.name", f"only torch.optim.AdamW is supported{hint}", "policy.optimizer.name")
+        if _has(self.plain, "policy.optimizer") and value_at(self.plain, "policy.optimizer") is None:
+            self._refuse(
+                "policy.optimizer", "no optimizer is named (Megatron has its own)", "policy.optimizer.kwargs.lr"
+            )
+        # The same choice with the opposite sense.
+        deferred = value_at(self.plain, "policy.dtensor_cfg.defer_fsdp_grad_sync")
+        if isinstance(deferred, bool):
+            new = "policy.dtensor_cfg.reduce_every_micro_batch"
+            self._remove("policy.dtensor_cfg.defer_fsdp_grad_sync", f"replaced by {new}")
+            _replace(self.plain, new, not deferred)
+
+    def translate_scheduler(self) -> None:
+        """Translate torch's schedulers; a null policy.scheduler is removed."""
+        key = "policy.scheduler"
+        value = value_at(self.plain, key)
+        if value is None:
+            if _has(self.plain, key):
+                self._remove(key, "null is no schedule")
+            return
+        if not is_torch_scheduler(value):
+            return
+        # The lowest rate and the end of a schedule depend on these two keys.
+        peak, steps = value_at(self.plain, "policy.optimizer.kwargs.lr"), value_at(self.plain, "sft.max_num_steps")
+        try:
+            schedule = translate_scheduler(
+                value,
+                float(peak) if isinstance(peak, int | float) else 5e-5,  # the default of policy.optimizer.kwargs.lr
+                steps if isinstance(steps, int) else None,
+            )
+        except InexactScheduleError as error:
+            self._refuse(key, f"{error}", key)
+            return
+        ends = "" if schedule["name"] == "constant" else ", exact if the run has sft.max_num_steps steps"
+        self._remove(key, f"the list is replaced by policy.scheduler.name={schedule['name']}{ends}")
+        _replace(self.plain, key, schedule)
+
+    def translate_checkpointing(self) -> None:
+        """Translate null, which NeMo-RL allows for the metric and for the number of checkpoints to keep."""
+        # keep_latest_k exists in raylane only; it counts checkpoints whatever their metric is.
+        section = self.plain.get("checkpointing")
+        if not isinstance(section, dict):
+            return
+        if "keep_top_k" in section and section["keep_top_k"] is None:
+            self._remove("checkpointing.keep_top_k", f"null keeps all: replaced by keep_latest_k={_ALL}")
+            section["keep_latest_k"] = _ALL
+        if "metric_name" in section and section["metric_name"] is None:
+            self._remove("checkpointing.metric_name", "null keeps the latest: replaced by keep_latest_k")
+            if latest := section.pop("keep_top_k", None):
+                section["keep_latest_k"] = latest
+
+    def translate_data(self) -> None:
+        """Translate the data sets."""
+        if not isinstance(self.plain.get("data"), dict):
+            return
+        translation = translate_data(self.plain["data"])
+        self.plain["data"] = translation.keys
+        self.notes += [Note(key, reason) for key, reason in translation.notes]
+        self.problems += [Problem(reason, key, key) for key, reason in translation.problems]
+
+    def drop_repeated_lengths(self) -> None:
+        """Remove lengths that only repeat policy.max_total_sequence_length, and those of packing that is off."""
+        policy = self.plain.get("policy")
+        policy = policy if isinstance(policy, dict) else {}
+        length, rows = policy.get("max_total_sequence_length", 1024), policy.get("train_micro_batch_size", 1)
+        if not isinstance(length, int) or not isinstance(rows, int):
+            return  # the schema refuses them
+        packed = value_at(self.plain, "policy.sequence_packing.enabled") is not False
+        repeats: dict[str, Callable[[Any], bool]] = {
+            "data.max_input_seq_length": lambda value: value is None or value == length,
+            "policy.sequence_packing.train_mb_tokens": lambda value: not packed or value == length * rows,
+            "policy.sequence_packing.sequence_length_round": lambda value: (
+                not packed or (isinstance(value, int) and value > 0 and length % value == 0)
+            ),
+        }
+        for key, is_repeated in repeats.items():
+            if not _has(self.plain, key):
+                continue
+            off = key.startswith("policy.sequence_packing.") and not packed
+            if is_repeated(value_at(self.plain, key)):
+                self._remove(key, "packing is off" if off else "rows have policy.max_total_sequence_length tokens")
+            else:
+                self._refuse(key, OTHERWISE[key])
+        name = value_at(self.plain, "policy.tokenizer.name")
+        if name is not None and name == policy.get("model_name"):
+            self._remove("policy.tokenizer.name", "the tokenizer is in policy.model_name")
+
+    def drop_and_refuse_keys(self) -> None:
+        """Remove every key that has a rule; record those that request something."""
+        for rule in RULES:
+            if not _has(self.plain, rule.key):
+                continue
+            if rule.harmless(value_at(self.plain, rule.key)):
+                self._remove(rule.key, rule.why_left_out)
+            else:
+                self._refuse(rule.key, rule.why_refused, rule.key if rule.changes_training else None)
+
+    def spell_values(self) -> None:
+        """Replace values that have another spelling in raylane."""
+        for key, spellings in _SPELLINGS.items():
+            value = value_at(self.plain, key)
+            if isinstance(value, str) and value in spellings:
+                _replace(self.plain, key, spellings[value])
+
+    def fill_in_defaults(self) -> None:
+        """Set keys that the document leaves open and for which NeMo-RL and raylane have other defaults."""
+        self.translate_adapters()
+        # In raylane null means the tokenizer's own template, which is "default" or an absent key in NeMo-RL.
+        tokenizer = value_at(self.plain, "policy.tokenizer")
+        if isinstance(tokenizer, dict) and "chat_template" in tokenizer and tokenizer["chat_template"] is None:
+            tokenizer["chat_template"] = _PASSTHROUGH
+            self.notes.append(Note("policy.tokenizer.chat_template", "null joins the messages: replaced by a template"))
+        asked = {problem.must_set for problem in self.problems}
+        for key, (value, effect) in _THEIR_DEFAULTS.items():
+            # A set policy.scheduler is complete, whichever of its keys it has.
+            section = "policy.scheduler" if key.startswith("policy.scheduler.") else key
+            # Noise in the log of a run without LoRA.
+            idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
+            if not _has(self.plain, section) and section not in asked and not idle:
+                _replace(self.plain, key, value)
+                shown = {None: "null", False: "false"}.get(value, value)
+                self.notes.append(Note(f"{key}={shown}", effect, is_set=True))
+
+    def _trains_adapters(self) -> bool:
+        return value_at(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True

@@ -1,0 +1,1 @@
+"""Metrics of a run, and the page that shows them."""

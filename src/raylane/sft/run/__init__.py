@@ -1,0 +1,1 @@
+"""The training run: workers, policy, trainer, and the plan of a run before it starts."""

@@ -1,0 +1,530 @@
+"""Driver-side handle on a model in training: starts the workers, sends steps, and keeps checkpoints.
+
+    policy = Policy(config, prepare(config), total_steps=100)
+    policy.train_step(0)                    # each worker reads its own rows; only the step number is sent
+    policy.train(batch, loss_fn)            # or the driver sends the rows
+
+Needs an initialised Ray. Called by `trainer`, and by programs that build their own batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
+from raylane.sft.checkpoint import folders, state
+from raylane.sft.checkpoint.folders import Saved
+from raylane.sft.config.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
+from raylane.sft.config.load import build_config, dump
+from raylane.sft.config.megatron_limits import check_installed
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.data import storage
+from raylane.sft.data.prepare import PreparedData
+from raylane.sft.data.rows import IGNORED, RowSource
+from raylane.sft.data.storage import Place
+from raylane.sft.model.loss import LossFunction
+from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES, ParallelDims
+from raylane.sft.parallel.passes import passes_of_step
+from raylane.sft.run import delivery
+from raylane.sft.run.worker import SAVE_ENDED, SftWorker
+from raylane.workers.batch import BatchDict
+from raylane.workers.compiled import CompiledWorkerGroup
+from raylane.workers.dispatch import Pass
+from raylane.workers.future import GroupFuture
+from raylane.workers.group import WorkerOptions
+
+__all__ = ["Policy", "worker_options"]
+
+_log = logging.getLogger(__name__)
+
+
+def worker_options(config: RunConfig) -> WorkerOptions:
+    """Return the resources that each worker requests from Ray: CPUs (also its threads), a GPU if any, and its node."""
+    cluster = config.cluster
+    return WorkerOptions(
+        num_cpus=cluster.cpus_per_worker,
+        num_gpus=1 if cluster.gpus_per_node else 0,
+        env_vars={"TOKENIZERS_PARALLELISM": "false", **cluster.env_vars},
+        workers_per_node=cluster.num_workers // cluster.num_nodes,
+        start_timeout_s=cluster.start_timeout_s,
+    )
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Return the configuration for the workers, whose working directory is another one."""
+    policy, sharding = config.policy, config.policy.dtensor_cfg
+    lora = sharding.lora_cfg
+    if lora.adapter_path is not None:
+        lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
+    name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
+    sharding = sharding.model_copy(update={"lora_cfg": lora})
+    return config.model_copy(update={"policy": policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})})
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a saved description with defaults added for keys that did not exist when it was written."""
+    plain = {key: value for key, value in saved.items() if key not in folders.NOT_CONFIGURED}
+    try:
+        return {**dump(build_config(plain)), **{key: saved.get(key) for key in folders.NOT_CONFIGURED}}
+    except ConfigError:  # a key of an older version that no longer exists
+        return saved
+
+
+def _refuse_unshifted(batch: BatchDict) -> None:
+    """Raise ValueError for labels that repeat their own tokens: the model would learn to copy its input.
+
+    transformers shifts labels inside its models, so its users have unshifted labels.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    learned = labels != IGNORED
+    unshifted = bool((labels == ids)[learned].all())
+    shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
+    if bool(learned.any()) and unshifted and not shifted:
+        raise ValueError(
+            "labels are not shifted: every label is the token at its own position. Pass labels[:, i] = "
+            "input_ids[:, i + 1], and -100 at positions without a loss"
+        )
+
+
+@dataclass(frozen=True)
+class _Unfinished:
+    """Checkpoint that is being written."""
+
+    step: int
+    folder: Place
+    partial: Place
+    metrics: Mapping[str, float]
+
+
+@contextmanager
+def _save_errors(step: int, folder: Place) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"step {step} cannot be saved in {folder}: {error}. Check its free space and permissions",
+            path=str(folder),
+        ) from error
+
+
+class Policy:
+    """Workers that hold a model and train it; the constructor waits until they are ready.
+
+    `shutdown`, or the end of a `with` block, ends the workers. Methods wait unless their name ends in `_nowait`. A
+    failed worker raises WorkerLostError or WorkerCallError, after which the policy can only be shut down. A
+    ConfigError, DataError or CheckpointError inside a worker is raised unchanged.
+    """
+
+    def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
+        """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
+        check_model_folder(config)
+        check_installed(config.policy)
+        self._config = config
+        self._dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
+        self._data_key = prepared.train.parent.name
+        """Hash of data, tokenizer and template, taken from the name of the cache folder."""
+        self._next = 0
+        """Number of the step that `train` runs next."""
+        self._saving: _Unfinished | None = None
+        """Checkpoint that `save_nowait` has begun; None if there is none."""
+        self.save_ended = False
+        """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
+        self._passes_of: dict[int, tuple[Pass, ...]] = {}
+        """Passes of a step by the number of micro-batches of a worker."""
+        self._losses: dict[str, LossFunction] = {}
+        """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
+        device = "cuda" if config.cluster.gpus_per_node else "cpu"
+        graph = config.policy.compiled_graph
+        self._group = CompiledWorkerGroup(
+            SftWorker,
+            self._dims.named_sharding,
+            init_args=(device, config.cluster.cpus_per_worker),
+            options=worker_options(config),
+            mode=graph.mode,
+            inflight=graph.inflight or config.sft.steps_in_flight,
+        )
+        self._setup = (_with_absolute_paths(config), prepared, total_steps)
+        try:
+            self.facts: dict[str, Any] = self._set_up()
+            """Facts about the model for the log, as `SftWorker.setup` returns them."""
+        except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
+            self._group.shutdown(timeout_s=10)
+            raise
+
+    @property
+    def group(self) -> CompiledWorkerGroup:
+        """Worker group, for direct calls."""
+        return self._group
+
+    @property
+    def next_step(self) -> int:
+        """Number of the step that `train` would run, counted from 0."""
+        return self._next
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `SftWorker` on all workers, wait, and return the result of one of them."""
+        return self._wait_for(self._send(method, *args))[0]
+
+    # Training -------------------------------------------------------------------------------------------------------
+
+    def train_step_nowait(self, number: int) -> GroupFuture:
+        """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
+        self._next = number + 1
+        passes = self._passes(self._config.policy.train_global_batch_size, None)
+        return self._send("train_step", number, passes=passes)
+
+    def train_step(self, number: int) -> dict[str, float]:
+        """Run step `number` and return its metrics (listed at `SftWorker.train_step`)."""
+        return self.result(self.train_step_nowait(number))
+
+    def train_nowait(
+        self,
+        batch: BatchDict,
+        loss_fn: LossFunction | None = None,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> GroupFuture:
+        """Send one step on a batch that the driver made, without waiting; `train` describes the arguments."""
+        if loss_fn is None:
+            _refuse_unshifted(batch)
+        if gbs is not None and gbs != batch.size:
+            raise ValueError(f"gbs must be the number of rows in the batch ({batch.size}), got {gbs}; leave it out")
+        future = self._send_batch(batch, loss_fn, mbs, eval_mode=eval_mode)
+        if not eval_mode:
+            self._next += 1
+        return future
+
+    def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
+        micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
+        check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
+        parts = batch.shard(self._dims.readers)
+        passes = () if how.get("eval_mode") else self._passes(batch.size, mbs)
+        # The group takes one list per axis, outermost first: parts[replica][shard].
+        inner = self._dims.dp_shard
+        return self._group.run_all_workers_sharded_data(
+            "train_batch",
+            in_sharded_axes=DATA_AXES,
+            replicate_on_axes=COPY_AXES,
+            output_is_replicated=AXES,
+            common_kwargs={
+                "number": self._next,
+                "loss": self._loss_name(loss_fn),
+                "micro_batch_size": mbs,
+                "eval_mode": False,
+                "with_passes": bool(passes),
+                **how,
+            },
+            passes=passes,
+            data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
+        )
+
+    def train(
+        self,
+        batch: BatchDict,
+        loss_fn: LossFunction | None = None,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, float]:
+        """Run one optimizer step on `batch`, the whole global batch; return its metrics.
+
+        `batch`: input_ids, position_ids and labels, int64 [B, T] (labels are shifted, -100 where there is no loss), and
+        any other tensors that `loss_fn` reads. `loss_fn(logits, batch)` returns the loss summed over supervised tokens
+        (`loss.LossFunction`); None means cross-entropy. With `eval_mode` only the loss is computed, without an
+        optimizer step. `mbs`: rows that a worker processes at once (default: as configured). `gbs`, if
+        given, must equal the number of rows. Raises ValueError if the rows do not divide among workers and
+        micro-batches.
+        """
+        return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
+
+    def warm_up(self, rows: RowSource) -> dict[str, float] | None:
+        """Run one step of the largest size in the way of the real steps, and undo it; return its metrics.
+
+        Returns None if the configuration asks for no warm-up, or if calls do not run through compiled graphs. `rows`
+        are those of the training data. Weights, optimizer, random generators and position in the data stay as they are.
+        """
+        settings, policy = self._config.policy.compiled_graph, self._config.policy
+        count = policy.train_global_batch_size if settings.warmup_gbs is None else settings.warmup_gbs
+        if not count or not self._group.compiled:
+            return None
+        length = settings.warmup_seq_len or policy.max_total_sequence_length
+        if self._config.sft.feed == "workers":
+            sent = self._send("warm_up", count // self._dims.readers, length, passes=self._passes(count, None))
+            return dict(self._wait_for(sent)[0])
+        batch = BatchDict.from_arrays(rows.full_rows(count, length))
+        return self.result(self._send_batch(batch, None, None, warm_up=True))
+
+    def recover(self) -> None:
+        """Start all workers again after a failure, with the initial weights; wait until they are ready.
+
+        Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
+        """
+        self._group.recover()
+        self._saving, self.save_ended = None, False
+        self._losses.clear()
+        self._next = 0
+        self.facts = self._set_up()
+
+    def _set_up(self) -> dict[str, Any]:
+        """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
+        config, prepared, _ = self._setup
+        copies = delivery.provide(config, prepared, self._group.node_ids)
+        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self._group.compiled:
+            _log.warning(
+                "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
+                "connects the stages"
+            )
+        self.call("use_copies", copies)
+        return dict(self.call("setup", *self._setup))
+
+    def validate(self) -> dict[str, float]:
+        """Return the mean loss on the validation set and the number of supervised tokens in it."""
+        return dict(self.call("evaluate"))
+
+    def answer(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the model's answers to tokenised prompts, at most `sft.sample_tokens` tokens each (greedy decoding).
+
+        ValueError if there is no room: prompt and answer must fit into policy.max_total_sequence_length tokens.
+        """
+        room = room_for_prompts(self._config)
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= room:
+                raise ValueError(
+                    f"prompt {number} has {len(prompt)} tokens, and policy.max_total_sequence_length less "
+                    f"sft.sample_tokens={self._config.sft.sample_tokens} leaves room for {room}; shorten the prompt, "
+                    "or lower sft.sample_tokens"
+                )
+        answers: list[list[int]] = self.call("answer", prompts)
+        return answers
+
+    def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
+        """Wait for a step that was sent and return its metrics, which are the same on all workers.
+
+        Waits at most `timeout_s` seconds (None: `sft.step_timeout_s`); after WorkerCallError you may wait again.
+        """
+        metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
+        # Reported with a step, because a call of its own would wait behind the steps in flight.
+        self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
+        return metrics
+
+    def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
+        """Return the name of a loss function in the workers (None: cross-entropy); send the function on first use."""
+        if loss_fn is None:
+            return None
+        for name, known in self._losses.items():
+            if known is loss_fn:
+                return name
+        # Functions are compared by identity and sent once: pickling one again with every step would be slow.
+        name = f"loss-{len(self._losses)}"
+        self._group.get_all_worker_results(self._group.run_all_workers_single_data("add_loss", name, loss_fn))
+        self._losses[name] = loss_fn
+        return name
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
+        """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; remove old ones.
+
+        `metrics` decide which checkpoints are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging
+        Face folder after the state is complete: if that export raises CheckpointError, the checkpoint is still there
+        and can be resumed from.
+        """
+        saved = self._complete(self._begin("save_state", metrics))
+        if with_hf:
+            self.export(saved)
+        return saved
+
+    def save_nowait(self, metrics: Mapping[str, float]) -> None:
+        """Begin to save the state after the last step that was sent, as `save` does, while further steps run.
+
+        Waits only until all workers have copied their state. Call `finish_save` before the next save; `save_ended` is
+        True as soon as it need not wait.
+        """
+        assert self._saving is None, "finish_save comes first"
+        self._saving = self._begin("begin_save", metrics)
+
+    def finish_save(self) -> Saved | None:
+        """Wait until what `save_nowait` began is a complete checkpoint; return it, None if nothing was begun.
+
+        After the loss of a worker the checkpoint is still completed if all workers had written their files by then.
+        """
+        if self._saving is None:
+            return None
+        unfinished, self._saving, self.save_ended = self._saving, None, False
+        try:
+            self.call("finish_save")
+        except RaylaneError:
+            if not state.is_written(unfinished.partial / "state"):
+                folders.discard(unfinished.partial)
+                raise
+        return self._complete(unfinished)
+
+    def _begin(self, method: str, metrics: Mapping[str, float]) -> _Unfinished:
+        """Let the workers write the state of the current step; on failure remove its partial folder."""
+        folder = storage.at(self._config.checkpointing.checkpoint_dir)
+        with _save_errors(self._next, folder):
+            partial = folders.begin(folder, self._next)
+            try:
+                self.call(method, str(partial / "state"), self._next)
+            except (OSError, RaylaneError):
+                folders.discard(partial)  # frees the space again if the disk is full
+                raise
+        return _Unfinished(self._next, folder, partial, dict(metrics))
+
+    def _complete(self, written: _Unfinished) -> Saved:
+        """Complete a checkpoint whose state is written, then remove old ones."""
+        settings = self._config.checkpointing
+        with _save_errors(written.step, written.folder):
+            try:
+                saved = folders.commit(written.partial, written.step, written.metrics, self._description())
+            except (OSError, RaylaneError):
+                folders.discard(written.partial)
+                raise
+            # Old checkpoints are removed only after the new one is complete.
+            whole, damaged = folders.list_whole(written.folder)
+            for damage in damaged:  # never removed: the user may want to examine the files
+                _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
+            for old in folders.keep(whole, settings)[1]:
+                folders.remove(old)
+        return saved
+
+    def export(self, saved: Saved) -> Place:
+        """Add the current model to the checkpoint of this step as its folder `hf`; return that folder.
+
+        The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
+        CheckpointError states that the checkpoint itself is complete.
+        """
+        partial = folders.begin_export(saved)
+        try:
+            self.call("save_hf", str(partial))
+            return folders.commit_export(saved, partial)
+        except (OSError, RaylaneError) as error:
+            folders.discard(partial)
+            if isinstance(error, WorkerLostError):  # a trainer starts the workers again
+                raise
+            raise CheckpointError(
+                f"the Hugging Face folder of step {saved.step} could not be written: {error}. The checkpoint "
+                f"{saved.path} is complete: correct the cause and run the same command again, or set "
+                "checkpointing.save_hf=false",
+                path=str(saved.path),
+            ) from error
+
+    def save_hf(self, folder: str | Place) -> None:
+        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints.
+
+        A local folder is written beside its place, as FOLDER.partial, and then renamed: it is complete or absent.
+        Raises ConfigError if there are files in it already, CheckpointError if it cannot be written.
+        """
+        target = storage.at(folder).resolve()
+        if not isinstance(target, Path):
+            self.call("save_hf", str(target))
+            return
+        if target.exists() and any(target.iterdir()):
+            # Weights of two models would lie side by side.
+            raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
+        draft = target.with_name(f"{target.name}.partial")
+        folders.discard(draft)  # of an interrupted export
+        try:
+            self.call("save_hf", str(draft))
+            draft.rename(target)
+        except (OSError, RaylaneError) as error:
+            folders.discard(draft)
+            if isinstance(error, RaylaneError):
+                raise
+            raise CheckpointError(
+                f"{target} could not be written: {error}. Check its free space and permissions", path=str(target)
+            ) from error
+
+    def load(self, path: str | Place) -> int:
+        """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
+
+        Runs no code from the folder. Raises CheckpointDamagedError if its files are incomplete, CheckpointError if they
+        belong to another user (`checkpointing.allow_other_owner`) or to another model.
+        """
+        saved = folders.read(storage.at(path))
+        folders.refuse_other_owner(saved.path, self._config.checkpointing)
+        before, now = _with_defaults(saved.config), self._description()
+        if (change := folders.layout_change(before, now)) is not None:
+            _log.warning("%s", change)
+        for difference in folders.differences(before, now):
+            _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
+        self._next = int(self.call("load_state", str((saved.path / "state").resolve())))
+        return self._next
+
+    def _description(self) -> dict[str, Any]:
+        # Paths of the data may change, e.g. on another machine; the weights of the files matter.
+        weights = list(self._config.data.train_weights)
+        plain = {
+            **dump(self._config),
+            "prepared": self._data_key,
+            "train_weights": None if set(weights) == {1.0} else weights,
+        }
+        # Environment variables may hold keys of storage, and checkpoints are passed on.
+        plain["cluster"]["env_vars"] = dict.fromkeys(plain["cluster"]["env_vars"], "(hidden)")
+        return plain
+
+    def shutdown(self, timeout_s: float = 30.0) -> bool:
+        """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""
+        return self._group.shutdown(timeout_s, cleanup_method="teardown")
+
+    def abandon(self) -> None:
+        """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
+        self._group.shutdown(timeout_s=10)
+
+    def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
+        """Call a method on all workers with the same arguments; only one worker sends its result back."""
+        # Only methods of steps take passes.
+        extra = {"with_passes": True} if passes else {}
+        return self._group.run_all_workers_sharded_data(
+            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES, common_kwargs=extra, passes=passes
+        )
+
+    def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
+        """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
+        settings, policy = self._config.policy.dtensor_cfg, self._config.policy
+        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self._group.compiled:
+            return ()
+        count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
+        if count not in self._passes_of:
+            self._passes_of[count] = passes_of_step(
+                settings.pipeline_schedule, self._dims, settings.stages_per_worker, count
+            )
+        return self._passes_of[count]
+
+    def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
+        limit_s = self._config.sft.step_timeout_s
+        try:
+            return self._group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
+        except WorkerCallError as error:
+            if "timeout_s" in error.fields and timeout_s is None:
+                raise WorkerCallError(
+                    f"{future.label} took more than sft.step_timeout_s={limit_s:g} seconds on ranks "
+                    f"{error.fields['ranks']}. Raise sft.step_timeout_s, or set it to null for no limit",
+                    **error.fields,
+                ) from error
+            # WorkerCallError <- Ray's error <- the exception that the method raised. A RaylaneError tells the user
+            # what to do, so it is raised itself instead of a remote traceback that contains it.
+            raised = getattr(error.__cause__, "cause", None)
+            if isinstance(raised, RaylaneError):
+                raise raised from error
+            raise
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.abandon()

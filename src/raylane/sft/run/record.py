@@ -1,0 +1,127 @@
+"""Facts about a run that are not numbers: configuration, status, warnings and sample answer, kept for its report.
+
+The facts are in `report.json` in the run's folder, which is rewritten whenever one changes, so a killed run keeps them.
+Numbers and restarts are in metrics.jsonl only. Used by `trainer.run`; `report.page` reads the file. A failure here is a
+warning and never ends a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from raylane.errors import DataError
+from raylane.sft.config.load import dump
+from raylane.sft.config.schema import RunConfig
+from raylane.sft.report.metrics import METRICS_FILE
+from raylane.sft.report.page import FACTS_FILE, read_facts, write_file, write_report
+from raylane.sft.run.sample import Sample
+
+__all__ = ["RunRecord"]
+
+_log = logging.getLogger(__name__)
+_MAX_WARNINGS = 200
+_MAX_WARNING_CHARACTERS = 2_000
+
+
+class RunRecord:
+    """Recorder of a run's facts, and a context manager around the whole run. Draws the report at its end."""
+
+    def __init__(self, config: RunConfig) -> None:
+        shown = dump(config)
+        # Environment variables may hold keys and passwords, and reports are passed on.
+        shown["cluster"]["env_vars"] = dict.fromkeys(shown["cluster"]["env_vars"], "(hidden)")
+        # After SIGKILL nobody can correct the status.
+        status = "running, unless it was killed"
+        self._facts: dict[str, Any] = {"status": status, "config": shown, "warnings": [], "more_warnings": 0}
+        self._run_dir: Path | None = None
+        self._old_size = 0
+        """Size of metrics.jsonl when a new run began; an earlier run in the same folder may have left it."""
+        self._handler = _WarningHandler(self._add_warning)
+
+    def __enter__(self) -> RunRecord:
+        logging.getLogger("raylane").addHandler(self._handler)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        logging.getLogger("raylane").removeHandler(self._handler)
+        if error is not None and self._run_dir is not None and _size(self._run_dir) != self._old_size:
+            self._facts["status"] = f"ended by {type(error).__name__}: {error}"[:_MAX_WARNING_CHARACTERS]
+            self._draw()
+
+    def open(self, run_dir: Path, *, resumes: bool) -> None:
+        """Keep the facts in this folder from now on; a run that `resumes` keeps the warnings from before."""
+        self._run_dir = run_dir
+        # Only a resumed run belongs to the same report as the run before it.
+        if resumes:
+            earlier = read_facts(run_dir)
+            self._facts["more_warnings"] += earlier["more_warnings"]
+            new_warnings, self._facts["warnings"] = self._facts["warnings"], []
+            for warning in [*earlier["warnings"], *new_warnings]:
+                self._keep(warning)
+        else:
+            self._old_size = _size(run_dir)
+        try:
+            self._save()
+        except OSError as error:
+            _log.warning("the report will lack the configuration of this run: %s", error)
+
+    def finish(self, status: str, sample: Sample | None) -> Path | None:
+        """Draw the report of a run that ended without an error; return its path, None if it cannot be drawn."""
+        self._facts["status"] = status
+        self._facts["sample"] = None if sample is None else asdict(sample)
+        return self._draw()
+
+    def _draw(self) -> Path | None:
+        assert self._run_dir is not None
+        try:
+            self._save()
+            return write_report(self._run_dir)
+        except DataError:
+            return None  # no step was logged, so there is nothing to draw
+        except Exception as error:  # the run itself is complete, so this must not turn it into a failure
+            _log.warning("the report of the run in %s could not be drawn: %r", self._run_dir, error)
+            return None
+
+    def _add_warning(self, text: str) -> None:
+        self._keep({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "text": text[:_MAX_WARNING_CHARACTERS]})
+        self._save()
+
+    def _keep(self, warning: dict[str, str]) -> None:
+        """Add a warning, or count it if there are many already: the file is rewritten for each one."""
+        if len(self._facts["warnings"]) < _MAX_WARNINGS:
+            self._facts["warnings"].append(warning)
+        else:
+            self._facts["more_warnings"] += 1
+
+    def _save(self) -> None:
+        if self._run_dir is not None:
+            write_file(self._run_dir / FACTS_FILE, json.dumps(self._facts, indent=1, default=str))
+
+
+def _size(run_dir: Path) -> int:
+    path = run_dir / METRICS_FILE
+    return path.stat().st_size if path.exists() else 0
+
+
+class _WarningHandler(logging.Handler):
+    """Log handler that passes on the text of each warning and error, from any thread, one at a time."""
+
+    def __init__(self, keep: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._keep = keep
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # logging.Handler.handle holds the handler's lock here, so `keep` is never called by two threads at once.
+        try:
+            self._keep(record.getMessage())
+        except Exception:  # e.g. a full disk; logging must not end the run
+            self.handleError(record)

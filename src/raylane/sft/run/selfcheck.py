@@ -1,0 +1,376 @@
+"""Checks of the real model before the first step: loss and hidden states are those of transformers' own computation.
+
+Both can go wrong without any error. Attention between packed documents, an argument of a model that an attention
+function ignores, and a class whose head does more than a matrix product only change losses a little. A few forward
+passes detect them.
+
+    checked      rows as in training: packed or padded, several in a micro-batch, attention of the run
+    reference    each document alone, without padding, with transformers' own eager attention and masks
+
+The rows are the first one with two documents, the one with the longest document, and the one with the most padding; of
+each the first, the longest and the last document, which lies at the padding. A check whose two sides share attention or
+masks would prove nothing about them. In bfloat16 two right ways to the same hidden states differ, and a token may take
+another expert. There each layer's attention is compared with eager attention of the same input, and the rows with the
+same documents alone in rows of the same shape, by the same kernels.
+
+The check must run wherever a training step runs, so it needs less memory: no gradients, hidden states [B, T, H] instead
+of logits where whole rows are compared, logits [1, N, V] only of N <= 16 tokens, and of eager attention only the scores
+of some queries at a time. Called by `worker.setup`; collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from raylane.errors import ConfigError
+from raylane.sft.data.packing import Packs
+from raylane.sft.data.rows import IGNORED, RowSource
+from raylane.sft.model import attention
+from raylane.sft.model.attention import PackedRows
+from raylane.sft.model.loss import CrossEntropy
+from raylane.sft.model.pipeline import PipelinedModel
+from raylane.sft.model.supervised import OnHost, RunModel, SupervisedModel, release_gathered
+from raylane.sft.run.micro_batches import Division, FixedRows, divide
+from raylane.sft.run.on_device import on_device
+from raylane.sft.run.step import evaluating, forward_only
+from raylane.workers.batch import BatchDict
+
+__all__ = ["check_model", "compared_documents", "compared_packs"]
+
+# Largest accepted norm of a difference, relative to the norm of the reference. Measured with torch 2.13 on a CPU with
+# random weights of 25 model types: at most 6e-7 in float32 and 4e-3 in bfloat16; 0.2 to 1 if attention crosses
+# documents, and 0.3 without the attention sinks of gpt-oss.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
+
+_REFERENCE = "raylane-reference"
+"""Name in transformers' registry of its eager attention, computed for some queries at a time."""
+
+_COMPARED = (attention.NAME, "sdpa", "flash_attention_2", "flash_attention_3")
+"""Attention functions that take the arguments of eager attention; flex_attention needs masks of its own kind."""
+
+_QUERIES = 256
+"""Queries whose eager scores are in memory at the same time."""
+
+_REFERENCE_TOKENS = 8192
+"""Tokens of a document that are compared; transformers' eager mask of T x T numbers needs 256 MiB then."""
+
+_ONE_ROW = FixedRows(1)
+
+_LOSS_TOKENS = 16
+"""Number of tokens whose logits are computed in full, to compare the two ways to the loss."""
+
+
+def check_model(
+    model: RunModel, source: RowSource, device: torch.device, precision: str, how: Division = _ONE_ROW
+) -> None:
+    """Raise ConfigError unless loss and hidden states of real rows are those of transformers' own computation.
+
+    `how` is the division into micro-batches of the run. Runs in evaluation mode: with dropout any two passes would
+    differ. In a pipeline, where no worker can compute hidden states alone, losses are compared.
+    """
+    packs = compared_packs(source)
+    if isinstance(model, PipelinedModel):
+        for pack in packs:
+            _check_losses(model, source, pack, device, precision)
+    else:
+        with torch.no_grad(), evaluating(model):
+            _check_loss(_whole(model), _few_tokens(source, model.mesh.dims.row_multiple).to(device), precision)
+            _check_hidden(_whole(model), source, packs, device, precision, how)
+    release_gathered(model)
+
+
+def compared_packs(source: RowSource) -> Packs:
+    """Return the rows that are compared, at most three, each once: see the module docstring."""
+    several = next((pack for pack in source.packs if len(pack) > 1), source.packs[0])
+    # Without a loop over the packs, of which there may be millions.
+    counts = np.fromiter(map(len, source.packs), np.int64, len(source.packs))
+    documents = np.fromiter(itertools.chain.from_iterable(source.packs), np.int64, int(counts.sum()))
+    lengths, starts = source.cache.lengths[documents], np.cumsum(counts) - counts
+    longest = source.packs[int(np.maximum.reduceat(lengths, starts).argmax())]
+    emptiest = source.packs[int(np.add.reduceat(lengths, starts).argmin())]
+    return list(dict.fromkeys((several, longest, emptiest)))
+
+
+def compared_documents(source: RowSource, pack: tuple[int, ...]) -> list[int]:
+    """Return the places in a row of the documents that are compared: the first, the longest and the last."""
+    longest = int(np.argmax(source.cache.lengths[list(pack)]))
+    return sorted({0, longest, len(pack) - 1})
+
+
+class _Eager:
+    """Eager attention of a model's own class, in the form of transformers' attention functions.
+
+    Compares the attention of the run with it, layer by layer, if `row` holds a plan of one document.
+    """
+
+    def __init__(self, implementation: str, row: PackedRows | None) -> None:
+        self._compared = row is not None and implementation in _COMPARED
+        self._implementation = implementation
+        self._row = row
+        self.difference = 0.0
+        """Largest relative difference of a layer's attention of the run so far; NaN stays."""
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the output of eager attention, which is independent for each query."""
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        outputs = []
+        for start in range(0, query.shape[2], _QUERIES):
+            part = slice(start, start + _QUERIES)
+            mask = None if attention_mask is None else attention_mask[:, :, part]
+            outputs.append(eager(module, query[:, :, part], key, value, mask, *args, **kwargs)[0])
+        output = torch.cat(outputs, dim=1)
+        if self._compared:
+            # Only sdpa reads the same masks; the others know which keys come before a query.
+            mask = attention_mask if self._implementation == "sdpa" else None
+            plan = {"packed_rows": self._row} if self._implementation == attention.NAME else {}
+            from transformers import AttentionInterface
+
+            ours = AttentionInterface()[self._implementation]
+            difference = _difference(ours(module, query, key, value, mask, *args, **kwargs, **plan)[0], output)
+            # `max` would drop NaN.
+            self.difference = difference if not difference <= self.difference else self.difference
+        return output, None
+
+
+@contextmanager
+def _by_transformers(model: RunModel, row: PackedRows | None = None) -> Iterator[_Eager]:
+    """Compute whole rows with transformers' own eager attention and masks in a `with` block."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    parts: list[SupervisedModel] = [*model.own_stages] if isinstance(model, PipelinedModel) else [_whole(model)]
+    # Layers of a pipeline stage and their decoder have configurations of their own.
+    configs = {
+        id(module.config): module.config for part in parts for module in part.causal_lm.modules() if _has_config(module)
+    }
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    plans = model.swap_plans({}) if isinstance(model, PipelinedModel) else {}
+    eager = _Eager(parts[0].causal_lm.config._attn_implementation, row)
+    AttentionInterface.register(_REFERENCE, eager)
+    AttentionMaskInterface.register(_REFERENCE, eager_mask)
+    try:
+        for config in configs.values():
+            config._attn_implementation = _REFERENCE
+        for part in parts:
+            part.is_reference = True
+        # Compiled layers would be compiled once more.
+        with torch.compiler.set_stance("force_eager"):
+            yield eager
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+        for part in parts:
+            part.is_reference = False
+        if isinstance(model, PipelinedModel):
+            model.swap_plans(plans)
+
+
+def _whole(model: RunModel) -> SupervisedModel:
+    assert isinstance(model, SupervisedModel)
+    return model
+
+
+def _has_config(module: Any) -> bool:
+    return hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
+def _check_losses(
+    model: PipelinedModel, source: RowSource, pack: tuple[int, ...], device: torch.device, precision: str
+) -> None:
+    """Compare the loss of some documents in one row with those of each document in a row of its own."""
+    chosen = tuple(pack[place] for place in compared_documents(source, pack))
+    rows = _with_packs(source, [chosen, *((document,) for document in chosen)])
+    step = model.mesh.dims.row_multiple
+    tokens = min(source.row_tokens, _REFERENCE_TOKENS // step * step)
+    batches = [_first_tokens(_row(rows, number), tokens) for number in range(rows.num_rows)]
+    totals = [forward_only(model, batches[0], FixedRows(1), CrossEntropy(), device)]
+    with _by_transformers(model) if model.own_stages[0].has_reference else nullcontext():
+        totals += [forward_only(model, batch, FixedRows(1), CrossEntropy(), device) for batch in batches[1:]]
+    summed = torch.stack(totals)
+    dist.all_reduce(summed)
+    # Every context-parallel worker has computed whole rows of the reference.
+    copies = model.mesh.dims.cp if model.own_stages[0].has_reference else 1
+    packed, alone = float(summed[0]), float(summed[1:].sum()) / copies
+    if not abs(packed - alone) <= _TOLERANCE[precision] * max(1.0, abs(alone)):
+        raise ConfigError(
+            f"this model does not separate packed documents: {len(chosen)} documents have the loss {packed:.6g} in one "
+            f"row and {alone:.6g} alone. Set policy.sequence_packing.enabled=false, "
+            "or policy.hf_config_overrides.attn_implementation=eager"
+        )
+
+
+def _row(source: RowSource, number: int) -> BatchDict:
+    return BatchDict.from_arrays(source.rows([number]))
+
+
+def _first_tokens(batch: BatchDict, tokens: int) -> BatchDict:
+    """Return the first tokens of rows whose tensors all have a value for each token."""
+    return BatchDict({name: values[:, :tokens] for name, values in batch.items()})
+
+
+def _few_tokens(source: RowSource, multiple: int) -> BatchDict:
+    """Return one row of at most `_LOSS_TOKENS` tokens around the first supervised token of the data.
+
+    If their number is no multiple of `multiple`, the last token is repeated, without a label.
+    """
+    tokens, supervised = source.cache.document(0)
+    first = int(np.argmax(supervised)) if supervised.any() else 0
+    start = max(0, min(first - _LOSS_TOKENS // 2, len(tokens) - _LOSS_TOKENS))
+    part = slice(start, start + _LOSS_TOKENS)
+    ids = torch.from_numpy(tokens[part].astype(np.int64))[None]
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, :-1] = ids[:, 1:]  # all positions, supervised or not: the two losses can be compared on any labels
+    missing = -ids.shape[1] % multiple
+    ids = torch.cat([ids, ids[:, -1:].expand(1, missing)], dim=1)
+    labels = F.pad(labels, (0, missing), value=IGNORED)
+    return BatchDict(input_ids=ids, labels=labels, position_ids=torch.arange(ids.shape[1])[None])
+
+
+class _Extremes:
+    """Cross-entropy from logits that notes the most and the least probable token of each place."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.highest, self.lowest = labels.clone(), labels.clone()
+        """int64 [1, T]; places that another worker computes keep their labels."""
+
+    def __call__(self, logits: Tensor, batch: BatchDict) -> Tensor:
+        places = batch["position_ids"][0]
+        self.highest[0, places], self.lowest[0, places] = logits[0].argmax(dim=-1), logits[0].argmin(dim=-1)
+        return CrossEntropy()(logits, batch)
+
+
+def _check_loss(model: SupervisedModel, batch: BatchDict, precision: str) -> None:
+    """Compare the loss from logits with the loss from hidden states, and the ranges of the logits.
+
+    Of a model with random weights the loss alone is nearly that of equal logits, whatever their scale.
+    """
+    extremes = _Extremes(batch["labels"])
+    by_logits = float(model(batch, extremes))
+    by_hidden = float(model(batch, CrossEntropy()))
+    if not math.isfinite(by_logits):
+        raise ConfigError(
+            f"the loss is {by_logits} before the first step: the weights are not finite, or overflow in "
+            f"policy.precision={precision}. Check policy.model_name, or use policy.precision=float32"
+        )
+    pairs = [(by_logits, by_hidden)]
+    ends = [BatchDict({**batch, "labels": labels}) for labels in (extremes.lowest, extremes.highest)]
+    ranges = [[float(model(end, loss)) for end in ends] for loss in (_from_logits, CrossEntropy())]
+    pairs.append((ranges[0][0] - ranges[0][1], ranges[1][0] - ranges[1][1]))
+    # Written as `not <=`, so that a NaN on either side fails the check.
+    if any(not abs(a - b) <= _TOLERANCE[precision] * abs(a) for a, b in pairs):
+        raise ConfigError(
+            f"this model class changes its logits after its output head: the loss is {by_logits:.6g} from its logits "
+            f"and {by_hidden:.6g} from its hidden states, the range of its logits {pairs[1][0]:.6g} and "
+            f"{pairs[1][1]:.6g}. Use an architecture that can be trained: llama, qwen2, qwen3, gemma, mistral"
+        )
+
+
+def _from_logits(logits: Tensor, batch: BatchDict) -> Tensor:
+    """Return the same loss as CrossEntropy; as another function, the model gives it logits instead of hidden states."""
+    return CrossEntropy()(logits, batch)
+
+
+def _check_hidden(
+    model: SupervisedModel,
+    source: RowSource,
+    packs: Packs,
+    device: torch.device,
+    precision: str,
+    how: Division,
+) -> None:
+    """Compare the hidden states of documents in rows as in training with those of each document alone."""
+    numbers = [*range(len(packs))]
+    if isinstance(how, FixedRows):
+        how = replace(how, rows=min(how.rows, len(packs)))
+        numbers += [0] * (-len(packs) % how.rows)  # full micro-batches
+    batch = BatchDict.from_arrays(_with_packs(source, packs).rows(numbers))
+    batch["pack"] = torch.tensor(numbers)
+    for part, host in on_device(divide(batch, how), device):
+        hidden: Tensor = model(part, None, host=OnHost(host), hidden_only=True).float()
+        shape = hidden.shape[:2]
+        for row, number in enumerate(host["pack"].tolist()):
+            edges = np.cumsum([0, *source.cache.lengths[list(packs[number])]])
+            for place in compared_documents(source, packs[number]):
+                trained = hidden[row, edges[place] : edges[place + 1]][:_REFERENCE_TOKENS]
+                document = packs[number][place]
+                reference = _reference(model, source, document, len(trained), device, precision)
+                if reference is None:
+                    reference = _alone(model, source, document, shape, device)[: len(trained)]
+                difference = _difference(trained, reference)
+                if not difference <= _TOLERANCE[precision]:  # also for NaN
+                    raise ConfigError(
+                        f"this model does not separate packed documents: the hidden states of document {document} in "
+                        f"a row differ by {difference:.2g} (relative) from those of the same document alone. Set "
+                        "policy.sequence_packing.enabled=false, and policy.train_micro_batch_size=1 if that is not "
+                        "enough"
+                    )
+
+
+def _with_packs(source: RowSource, packs: Packs) -> RowSource:
+    return RowSource(source.cache, packs, source.row_tokens, source.pad_id)
+
+
+def _reference(
+    model: SupervisedModel, source: RowSource, document: int, tokens: int, device: torch.device, precision: str
+) -> Tensor | None:
+    """Return the hidden states float32 [tokens, H] of the start of a document by eager attention, unpadded.
+
+    None if nothing can be compared with them: in bfloat16, and for layers that are not transformers'. ConfigError if
+    the attention of the run computes something else on the same input.
+    """
+    if not model.has_reference:
+        return None
+    ids = torch.from_numpy(source.cache.document(document)[0][:tokens].astype(np.int64))[None]
+    # Tensor parallelism needs rows of certain lengths. Attention is causal, so more tokens change nothing.
+    ids = F.pad(ids, (0, -tokens % model.mesh.dims.row_multiple), value=source.pad_id)
+    batch = BatchDict(
+        input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=torch.arange(ids.shape[1])[None]
+    )
+    with _by_transformers(model, PackedRows.of(batch["position_ids"])) as eager:
+        hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0, :tokens].float()
+    if not eager.difference <= _TOLERANCE[precision]:
+        raise ConfigError(
+            f"attn_implementation={model.causal_lm.config._attn_implementation} is wrong for this model: the attention "
+            f"of a layer of {type(model.causal_lm).__name__} differs by {eager.difference:.2g} (relative) from "
+            "transformers' eager attention. Set policy.hf_config_overrides.attn_implementation=eager",
+            key="attn_implementation",
+        )
+    return hidden if precision == "float32" else None
+
+
+def _alone(
+    model: SupervisedModel, source: RowSource, document: int, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """Return the hidden states float32 [T, H] of a document alone in rows of `shape` (B, T), with the run's attention.
+
+    Rows of another shape could be rounded in another way.
+    """
+    batch = _first_tokens(BatchDict.from_arrays(_with_packs(source, [(document,)]).rows([0] * shape[0])), shape[1])
+    hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0].float()
+    return hidden
+
+
+def _difference(values: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference, relative to that of the reference."""
+    return float((values.float() - reference.float()).norm() / reference.float().norm().clamp(min=1e-12))

@@ -1,0 +1,478 @@
+"""The training run behind `raylane sft`: set up, loop, step.
+
+The driver only controls the run: it sends step numbers (or, with `sft.feed=driver`, batches) and reads a few metrics
+per step. It reads them `sft.steps_in_flight` steps late, so that the workers never wait for the driver:
+
+    driver    send 0  send 1  read 0  send 2  read 1  send 3 ...      (steps_in_flight = 2)
+    workers           [-- step 0 --][-- step 1 --][-- step 2 --] ...
+
+Before a validation or a save the driver waits for all steps in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
+from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint.folders import Saved
+from raylane.sft.config.schema import CheckpointingConfig, RunConfig
+from raylane.sft.data import order, storage
+from raylane.sft.data.cache import TokenCache
+from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.data.rows import RowSource
+from raylane.sft.data.storage import Place
+from raylane.sft.report.metrics import MetricsLog
+from raylane.sft.run import ray_session, sample
+from raylane.sft.run.locks import lock_folders
+from raylane.sft.run.places import check_places, fetch_models
+from raylane.sft.run.policy import Policy
+from raylane.sft.run.prompts import Prompts
+from raylane.sft.run.record import RunRecord
+from raylane.sft.run.skipping import SkippedSteps, with_rows
+from raylane.sft.run.worker import SKIPPED
+from raylane.workers.batch import BatchDict
+from raylane.workers.future import GroupFuture
+
+__all__ = ["RunResult", "StopRequest", "Trainer", "resume_advice", "run"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_SAMPLE_PARAMETERS = 200_000_000
+"""Largest number of parameters for which the driver loads the finished model to print a sample answer."""
+_PROGRESS_METRICS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens_per_s",
+    "step_time_s",
+    "data_time_s",
+    "dispatch_time_s",
+    "compute_time_s",
+)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a training run."""
+
+    steps: int
+    """Number of optimizer steps applied to the weights, including steps before the run was resumed."""
+    stopped: bool
+    """True if SIGTERM ended the run before its last step."""
+    train_loss: float | None
+    """Training loss of the last step; None if this run made no step."""
+    val_loss: float | None
+    """Loss of the last validation; None if there was none."""
+    checkpoint: Place | None
+    """Folder of the last checkpoint; None if none was saved."""
+    hf_dir: Place | None
+    """Folder of the model in Hugging Face format; None if it was not written."""
+    sample: sample.Sample | None
+    """A prompt from the data and the model's answer to it; None if no sample was made."""
+    report: Path | None = None
+    """Page with plots of the run; None if it was not drawn."""
+
+
+def run(config: RunConfig) -> RunResult:
+    """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
+
+    Connects to Ray if needed: to the cluster at `cluster.address` or in RAY_ADDRESS, otherwise to a new local Ray that
+    ends with the run. SIGTERM ends the run after the steps in flight, with a checkpoint.
+
+    Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
+    WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
+    """
+    check_places(config)
+    config = fetch_models(config)
+    with RunRecord(config) as record:
+        return _run_recorded(config, record)
+
+
+def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
+    prepared = prepare(config)
+    rows = open_training_rows(prepared, config)
+    total = order.total_steps(
+        rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
+    )
+    to_lock = {"logger.log_dir": config.logger.log_dir}
+    # Storage behind a URL has no locks.
+    if config.checkpointing.enabled and not storage.is_url(config.checkpointing.checkpoint_dir):
+        to_lock["checkpointing.checkpoint_dir"] = str(storage.at(config.checkpointing.checkpoint_dir))
+    # The folders are locked before the search for a checkpoint: another run must not replace it in between.
+    with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
+        resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
+        record.open(log.run_dir, resumes=resumed is not None)
+        result = _run_locked(config, prepared, rows, total, resumed, log)
+        report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
+        return replace(result, report=report)
+
+
+def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
+    """Return the checkpoint that the run starts from, None for a new run. Repairs an interrupted replacement first."""
+    for path in folders.recover(storage.at(settings.checkpoint_dir)):
+        _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+    resumed = folders.find(settings)
+    folders.refuse_later(settings, resumed.step if resumed else 0)
+    return resumed
+
+
+@contextmanager
+def _advise_on_lost_worker(config: RunConfig) -> Iterator[None]:
+    """Replace the advice in a WorkerLostError: the group's advice is for programs that call a group directly."""
+    try:
+        yield
+    except WorkerLostError as error:
+        reason = str(error.fields.get("reason", error))
+        raise WorkerLostError(f"{reason} The run has ended. {resume_advice(config)}", **error.fields) from error
+
+
+def resume_advice(config: RunConfig) -> str:
+    """Return a sentence that tells what the same command would do after this run. Reads the checkpoint folder."""
+    settings = config.checkpointing
+    try:
+        whole = folders.list_whole(storage.at(settings.checkpoint_dir))[0] if settings.enabled else []
+    except CheckpointError as error:
+        return f"The checkpoint to resume from is not known: {error}"
+    if not whole:
+        return (
+            "No checkpoint was saved, so the same command starts a new run. Set checkpointing.save_period to save "
+            "during the run"
+        )
+    again = "Run the same command again" if settings.resume == "auto" else "Run it again with checkpointing.resume=auto"
+    return f"{again}: it resumes from {whole[-1].path}, after step {whole[-1].step}"
+
+
+def _run_locked(
+    config: RunConfig, prepared: PreparedData, rows: RowSource, total: int, resumed: Saved | None, log: MetricsLog
+) -> RunResult:
+    """Train with the folders already locked; return the result after all workers have ended."""
+    with ExitStack() as stack:
+        # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
+        with _block_sigterm():
+            stack.enter_context(ray_session.connect(config.cluster))
+            stop = stack.enter_context(StopRequest())
+        prompts = Prompts(config, prepared)
+        with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
+            way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
+            _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
+            trainer = Trainer(config, policy, rows, log, total, stop, prompts)
+            trainer.resume_from(resumed)
+            if (reason := policy.group.fallback_reason) is not None:
+                log.note(trainer.done, f"plain Ray calls instead of compiled graphs: {reason}")
+            trainer.warm_up()
+            trainer.fit()
+            parameters = int(policy.facts["parameters"])
+        return _result(prepared, trainer, parameters)
+
+
+class Trainer:
+    """Loop over the steps of one run with the workers of `policy`. Call `resume_from` once, then `fit` once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        rows: RowSource,
+        log: MetricsLog,
+        total_steps: int,
+        stop: StopRequest,
+        prompts: Prompts | None = None,
+    ) -> None:
+        self._config, self.policy, self._rows, self._log, self._stop = config, policy, rows, log, stop
+        self._prompts = prompts
+        self.total_steps = total_steps
+        self.saved: Saved | None = None
+        """Last checkpoint of this run, or the checkpoint that the run resumed from."""
+        self.losses: dict[str, float] = {}
+        """Latest values of "train:loss" and "val:loss"."""
+        self._validations: dict[int, float] = {}
+        """Loss of each validation of this run, by the number of steps done."""
+        self._in_flight: deque[tuple[int, GroupFuture]] = deque()
+        """Steps sent to the workers whose metrics were not read yet, as (number, future), oldest first."""
+        self._restarts = 0
+        """Number of restarts of the workers since the last checkpoint was saved."""
+        overlaps = config.policy.compiled_graph.overlap_communication
+        self._skipped = SkippedSteps(config.sft.max_skipped_steps)
+        self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
+
+    @property
+    def done(self) -> int:
+        """Number of steps sent; equal to the number of steps done whenever nothing is in flight."""
+        return self.policy.next_step
+
+    def resume_from(self, saved: Saved | None) -> None:
+        """Load a checkpoint (None starts a new run); remove metrics and leftover files of steps that will run again."""
+        if saved is not None:
+            saved, step = self._load(saved)
+            self.saved = saved
+            _log.info("resuming from %s, step %d of %d", saved.path, step, self.total_steps)
+            # The steps after the checkpoint run again; metrics.jsonl must not hold two records of them.
+            self._log.rewind(self.done)
+        elif (aside := self._log.begin_anew()) is not None:
+            _log.info("the metrics of an earlier run were moved to %s", aside)
+        self._discard_partial()
+
+    def _discard_partial(self) -> None:
+        """Remove checkpoints that were being written when a run or its workers ended."""
+        if self._config.checkpointing.enabled:
+            for path in folders.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
+                _log.warning("removed %s: it was incomplete", path)
+
+    def _load(self, saved: Saved) -> tuple[Saved, int]:
+        """Load a checkpoint, or with resume=auto the newest earlier one that is not damaged."""
+        while True:
+            try:
+                return saved, self.policy.load(saved.path)
+            except CheckpointDamagedError as damage:
+                saved = folders.fall_back(saved, self._config.checkpointing, damage)
+
+    def warm_up(self) -> None:
+        """Run the configured warm-up step, which changes nothing; call it after `resume_from`."""
+        metrics = self.policy.warm_up(self._rows)
+        if metrics is not None:
+            _log.info("a warm-up step took %.3f s in the workers", metrics["compute_time_s"])
+
+    def fit(self) -> None:
+        """Run all remaining steps, with the configured validations and checkpoints.
+
+        After the loss of a worker all workers are started again, at most `sft.max_restarts` times without a new
+        checkpoint in between.
+        """
+        lost: WorkerLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self._restart(lost)
+                self._run_steps()
+                return
+            except WorkerLostError as error:
+                self._finish_last_save()
+                if self._restarts >= self._config.sft.max_restarts or self._stop.requested:
+                    raise
+                self._restarts += 1
+                lost = error
+            except BaseException:
+                self._finish_last_save()
+                raise
+
+    def _finish_last_save(self) -> None:
+        """Wait for a checkpoint that is being written when the steps end by an error; a second error is only logged."""
+        try:
+            self._finish_save()
+        except Exception as error:
+            _log.warning("the checkpoint that was being written is lost: %s", error)
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one."""
+        saved = self.policy.finish_save()
+        if saved is not None:
+            self._note_saved(saved)
+
+    def _note_saved(self, saved: Saved) -> None:
+        self.saved = saved
+        self._restarts = 0
+        _log.info("saved %s", saved.path)
+
+    def _restart(self, lost: WorkerLostError) -> None:
+        """Start the workers again and go back to the last checkpoint of this run, or to its start if there is none."""
+        reason = str(lost.fields.get("reason", lost))
+        source = (
+            f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
+        )
+        text = f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.sft.max_restarts})"
+        _log.warning("%s", text)
+        self._log.note(self.done, text)
+        self._in_flight.clear()
+        self.losses.clear()
+        self.policy.recover()
+        if self.saved is not None:
+            self.resume_from(self.saved)
+        else:
+            self._log.rewind(0)
+            self._discard_partial()
+        self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
+        self.warm_up()
+
+    def _run_steps(self) -> None:
+        if self._config.sft.val_at_start and self.done == 0:
+            self._validate()
+        while self.done < self.total_steps and not self._stop.requested:
+            self._step()
+        self._wait_for_steps()
+        finished = self.done >= self.total_steps
+        if finished and self._config.sft.val_at_end:
+            self._validate()
+        if self._config.checkpointing.enabled:
+            self._save(with_hf=finished and self._config.checkpointing.save_hf)
+
+    def _step(self) -> None:
+        """Send one step, and validate or save after it if that is due."""
+        # Read before sending, so that at most steps_in_flight steps are queued in the workers.
+        while len(self._in_flight) >= self._max_in_flight:
+            self._read_oldest()
+        self._in_flight.append((self.done, self._send()))
+        if self._is_due(self._config.sft.val_period):
+            self._wait_for_steps()
+            self._validate()
+        # After the validation, because the checkpoint records the validation loss of its own step.
+        if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
+            self._wait_for_steps()
+            # `fit` saves the last step, together with the final validation loss and the Hugging Face folder.
+            if self.done < self.total_steps:
+                self._save(with_hf=False)
+
+    def _send(self) -> GroupFuture:
+        """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
+        if self._config.sft.feed == "workers":
+            return self.policy.train_step_nowait(self.done)
+        config = self._config
+        rows = self._rows.step_rows(
+            config.policy.train_global_batch_size, config.sft.seed, self.done, config.data.shuffle
+        )
+        return self.policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
+
+    def _is_due(self, period: int) -> bool:
+        return period > 0 and self.done % period == 0
+
+    def _wait_for_steps(self) -> None:
+        """Wait for all steps in flight."""
+        while self._in_flight:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        """Wait for the oldest step in flight, record its metrics and show the progress."""
+        number, future = self._in_flight.popleft()
+        step = number + 1  # the log and the checkpoints count finished steps
+        try:
+            metrics = self.policy.result(future)
+        except StepNotFiniteError as error:
+            raise with_rows(error, self._config, self._rows) from error
+        if self.policy.save_ended:
+            self._finish_save()
+        if SKIPPED in metrics:
+            self._log.note(step, self._skipped.add(step, metrics))
+        else:
+            self._skipped.end_streak()
+            self.losses["train:loss"] = metrics["loss"]
+        # Every step is recorded in metrics.jsonl; only every log_interval-th one is printed as a line.
+        self._log.log(step, metrics, "train")
+        shown = {name: metrics[name] for name in _PROGRESS_METRICS}
+        if step % self._config.sft.log_interval == 0 or step == self.total_steps:
+            self._log.progress(step, self.total_steps, shown)
+        else:
+            self._log.live(step, self.total_steps, shown)
+
+    def _validate(self) -> None:
+        """Validate and record the loss, unless that was already done after the same step."""
+        if self.done in self._validations:
+            return
+        metrics = self.policy.validate()
+        self._validations[self.done] = metrics["loss"]
+        self.losses["val:loss"] = metrics["loss"]
+        self._log.log(self.done, metrics, "val")
+        self._log.progress(self.done, self.total_steps, {"val_loss": metrics["loss"]})
+        for prompt, answer in [] if self._prompts is None else self._prompts.answers(self.policy.answer):
+            self._log.sample(self.done, prompt, answer)
+
+    def _save(self, *, with_hf: bool) -> None:
+        """Save a checkpoint of the current step, or add to an existing one what is missing from it.
+
+        With `checkpointing.is_async` only the last checkpoint of a run is waited for.
+        """
+        self._finish_save()
+        if (
+            self.saved is not None
+            and self.saved.step == self.done
+            and (not with_hf or folders.exported(self.saved) is not None)
+        ):
+            return
+        metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
+        if self.done in self._validations:
+            metrics["val:loss"] = self._validations[self.done]
+        if self.saved is not None and self.saved.step == self.done:
+            # The state of this step is saved already. If no metric is new, only the Hugging Face folder is missing.
+            if not set(metrics) - set(self.saved.metrics):
+                self.policy.export(self.saved)
+                return
+            metrics = {**self.saved.metrics, **metrics}
+        if self._config.checkpointing.is_async and self.done < self.total_steps and not self._stop.requested:
+            self.policy.save_nowait(metrics)
+        else:
+            self._note_saved(self.policy.save(metrics, with_hf=with_hf))
+
+
+class StopRequest:
+    """Request to end the run, set by SIGTERM while the `with` block runs.
+
+    Outside the main thread Python cannot handle signals; there only `ask` sets the request.
+    """
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._before: Any = None
+
+    @property
+    def requested(self) -> bool:
+        """True if the run should end after the steps in flight."""
+        return self._asked.is_set()
+
+    def ask(self) -> None:
+        """Request the end of the run, as SIGTERM does."""
+        self._asked.set()
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, lambda number, frame: self.ask())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+
+@contextmanager
+def _block_sigterm() -> Iterator[None]:
+    """Block SIGTERM in this thread and in all processes started in the `with` block; deliver a pending one at its end.
+
+    Batch systems and shells send SIGTERM to all processes of a job, and Ray's processes would end before the checkpoint
+    is saved. They inherit the blocked signal mask and so ignore it; Ray protects its processes from SIGINT in the same
+    way. They still end with the driver, if need be through the kernel's parent-death signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
+    """Return the result of a finished run; ask the model for a sample answer."""
+    folder = folders.exported(trainer.saved)
+    shown = None
+    if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
+        held_out = prepared.validation or prepared.train
+        try:
+            prompt = sample.first_prompt(TokenCache.open(held_out))
+            with storage.local_copy(folder) as hf_dir:
+                shown = sample.answer(hf_dir, prompt, prepared.end_ids)
+        except Exception as error:  # the run is complete and saved, so this must not turn it into a failure
+            _log.warning("the model in %s was saved, but no sample answer could be made: %r", folder, error)
+    return RunResult(
+        steps=trainer.done,
+        stopped=trainer.done < trainer.total_steps,
+        train_loss=trainer.losses.get("train:loss"),
+        val_loss=trainer.losses.get("val:loss"),
+        checkpoint=trainer.saved.path if trainer.saved else None,
+        hf_dir=folder,
+        sample=shown,
+    )
