@@ -21,6 +21,7 @@ from tests.transport.managers import FileManager
 
 import raylane
 from raylane import MultiOutputNode, bind
+from raylane.core.place import Place
 from raylane.core.segment import BufferPool
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
 from raylane.graph.worker.loop import graph_loop
@@ -221,7 +222,8 @@ def test_a_transport_that_fails_fails_the_execution(three: list[Any]) -> None:
         node = bind(b.total, bind(a.reuse, x).with_tensor_transport("gloo"))
     with raylane.compile(node) as g:
         assert g.execute(1.0).get() == LARGE
-        ray.get(b.__ray_call__.remote(_block, "gloo"))
+        source = ray.get(a.__ray_call__.remote(_place))
+        ray.get(b.__ray_call__.remote(_block, "gloo", source))
         with pytest.raises(GraphError, match=r"Sender#1.reuse could not be brought to Sender#2 over gloo.*by the test"):
             g.execute(1.0).get()
         ray.get(b.__ray_call__.remote(_unblock))
@@ -229,7 +231,7 @@ def test_a_transport_that_fails_fails_the_execution(three: list[Any]) -> None:
     with raylane.InputNode() as x:
         node = bind(a.reuse, x).with_tensor_transport("nixl")
     with raylane.compile(node) as g:
-        _block(None, "nixl")
+        _block(None, "nixl", source)
         with pytest.raises(GraphError, match=r"Sender.reuse could not be brought to driver over nixl.*by the test"):
             g.execute(1.0).get()
         _unblock(None)
@@ -352,17 +354,13 @@ def test_inline_graphs_accept_the_names() -> None:
         assert g.execute(torch.ones(LARGE)).get() == LARGE
 
 
-def _block(_: Any, transport: str) -> None:
-    """Make the process believe that a transport reaches no other process."""
-    endpoint().blocked = _Everything(transport)  # type: ignore[assignment]
+def _place(_: Any) -> Place:
+    return endpoint().place
 
 
-class _Everything(dict[Any, str]):
-    def __init__(self, transport: str) -> None:
-        self.transport = transport
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return "blocked by the test" if key[0] == self.transport else default
+def _block(_: Any, transport: str, source: Place) -> None:
+    """Make the process believe that a transport does not reach a source."""
+    endpoint().blocked[transport, source] = "blocked by the test"
 
 
 def _spoil(instance: Any) -> None:
@@ -370,7 +368,7 @@ def _spoil(instance: Any) -> None:
 
 
 def _unblock(_: Any) -> None:
-    endpoint().blocked = {}
+    endpoint().blocked.clear()
 
 
 def _set(instance: Any, name: str, value: str) -> None:

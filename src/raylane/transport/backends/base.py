@@ -76,13 +76,14 @@ class FetchResult:
     """True if the producing process itself has received the value before."""
 
 
-class ProcessPart(Protocol):
-    """State of one transport in this process; ends with the Ray session."""
+class ProcessPart:
+    """State of one transport in a process; ends with the Ray session (`Process.part`)."""
 
     def stats(self) -> dict[str, int]:
         """Return counters for `raylane.stats`."""
+        return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # a default, not a duty
         """Release threads, connections and memory."""
 
 

@@ -38,7 +38,7 @@ from raylane.errors import (
     TransportUnavailableError,
 )
 from raylane.transport.backends.answers import answer_error, read_answer
-from raylane.transport.backends.base import Backend, ChannelError, FetchResult, Process
+from raylane.transport.backends.base import Backend, ChannelError, FetchResult, Process, ProcessPart
 from raylane.transport.backends.pieces import Piece, pieces_of_entry, pieces_of_target
 from raylane.transport.hold.blocks import allocate
 from raylane.transport.link import wire
@@ -139,7 +139,7 @@ def _read(link: ChannelLink, ticket: Ticket, process: Process) -> FetchResult:
     raise answer_error(answer, ticket.origin(), ticket)
 
 
-class Channels:
+class Channels(ProcessPart):
     """The channels of this process, in both directions, by transport. Thread-safe."""
 
     def __init__(self, process: Process) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from raylane.errors import TransportUnavailableError
-from raylane.transport.backends.base import AUTO, Backend, Process
+from raylane.transport.backends.base import AUTO, Backend, Process, ProcessPart
 from raylane.transport.backends.managed import registered
 
 BUILT_IN = (
@@ -59,10 +59,17 @@ def find(name: str) -> Backend | None:
     return known.get(name)
 
 
+class _PreparedSource(ProcessPart):
+    """State of a process from which all transports can read."""
+
+    def __init__(self, process: Process) -> None:
+        for backend in backends().values():
+            backend.prepare_source(process, find)
+
+
 def prepare_source(process: Process) -> None:
-    """Let all transports prepare a process to be read from. A second call changes nothing."""
-    for backend in backends().values():
-        backend.prepare_source(process, find)
+    """Let all transports prepare a process to be read from, unless that has been done."""
+    process.part(_PreparedSource, functools.partial(_PreparedSource, process))
 
 
 def check_name(name: object) -> str:

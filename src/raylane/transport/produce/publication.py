@@ -176,8 +176,7 @@ def publish_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publica
 def store_leaves(process: Endpoint, leaves: list[Any], layout: Layout, publication: Publication) -> Ticket:
     """Put a value into the store and return its ticket; does not wait for the budget."""
     options = publication.options
-    if process.source.value is None:
-        prepare_source(process)  # first: a reader may come as soon as the first ticket exists
+    prepare_source(process)  # first: a reader may come as soon as the first ticket exists
     source = process.source()
     on_device = None
     if layout.devices:

@@ -22,7 +22,7 @@ from raylane.core.place import Place
 from raylane.core.segment import bytes_at
 from raylane.core.spans import merge
 from raylane.errors import TensorMutatedError, TransportError, TransportUnavailableError
-from raylane.transport.backends.base import AUTO, Backend, FetchResult, UnavailableNowError, has_cuda
+from raylane.transport.backends.base import AUTO, Backend, FetchResult, ProcessPart, UnavailableNowError, has_cuda
 from raylane.transport.backends.registry import backends, find
 from raylane.transport.hold.blocks import allocate, copy_parts, host_view
 from raylane.transport.hold.store import Entry
@@ -287,16 +287,8 @@ def _find(
     return _Fetching(process, ticket, names, deadline, last_resort=name != AUTO)
 
 
-class _Choices(dict[tuple[str, Place, bool, bool, int], tuple[str, ...]]):
+class _Choices(dict[tuple[str, Place, bool, bool, int], tuple[str, ...]], ProcessPart):
     """Transports that were chosen for a source, by all that the choice depends on."""
-
-    def stats(self) -> dict[str, int]:
-        """Return no counters."""
-        return {}
-
-    def close(self) -> None:
-        """Forget the choices."""
-        self.clear()
 
 
 def _choice(

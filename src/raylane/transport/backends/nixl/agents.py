@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from raylane.transport.backends.base import ProcessPart
 from raylane.transport.backends.nixl.agent import Agent
 
 __all__ = ["MOST_FORGOTTEN", "Agents"]
@@ -20,7 +21,7 @@ MOST_FORGOTTEN = 64
 """Number of dropped connections after which the reading agent is replaced. A new one costs half a second."""
 
 
-class Agents:
+class Agents(ProcessPart):
     """Thread-safe. Creation raises TransportUnavailableError if NIXL does not work in this process."""
 
     def __init__(self) -> None:

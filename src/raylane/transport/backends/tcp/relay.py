@@ -31,7 +31,7 @@ from raylane.core.peer import uid_of
 from raylane.core.place import Place
 from raylane.core.segment import segment_offsets
 from raylane.core.shared_pool import map_received
-from raylane.transport.backends.base import FetchResult, Process
+from raylane.transport.backends.base import FetchResult, Process, ProcessPart
 from raylane.transport.backends.tcp.patience import RelayWait
 from raylane.transport.hold.blocks import share_from_bytes
 from raylane.transport.link.link import Link
@@ -52,16 +52,8 @@ _PACKET = struct.Struct(f"<{_PROOF_BYTES}sBQ")
 _WORD, _REFUSAL, _COPY = range(3)
 
 
-class SharedSources(set[Place]):
+class SharedSources(set[Place], ProcessPart):
     """Sources of which other readers of this host have lately read a value at the same time."""
-
-    def stats(self) -> dict[str, int]:
-        """Return no counters."""
-        return {}
-
-    def close(self) -> None:
-        """Forget the sources."""
-        self.clear()
 
 
 def relays(ticket: Ticket, process: Process) -> bool:
