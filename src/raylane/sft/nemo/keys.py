@@ -24,7 +24,7 @@ def _on(value: Any) -> bool:
     return value is True
 
 
-def _one(value: Any) -> bool:
+def _one_or_null(value: Any) -> bool:
     return value is None or value == 1
 
 
@@ -65,7 +65,7 @@ class Rule:
 _HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "off": (_off, "off or empty"),
     "true": (_on, "`true`"),
-    "1": (_one, "`1`"),
+    "1": (_one_or_null, "`1`"),
     "any": (_anything, "any"),
     "float32": (_float32, "empty or float32"),
     "disabled": (_disabled, "empty or `enabled: false`"),
