@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal", "rules_markdown"]
+__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal"]
 
 
 def _off(value: Any) -> bool:
@@ -92,17 +92,6 @@ OTHERWISE = {key: reason for key, word, reason, *_ in _ROWS if word == "joint"}
 
 _SECTIONS = ("data.train.", "data.validation.", "policy.megatron_cfg.")
 """Beginnings of keys in sections that NeMo-RL has, and raylane has as single values or with other keys."""
-
-
-def rules_markdown() -> str:
-    """Return the table of rules and renamed keys for the documentation."""
-    lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
-    lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
-    for rule in RULES:
-        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
-        if rule.why_refused:
-            lines.append(f"| | other | refused: {rule.why_refused} |")
-    return "\n".join(lines)
 
 
 def is_nemo_key(path: str) -> bool:
