@@ -59,7 +59,7 @@ def batch_of(worker: Any, rounds: int) -> BatchDict:
 
 def release(worker: Any) -> None:
     """Release model and optimizer of an earlier setup, whose modules and hooks are in reference cycles."""
-    for name in ("_model", "_optimizer"):
+    for name in ("model", "optimizer"):
         vars(worker).pop(name, None)
     gc.collect()
 

@@ -11,7 +11,7 @@ from raylane.errors import ConfigError
 from raylane.sft.config.load import load_config
 from raylane.sft.nemo.dialect import NEMO_RL
 from raylane.sft.nemo.import_config import import_config
-from raylane.sft.nemo.keys import rules_markdown
+from sft.config_page import rules_markdown
 from sft.nemo_file import NEMO_FILE
 
 PAGE = Path(__file__).parents[2] / "docs/howto/from-nemo-rl.md"
@@ -168,4 +168,4 @@ def test_how_to_page_shows_a_real_session(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_how_to_page_has_the_table_of_rules() -> None:
     page = PAGE.read_text()
-    assert rules_markdown() in page, "replace the table by the result of raylane.sft.nemo.keys.rules_markdown()"
+    assert rules_markdown() in page, "replace the table by the result of sft.config_page.rules_markdown()"

@@ -17,7 +17,7 @@ import pytest
 from raylane.cli import main
 from raylane.errors import DataError
 from raylane.sft.report.page import escape, read_facts, write_report
-from raylane.sft.report.series import MAX_POINTS, thin
+from raylane.sft.report.plots import MAX_POINTS, thin
 from raylane.sft.run.record import RunRecord
 from raylane.sft.run.sample import Sample
 from sft.conversations import config
@@ -79,7 +79,7 @@ def test_report_with_matplotlib_has_all_plots(tmp_path: Path) -> None:
 
 def test_plots_that_fail_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raylane.sft.report.page.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setitem(__import__("sys").modules, "raylane.sft.report.plots", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     page = write_report(log(tmp_path, step(1))).read_text()
     assert "matplotlib could not draw the plots" in page
     assert "<td>2</td>" in page

@@ -126,6 +126,12 @@ def _nearest(value: int, multiple: int) -> str:
     return f"{below} or {below + multiple}" if below else f"{multiple}"
 
 
+def _no_multiple(name: str, value: int, divisor_name: str, divisor: int, remedy: str = "") -> Iterator[str]:
+    """Yield a problem if a value is no multiple of a divisor; `remedy` goes on after the nearest multiples."""
+    if value % divisor:
+        yield f"{name}={value} is no multiple of {divisor_name}; use {_nearest(value, divisor)}{remedy}"
+
+
 def worker_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems in the number of workers: replicas, nodes and GPUs."""
     cluster, settings = config.cluster, config.policy.dtensor_cfg
@@ -145,11 +151,8 @@ def worker_problems(config: RunConfig) -> Iterator[str]:
             f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.{product}{total}; use "
             f"{_nearest(world, group)} workers, or sizes whose product divides {world}"
         )
-    if world % cluster.num_nodes:
-        yield (
-            f"cluster.num_workers={world} is no multiple of cluster.num_nodes={cluster.num_nodes}; "
-            f"use {_nearest(world, cluster.num_nodes)} workers"
-        )
+    nodes = f"cluster.num_nodes={cluster.num_nodes}"
+    yield from _no_multiple("cluster.num_workers", world, nodes, cluster.num_nodes, " workers")
     gpus = cluster.gpus_per_node * cluster.num_nodes
     if gpus and world > gpus:
         yield (
@@ -307,11 +310,8 @@ def batch_problems(config: RunConfig) -> Iterator[str]:
 def length_problems(config: RunConfig) -> Iterator[str]:
     """Yield problems in the row length."""
     length, divisor = config.policy.max_total_sequence_length, config.policy.make_sequence_length_divisible_by
-    if length % divisor:
-        yield (
-            f"policy.max_total_sequence_length={length} is no multiple of "
-            f"policy.make_sequence_length_divisible_by={divisor}; use {_nearest(length, divisor)}"
-        )
+    setting = f"policy.make_sequence_length_divisible_by={divisor}"
+    yield from _no_multiple("policy.max_total_sequence_length", length, setting, divisor)
     positions = config.policy.hf_config_overrides.get("max_position_embeddings")
     if isinstance(positions, int) and length > positions:
         yield (
@@ -326,24 +326,18 @@ def graph_problems(config: RunConfig) -> Iterator[str]:
     if graph.mode == "off":
         return
     per_round = policy.micro_batch_divisor * readers(config)
-    if graph.warmup_gbs and graph.warmup_gbs % per_round:
-        yield (
-            f"policy.compiled_graph.warmup_gbs={graph.warmup_gbs} is no multiple of policy.train_micro_batch_size="
-            f"{policy.train_micro_batch_size} x {_reader_words(config)} = {per_round}; use "
-            f"{_nearest(graph.warmup_gbs, per_round)}, or 0 for no warm-up"
-        )
+    rows = f"policy.train_micro_batch_size={policy.train_micro_batch_size} x {_reader_words(config)} = {per_round}"
+    gbs = graph.warmup_gbs or 0
+    yield from _no_multiple("policy.compiled_graph.warmup_gbs", gbs, rows, per_round, ", or 0 for no warm-up")
     length, longest = graph.warmup_seq_len, policy.max_total_sequence_length
     if length is not None and length > longest:
         yield (
             f"policy.compiled_graph.warmup_seq_len={length} is more than policy.max_total_sequence_length={longest}, "
             f"so no real row has this length; use at most {longest}, or null"
         )
-    if length is not None and length % policy.make_sequence_length_divisible_by:
-        yield (
-            f"policy.compiled_graph.warmup_seq_len={length} is no multiple of policy.make_sequence_length_divisible_by="
-            f"{policy.make_sequence_length_divisible_by}; use "
-            f"{_nearest(length, policy.make_sequence_length_divisible_by)}"
-        )
+    divisor = policy.make_sequence_length_divisible_by
+    setting = f"policy.make_sequence_length_divisible_by={divisor}"
+    yield from _no_multiple("policy.compiled_graph.warmup_seq_len", length or 0, setting, divisor)
     if graph.inflight is not None and graph.inflight < config.sft.steps_in_flight:
         yield (
             f"policy.compiled_graph.inflight={graph.inflight} is less than sft.steps_in_flight="
@@ -410,16 +404,12 @@ def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
     # These architectures compute head_dim as hidden_size / num_attention_heads (configuration classes of
     # transformers 5). Qwen3 and others have an independent head_dim, so the two sizes need not divide.
     computes_head_dim = shape.get("model_type") in ("llama", "mistral", "qwen2")
-    if computes_head_dim and hidden and heads and size("head_dim") is None and hidden % heads:
-        yield (
-            f"policy.hf_config_overrides.hidden_size={hidden} is no multiple of num_attention_heads={heads}; "
-            f"use {_nearest(hidden, heads)}, or set head_dim"
-        )
-    if heads and kv_heads and heads % kv_heads:
-        yield (
-            f"policy.hf_config_overrides.num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}; "
-            f"use {_nearest(heads, kv_heads)} heads, or fewer key-value heads"
-        )
+    if computes_head_dim and hidden and heads and size("head_dim") is None:
+        name, other = "policy.hf_config_overrides.hidden_size", f"num_attention_heads={heads}"
+        yield from _no_multiple(name, hidden, other, heads, ", or set head_dim")
+    if heads and kv_heads:
+        name, remedy = "policy.hf_config_overrides.num_attention_heads", " heads, or fewer key-value heads"
+        yield from _no_multiple(name, heads, f"num_key_value_heads={kv_heads}", kv_heads, remedy)
 
 
 def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[str]:

@@ -176,76 +176,64 @@ def apply_overrides(
     result = copy.deepcopy(dict(document))
     for word in words:
         override = parse_override(word)
-        # A foreign key may lie below a single value of the schema (data.train.data_path), which `_check_path` refuses.
-        declared = not is_foreign(".".join(override.path)) and _check_path(override, root, result)
-        _apply_override(result, override, declared)
+        try:
+            _apply_override(result, override, root, is_foreign(".".join(override.path)))
+        except ConfigError as error:
+            raise ConfigError(f"override {word!r}: {error}") from None
     return result
 
 
-def _apply_override(document: dict[str, Any], override: Override, declared: bool) -> None:
-    """Apply one override to `document` in place. `declared` is True if the schema has its key."""
-    *parents, last = override.path
+def _apply_override(document: dict[str, Any], override: Override, root: type[BaseModel], is_foreign: bool) -> None:
+    """Apply one override to `document` in place; ConfigError if it may neither set nor add or remove its key."""
+    # None below sections of the schema: in an open mapping. A foreign key may lie below a single value of the schema.
+    model: type[BaseModel] | None = None if is_foreign else root
     section = document
-    for name in parents:
+    for depth, name in enumerate(override.path):
+        dotted = ".".join(override.path[: depth + 1])
+        field = model.model_fields.get(name) if model is not None else None
+        if field is None and not is_foreign:
+            if model is not None and not is_open(model):
+                raise ConfigError(unknown_message(root, override.path[:depth], model, name))
+            if override.sign == "" and name not in section:
+                near = difflib.get_close_matches(name, [*(model.model_fields if model else ()), *section], n=1)
+                hint = f"; did you mean {near[0]!r}? Otherwise," if near else ";"
+                raise ConfigError(
+                    f"{dotted} is not set{hint} to add a new key to an open mapping write +{override.word}"
+                )
+        if depth == len(override.path) - 1:
+            _set_or_remove(section, override, is_declared=field is not None)
+            return
+        model = model_of(field.annotation) if field is not None else None
+        if (
+            field is not None
+            and model is None
+            and getattr(field.annotation, "__origin__", field.annotation) is not dict
+        ):
+            raise ConfigError(f"{dotted} is a single value and has no keys below it")
         below = section.setdefault(name, {}) if override.sign != "~" else section.get(name, {})
         if not isinstance(below, dict):
-            raise ConfigError(
-                f"override {override.word!r}: {name!r} holds {below!r}, which has no keys; override {name!r} itself"
-            )
+            raise ConfigError(f"{name!r} holds {below!r}, which has no keys; override {name!r} itself")
         section = below
-    dotted = ".".join(override.path)
+
+
+def _set_or_remove(section: dict[str, Any], override: Override, is_declared: bool) -> None:
+    """Apply an override to the section that has its key. `is_declared` is True if the schema has the key."""
+    name, dotted = override.path[-1], ".".join(override.path)
     if override.sign == "~":
-        if last not in section:
+        if name not in section:
             raise ConfigError(
-                f"override {override.word!r}: {dotted} is not set by the file, so there is nothing to remove (its "
-                "default applies already); leave the override out"
+                f"{dotted} is not set by the file, so there is nothing to remove (its default applies already); leave "
+                "the override out"
             )
-        if override.has_value and section[last] != override.value:
+        if override.has_value and section[name] != override.value:
             raise ConfigError(
-                f"override {override.word!r}: the value in the file is {section[last]!r}, not {override.value!r}; "
-                f"write ~{dotted} to remove any value"
+                f"the value in the file is {section[name]!r}, not {override.value!r}; write ~{dotted} to remove any "
+                "value"
             )
-        del section[last]
+        del section[name]
         return
-    if override.sign == "+" and (declared or last in section):
-        what = "is a declared key" if declared else f"is already {section[last]!r}"
-        raise ConfigError(f"override {override.word!r}: {dotted} {what}, and + only adds new ones; leave out the +")
-    both = isinstance(override.value, dict) and isinstance(section.get(last), dict)
-    section[last] = merge(section[last], override.value) if both else override.value
-
-
-def _check_path(override: Override, root: type[BaseModel], document: Mapping[str, Any]) -> bool:
-    """Return True if the schema declares this key; ConfigError if this override may neither set nor add the key."""
-    where: type[BaseModel] | None = root
-    value: Any = document
-    for depth, name in enumerate(override.path):
-        field = where.model_fields.get(name) if where is not None else None
-        outer = value if isinstance(value, Mapping) else None
-        here_has = outer is not None and name in outer
-        value = outer[name] if outer is not None and here_has else None
-        if field is not None:
-            inner = model_of(field.annotation)
-            is_last = depth == len(override.path) - 1
-            holds_mapping = getattr(field.annotation, "__origin__", field.annotation) is dict
-            if inner is None and not is_last and not holds_mapping:
-                dotted = ".".join(override.path[: depth + 1])
-                raise ConfigError(f"override {override.word!r}: {dotted} is a single value and has no keys below it")
-            where = inner
-            if is_last:
-                return True
-            continue
-        if not is_open(where):
-            assert where is not None
-            raise ConfigError(
-                f"override {override.word!r}: {unknown_message(root, override.path[:depth], where, name)}"
-            )
-        if override.sign == "" and not here_has:
-            dotted = ".".join(override.path[: depth + 1])
-            near = difflib.get_close_matches(name, [*(where.model_fields if where else ()), *(outer or ())], n=1)
-            hint = f"; did you mean {near[0]!r}? Otherwise," if near else ""
-            raise ConfigError(
-                f"override {override.word!r}: {dotted} is not set{hint or ';'} to add a new key "
-                f"to an open mapping write +{override.word}"
-            )
-        where = None
-    return False
+    if override.sign == "+" and (is_declared or name in section):
+        what = "is a declared key" if is_declared else f"is already {section[name]!r}"
+        raise ConfigError(f"{dotted} {what}, and + only adds new ones; leave out the +")
+    both = isinstance(override.value, dict) and isinstance(section.get(name), dict)
+    section[name] = merge(section[name], override.value) if both else override.value

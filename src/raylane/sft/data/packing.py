@@ -1,4 +1,4 @@
-"""Packing of documents into rows of fixed length: pure functions on lengths. Called by `rows.open_rows`.
+"""Packing of documents into rows of fixed length: pure functions on lengths. Called by `mixing.open_rows`.
 
 The result is a list of packs, each a tuple of document indices in rising order; the packs are ordered by their first
 document. The same lengths always give the same packs, so every worker computes them independently.

@@ -7,12 +7,12 @@ and `dialect` takes its error messages from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal", "rules_markdown"]
+__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal"]
 
 
 def _off(value: Any) -> bool:
@@ -24,7 +24,7 @@ def _on(value: Any) -> bool:
     return value is True
 
 
-def _one(value: Any) -> bool:
+def _one_or_null(value: Any) -> bool:
     return value is None or value == 1
 
 
@@ -65,7 +65,7 @@ class Rule:
 _HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "off": (_off, "off or empty"),
     "true": (_on, "`true`"),
-    "1": (_one, "`1`"),
+    "1": (_one_or_null, "`1`"),
     "any": (_anything, "any"),
     "float32": (_float32, "empty or float32"),
     "disabled": (_disabled, "empty or `enabled: false`"),
@@ -74,72 +74,24 @@ _HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Word for harmless values in rules.txt -> its predicate, and its text in the documentation."""
 
 
-def _read_rules() -> Iterator[Rule]:
-    for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            key, word, left_out, refused, model = [*line.split(" | "), "", ""][:5]
-            yield Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
-
-
-RULES = tuple(_read_rules())
-"""Keys that are left out or refused, from rules.txt. A rule for a section covers all keys below it."""
-
-RENAMES = {
-    "checkpointing.save_consolidated": "checkpointing.save_hf",
-    "checkpointing.ft_keep_latest_k": "checkpointing.keep_latest_k",
-    "policy.dtensor_cfg.env_vars": "cluster.env_vars",
-    "policy.megatron_cfg.tensor_model_parallel_size": "policy.dtensor_cfg.tensor_parallel_size",
-    "policy.megatron_cfg.pipeline_model_parallel_size": "policy.dtensor_cfg.pipeline_parallel_size",
-    "policy.megatron_cfg.context_parallel_size": "policy.dtensor_cfg.context_parallel_size",
-    "policy.megatron_cfg.sequence_parallel": "policy.dtensor_cfg.sequence_parallel",
-    "policy.megatron_cfg.activation_checkpointing": "policy.dtensor_cfg.activation_checkpointing",
-    "policy.megatron_cfg.env_vars": "cluster.env_vars",
-    # Names of 2025.
-    "sft.num_steps": "sft.max_num_steps",
-    "policy.learning_rate": "policy.optimizer.kwargs.lr",
-    "policy.activation_checkpointing_enabled": "policy.dtensor_cfg.activation_checkpointing",
-    "policy.fsdp_offload_enabled": "policy.dtensor_cfg.cpu_offload",
-}
+_ROWS = [
+    [*line.split(" | "), "", ""]
+    for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+RULES = tuple(
+    Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
+    for key, word, left_out, refused, model, *_ in _ROWS
+    if word in _HARMLESS
+)
+"""Keys that are left out or refused. A rule for a section covers all keys below it."""
+RENAMES = {key: name for key, word, name, *_ in _ROWS if word == "same"}
 """NeMo-RL key -> raylane key with the same values."""
-
-OTHERWISE = {
-    "policy.sequence_packing.train_mb_tokens": "a micro-batch has policy.max_total_sequence_length x "
-    "policy.train_micro_batch_size tokens; set those, and remove it",
-    "policy.sequence_packing.sequence_length_round": "rows have policy.max_total_sequence_length tokens, which must be "
-    "a multiple of it",
-    "data.max_input_seq_length": "use policy.max_total_sequence_length",
-    "policy.ray_compiled_graph": "use policy.compiled_graph",
-    "policy.megatron_cfg.optimizer": "use policy.optimizer and policy.max_grad_norm",
-    "policy.megatron_cfg.scheduler": "use policy.scheduler",
-    "policy.dtensor_cfg.defer_fsdp_grad_sync": "use policy.dtensor_cfg.reduce_every_micro_batch",
-    "data.default": "set the keys in data itself",
-    "data.dataset_name": "set data.train to the path of a JSONL file",
-    "data.train_data_path": "use data.train",
-    "data.val_data_path": "use data.validation",
-    "data.chat_key": "use data.messages_key",
-    "data.prompt_file": "put the prompt into the data",
-    "data.system_prompt_file": "put the system prompt into the data, as a message with role system",
-    "data.system_prompt": "put the system prompt into the data, as a message with role system",
-    "data.system_key": "put the system prompt into the data, as a message with role system",
-    "data.tool_key": "the tools of a conversation must be under the key tools",
-    "data.use_preserving_dataset": "every line keeps its own keys; remove it",
-    "data.split": "a file is read as a whole; remove it",
-}
+OTHERWISE = {key: reason for key, word, reason, *_ in _ROWS if word == "joint"}
 """Keys that `translate` reads together with other keys -> reason for refusing what it could not translate."""
 
 _SECTIONS = ("data.train.", "data.validation.", "policy.megatron_cfg.")
 """Beginnings of keys in sections that NeMo-RL has, and raylane has as single values or with other keys."""
-
-
-def rules_markdown() -> str:
-    """Return the table of rules and renamed keys for the documentation."""
-    lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
-    lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
-    for rule in RULES:
-        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
-        if rule.why_refused:
-            lines.append(f"| | other | refused: {rule.why_refused} |")
-    return "\n".join(lines)
 
 
 def is_nemo_key(path: str) -> bool:

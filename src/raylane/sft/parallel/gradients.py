@@ -83,15 +83,15 @@ class GradientSum:
 
 def _share(rows: int, numel: int) -> Tensor | None:
     """Return zeros [rows, numel] that all workers map; None on all of them if one cannot map the memory of rank 0."""
-    made_segment = Segment.make(_DATA_AT + rows * numel * 4) if dist.get_rank() == 0 else None
+    created = Segment.make(_DATA_AT + rows * numel * 4) if dist.get_rank() == 0 else None
     paths: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(paths, made_segment.path if made_segment else "")
-    segment = made_segment or _opened(paths[0])
+    dist.all_gather_object(paths, created.path if created else "")
+    segment = created or _opened(paths[0])
     # Rank 0 keeps its descriptor until all ranks have opened it, and all ranks take the same way.
     answers = [False] * dist.get_world_size()
     dist.all_gather_object(answers, segment is not None)
-    if made_segment is not None:
-        made_segment.close_fd()
+    if created is not None:
+        created.close_fd()
     if segment is None or not all(answers):
         return None
     return torch.frombuffer(segment.memory, dtype=torch.float32, offset=_DATA_AT).view(rows, numel)

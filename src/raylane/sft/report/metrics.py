@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import LoggerConfig
@@ -30,17 +30,9 @@ _TEXTS = {"note", "prompt", "answer"}
 """Keys of texts; a line with one of them holds no metrics."""
 
 
-class Sink(Protocol):
-    """Destination of metrics besides metrics.jsonl."""
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record the metrics of one step."""
-
-    def close(self) -> None:
-        """Flush and release files and connections."""
-
-
 class _TensorBoard:
+    """Files for TensorBoard."""
+
     def __init__(self, run_dir: Path) -> None:
         module = _optional("torch.utils.tensorboard", "logger.tensorboard_enabled", "tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
@@ -54,6 +46,8 @@ class _TensorBoard:
 
 
 class _Wandb:
+    """Run on Weights & Biases."""
+
     def __init__(self, settings: LoggerConfig, run_dir: Path) -> None:
         module = _optional("wandb", "logger.wandb_enabled", "wandb")
         self._run = module.init(project=settings.wandb.project, name=settings.wandb.name, dir=str(run_dir))
@@ -86,7 +80,7 @@ class MetricsLog:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.path = self.run_dir / METRICS_FILE
-        self._sinks: list[Sink] = []
+        self._sinks: list[_TensorBoard | _Wandb] = []
         if settings.tensorboard_enabled:
             self._sinks.append(_TensorBoard(self.run_dir))
         if settings.wandb_enabled:

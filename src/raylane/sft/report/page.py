@@ -25,7 +25,7 @@ from markupsafe import Markup
 from raylane.errors import DataError
 from raylane.sft.config.load import differences
 from raylane.sft.report.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
-from raylane.sft.report.series import MAX_POINTS, TIMES, Records, thin
+from raylane.sft.report.plots import MAX_POINTS, TIMES, Records, draw, thin
 
 __all__ = ["FACTS_FILE", "REPORT_FILE", "escape", "read_facts", "write_file", "write_report"]
 
@@ -157,8 +157,6 @@ def _plots(records: Records) -> tuple[list[tuple[str, str]], str]:
     try:
         if importlib.util.find_spec("matplotlib") is None:
             return [], "Install matplotlib to see plots here: pip install 'raylane[report]', then `raylane report`."
-        from raylane.sft.report.plots import draw
-
         drawn = draw({name: thin(records, name) for name in (*_COLUMNS, *TIMES)})
     except Exception as error:  # an unusable installation; the table shows the same numbers
         return [], f"matplotlib could not draw the plots: {error!r}"

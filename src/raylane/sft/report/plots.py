@@ -1,14 +1,19 @@
-"""Plots of a run's report, drawn with matplotlib as SVG. Imported by `page` only if matplotlib is installed."""
+"""Metrics of a run as series of a bounded number of points, and plots of them as SVG.
+
+Only `draw` needs matplotlib, and imports it when it is called. Called by `page`.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from raylane.sft.report.series import TIMES, Series
-
-__all__ = ["draw"]
+__all__ = ["MAX_POINTS", "TIMES", "Records", "Series", "draw", "thin"]
 
 _BLUE, _RED = "#3b6fb6", "#c0392b"
 _SHADES = ("#d9a441", "#c0392b", "#3b6fb6")
@@ -19,6 +24,46 @@ _SINGLE = {
     "train:grad_norm": ("Gradient norm", "norm before clipping"),
     "train:tokens_per_s": ("Speed", "tokens/s"),
 }
+
+
+MAX_POINTS = 500
+"""Number of points above which a series is thinned: more cannot be told apart in a plot."""
+TIMES = {"train:data_time_s": "reading rows", "train:dispatch_time_s": "waiting", "train:compute_time_s": "computing"}
+"""Metric -> its name in the report; the three add up to train:step_time_s."""
+
+Records = Sequence[dict[str, float]]
+"""Lines of metrics.jsonl, as `metrics.read_metrics` returns them."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps, thinned: each point stands for the steps since the point before."""
+
+    steps: list[float]
+    """Last step of each group of steps."""
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    is_thinned: bool
+
+
+def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | None:
+    """Return a metric with at most `max_points` points, None if no record has a finite value of it."""
+    points = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    if not points:
+        return None
+    count = min(max_points, len(points))
+    # Integer division spreads the remainder, so groups differ by one step at most.
+    edges = [number * len(points) // count for number in range(count + 1)]
+    groups = [points[start:end] for start, end in pairwise(edges)]
+    values = [[value for _, value in group] for group in groups]
+    return Series(
+        steps=[group[-1][0] for group in groups],
+        mean=[statistics.fmean(group) for group in values],
+        low=[min(group) for group in values],
+        high=[max(group) for group in values],
+        is_thinned=len(points) > count,
+    )
 
 
 def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:

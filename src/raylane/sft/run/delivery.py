@@ -47,7 +47,7 @@ class FolderCopies:
 
     by_node: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def here(self, config: RunConfig, prepared: PreparedData) -> tuple[RunConfig, PreparedData]:
+    def on_this_node(self, config: RunConfig, prepared: PreparedData) -> tuple[RunConfig, PreparedData]:
         """Return configuration and data with the folders of the node that this worker runs on."""
         if not self.by_node:  # the usual case, which also works outside Ray
             return config, prepared

@@ -31,9 +31,9 @@ class EdgeStep:
         self._parts = divide(batch, how)
         self._scale = model.mesh.fsdp.size() / max(1, self.counts.supervised)
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._waiting: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Input and output by (own stage, micro-batch), from its forward to its backward pass."""
-        self._left = [len(self._parts)] * len(model.own_stages)
+        self._remaining = [len(self._parts)] * len(model.own_stages)
         """Number of backward passes to come, by own stage."""
         for stage in model.own_stages:
             stage.loss_fn = loss_fn
@@ -48,7 +48,7 @@ class EdgeStep:
             tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()
         )
         out = stage(stage_input, **tensors)
-        self._kept[own_stage, micro_batch] = stage_input, out
+        self._waiting[own_stage, micro_batch] = stage_input, out
         if not stage.is_last:
             return out.detach()  # type: ignore[no-any-return]
         self._total += out.detach().double().sum()
@@ -57,9 +57,9 @@ class EdgeStep:
     def backward(self, own_stage: int, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
         """Add to the gradients of the stage; return the gradient of its input, None from the first stage."""
         stage = self._model.own_stages[own_stage]
-        stage_input, out = self._kept.pop((own_stage, micro_batch))
-        self._left[own_stage] -= 1
-        last = self._left[own_stage] == 0
+        stage_input, out = self._waiting.pop((own_stage, micro_batch))
+        self._remaining[own_stage] -= 1
+        last = self._remaining[own_stage] == 0
         if (shards := fsdp(stage)) is not None:
             # Gradients are reduced once, after the last micro-batch.
             shards.set_is_last_backward(last)
@@ -72,6 +72,6 @@ class EdgeStep:
 
     def end(self) -> float:
         """Return the global mean loss, the same on all workers, when all passes have run. Collective."""
-        assert not any(self._left), "a worker ends its step after its last backward pass"
+        assert not any(self._remaining), "a worker ends its step after its last backward pass"
         self._model.sum_tied_gradients()
         return step.mean_loss(self._total, self.counts, self._model.mesh.dims)

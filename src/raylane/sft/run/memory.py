@@ -144,7 +144,7 @@ class _Worker:
         return _MASTER * self.trained_layer if self.shards else 0
 
     def _measure_activations(self, config: RunConfig, shape: ModelShape, all_trained: bool) -> None:
-        """Set the bytes that one token keeps: `inner` of a layer, `kept` until its backward pass, and others."""
+        """Set the bytes that one token keeps: `inner` of a layer, `until_backward` of the whole stage, and others."""
         settings = config.policy.dtensor_cfg
         tp, cp = settings.tensor_parallel_size, settings.context_parallel_size
         size, hidden = self.size, shape.hidden_size
@@ -176,7 +176,7 @@ class _Worker:
         if choice == "every_other_layer":
             of_stage = size * stream * -(-layers // 2) + inner * (layers // 2)
             self.again = inner if layers % 2 else 0
-        self.inner, self.kept = inner, of_stage
+        self.inner, self.until_backward = inner, of_stage
         # One layer later a layer is freed; with every_other_layer the next one is computed again in its place.
         self.freed = 0 if choice == "every_other_layer" else of_layer
         # In the MLP: gradients of the product, of gate and up, and of the stream.
@@ -246,7 +246,7 @@ class _Worker:
         earlier = self._earlier_bytes(waiting)
         # Without FSDP2, and if every micro-batch is reduced, gradients of earlier micro-batches are in `.grad`.
         reduced = self.trained if self.rounds > 1 and earlier == 0 and self.stage.waiting == 1 else 0
-        waiting_bytes, head = self.kept * waiting, self.size * self.head
+        waiting_bytes, head = self.until_backward * waiting, self.size * self.head
         if self.stage.has_head:
             yield self._memory(
                 "loss",

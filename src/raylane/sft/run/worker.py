@@ -102,7 +102,7 @@ class SftWorker:
         """
         torch.manual_seed(config.sft.seed)
         self._open = None
-        config, prepared = self._copies.here(config, prepared)
+        config, prepared = self._copies.on_this_node(config, prepared)
         self.config, self.prepared, self._total_steps = config, prepared, total_steps
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None

@@ -1,7 +1,7 @@
-"""Generator of the configuration reference page, from the schema itself, so that the page is never out of date.
+"""Page docs/reference/sft-config.md, made from the schema, so that the page is never out of date.
 
-`python -m raylane.sft.config.reference > docs/reference/sft-config.md` writes the page; a test compares the file with
-the output.
+`python tests/sft/config_page.py > docs/reference/sft-config.md` writes the page; a test compares the file with the
+output.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from raylane.sft.config.schema import RunConfig
-
-__all__ = ["reference_markdown"]
+from raylane.sft.nemo.keys import RENAMES, RULES
 
 HEAD = """# Configuration of a fine-tuning run
 
-Generated from the code by `python -m raylane.sft.config.reference`; do not edit.
+Generated from the code by `python tests/sft/config_page.py`; do not edit.
 
 A run is one YAML file. `defaults: base.yaml` (or a list of files, relative to this one) merges it over other files.
 Every key can also be set on the command line:
@@ -111,6 +110,17 @@ def _bound(constraint: Any) -> str:
         if isinstance(constraint, kind):
             return f"{sign} {getattr(constraint, attribute)}"
     return "of at least one" if isinstance(constraint, MinLen) else ""
+
+
+def rules_markdown() -> str:
+    """Return the table of rules and renamed keys for the documentation."""
+    lines = ["| key of NeMo-RL | value | treatment |", "|---|---|---|"]
+    lines += [f"| `{old}` | any | the same as `{new}` |" for old, new in RENAMES.items()]
+    for rule in RULES:
+        lines.append(f"| `{rule.key}` | {rule.harmless_text} | left out: {rule.why_left_out} |")
+        if rule.why_refused:
+            lines.append(f"| | other | refused: {rule.why_refused} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
