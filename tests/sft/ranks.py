@@ -107,3 +107,23 @@ class Ranks:
                 process.join(60)
             process.kill()
             process.join(10)
+
+
+class RankGroups:
+    """Groups of ranks by their number, made when they are first used; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Ranks] = {}
+
+    def of(self, world: int) -> Ranks:
+        """Return the group of so many ranks."""
+        if world not in self._groups:
+            self._groups[world] = Ranks(world)
+        return self._groups[world]
+
+    def __enter__(self) -> RankGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for ranks in self._groups.values():
+            ranks.__exit__(kind, error, trace)
