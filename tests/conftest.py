@@ -1,7 +1,7 @@
 """Fixtures for all tests: one Ray cluster per test process, started on first use, and a check for leaks.
 
-Selects the fast tests: those that use neither Ray nor child processes, and are not marked `slow`. A fast test that
-starts a process anyway fails.
+Selects the fast tests: those that use neither Ray nor child processes, train no model, and are not marked `slow`. A
+fast test that starts a process anyway fails.
 
 Orders the tests for several test processes (pytest-xdist with `--dist loadgroup`): first the fast ones, then those on
 Ray, each file in one process, then those that need the machine for themselves.
@@ -33,8 +33,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
-# The marks that keep a test out of the fast ones. `ray` is set here, from the fixtures; the others by the tests.
-NOT_FAST = ("ray", "processes", "slow", "gpu", "matrix", "alone")
+# The marks that keep a test out of the fast ones. `ray` and `trains` are set here, from the fixtures; the others by the
+# tests. Training is half of the work of all tests of one process.
+NOT_FAST = ("ray", "processes", "trains", "slow", "gpu", "matrix", "alone")
+FIXTURE_MARKS = {"ray_session": "ray", "worker": "trains"}
 STAGES = ("fast", "rest", "alone")
 # Folders with the longest tests come first: at the end all test processes have something to do.
 FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport")
@@ -42,10 +44,10 @@ FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport"
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as `ray` and `fast`, sort them by stage, and put the tests of a file and stage in one group."""
+    """Set marks that follow from others, sort by stage, and put the tests of a file and stage in one group."""
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
+        for fixture in FIXTURE_MARKS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURE_MARKS[fixture])
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
         if item.get_closest_marker("xdist_group") is None:

@@ -6,7 +6,6 @@ imported torch and transformers once, so sixteen of them start about as fast as 
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import time
@@ -17,10 +16,12 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from tests.forkservers import CONTEXT, Server
 from torch.distributed import TCPStore
 
 DEADLINE_S = 240.0
 PRELOADED = ["raylane.sft.worker", *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama"))]
+_server = Server(PRELOADED)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
@@ -68,16 +69,11 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        pipes = [context.Pipe() for _ in range(world)]
+        pipes = [CONTEXT.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, world, self._store.port, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
+            _server.start(_serve, rank, world, self._store.port, theirs) for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
-            process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on every rank; return the results, or raise the first failure."""
