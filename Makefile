@@ -6,7 +6,17 @@ STAMP  := $(VENV)/.ready
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup check test test-fast test-all test-pure faults gpu bench figures sft docs clean
+# Test processes, each with a Ray of its own: 8 logical CPUs and 1 GiB of object store. More than two need as many cores.
+RAYS   ?= 2
+PYTEST := $(BIN)/python -m pytest
+SIDE_BY_SIDE := -n $(RAYS) --dist loadgroup --no-loadscope-reorder
+# Without the compiled files of tests and package, each test process, actor and child process compiles them again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# What the native module replaces, and the runs and faults of graphs, which use it.
+PURE   := tests/core tests/graph/test_run.py tests/faults/test_graph_faults.py
+
+.PHONY: setup check test test-fast test-all test-matrix test-pure faults gpu bench figures sft docs clean
 
 setup: $(STAMP)
 
@@ -29,26 +39,30 @@ check: setup
 
 # Everything that is quick enough to wait for.
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu' $(ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not slow and not matrix and not gpu' $(ARGS)
 
 # What needs neither Ray nor child processes, in parallel: after every save.
 test-fast: setup
-	$(BIN)/python -m pytest -m fast -n auto $(ARGS)
+	$(PYTEST) -m fast -n auto --dist loadgroup $(ARGS)
 
-# Everything except what needs a CUDA device; then the graphs again without the native module.
+# Everything except what needs a CUDA device and the full matrix; then the graphs again without the native module.
 test-all: setup
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu' $(ARGS)
 	$(MAKE) test-pure
 
+# All combinations of layouts, packings, families, checkpoints and memory settings: hours of computing.
+test-matrix: setup
+	$(PYTEST) -m matrix $(ARGS)
+
 test-pure: setup
-	RAYLANE_PURE=1 $(BIN)/python -m pytest -m 'not gpu and not slow' tests/core tests/graph
+	RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' $(PURE)
 
 # With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute.
 faults: setup
-	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(BIN)/python -m pytest -m faults $(ARGS)
+	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(PYTEST) $(SIDE_BY_SIDE) -m 'faults and not matrix' $(ARGS)
 
 gpu: setup
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(PYTEST) tests/gpu $(ARGS)
 
 bench: setup
 	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)

@@ -1,20 +1,28 @@
-"""Fixtures for all tests: one Ray cluster per session, started on first use, and a check for leaks.
+"""Fixtures for all tests: one Ray cluster per test process, started on first use, and a check for leaks.
 
-Selects the fast tests: those that use neither Ray nor child processes, and are not marked `slow`. A fast test that
-starts a process anyway fails.
+Selects the fast tests: those that use neither Ray nor child processes, train no model, and are not marked `slow`. A
+fast test that starts a process anyway fails.
+
+Orders the tests for several test processes (pytest-xdist with `--dist loadgroup`): first the fast ones, then those on
+Ray, each file in one process, then those that need the machine for themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import gc
 import multiprocessing.process
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from tests.victims import VICTIMS, Victims
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One test process per core: more threads in each would only compete. torch reads this when it is imported.
@@ -27,18 +35,39 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 
-# The marks that keep a test out of the fast ones. `ray` is set here, from the fixtures; the others by the tests.
-NOT_FAST = ("ray", "processes", "slow", "gpu")
+# The marks that keep a test out of the fast ones. `ray` and `trains` are set here, from the fixtures; the others by the
+# tests. Training is half of the work of all tests of one process.
+NOT_FAST = ("ray", "processes", "trains", "slow", "gpu", "matrix", "alone")
+FIXTURE_MARKS = {"ray_session": "ray", "worker": "trains"}
+STAGES = ("fast", "rest", "alone")
+# Folders with the longest tests come first: at the end all test processes have something to do.
+FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the session's Ray as `ray`, and those that are quick and self-contained as `fast`."""
+    """Set marks that follow from others, sort by stage, and put the tests of a file and stage in one group."""
     for item in items:
-        if "ray_session" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
+        for fixture in FIXTURE_MARKS.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURE_MARKS[fixture])
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=stage_and_folder)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Return the group of a test, which one test process runs as a whole: the tests of a file and stage."""
+    stage, _ = stage_and_folder(item)
+    return "alone" if STAGES[stage] == "alone" else f"{STAGES[stage]}:{item.path.stem}"
+
+
+def stage_and_folder(item: pytest.Item) -> tuple[int, int]:
+    """Return the key by which tests are sorted; the order within a folder stays."""
+    stage = "alone" if item.get_closest_marker("alone") else "fast" if item.get_closest_marker("fast") else "rest"
+    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    return STAGES.index(stage), FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)
 
 
 def pytest_collection_finish() -> None:
@@ -51,11 +80,35 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which does not count the wait for the turn
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Make a fast test fail where it, or one of its fixtures, starts Ray or a child process."""
-    if item.get_closest_marker("fast") is None:
+    """Wait until the test may run beside those of the other test processes; guard the fast ones."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(item.config, "workerinput"):
+            shared = Path(item.config.option.basetemp).parent
+            stack.enter_context(turn(shared, alone=item.get_closest_marker("alone") is not None))
+        if item.get_closest_marker("fast"):
+            stack.enter_context(processes_refused(item))
         return (yield)
+
+
+@contextlib.contextmanager
+def turn(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Let tests of all test processes run side by side, but a test that is `alone` only while no other runs."""
+    with open(folder / "gate.lock", "w") as gate, open(folder / "room.lock", "w") as room:
+        # A test that waits to be alone holds the gate, so that no further test starts before it.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # for forked children too, which have the file open
+
+
+@contextlib.contextmanager
+def processes_refused(item: pytest.Item) -> Iterator[None]:
+    """Make a fast test fail where it, or one of its fixtures, starts Ray or a child process."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         pytest.fail(
@@ -69,7 +122,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         patch.setattr(os, "fork", refuse)
         if "ray" in sys.modules:
             patch.setattr("ray.init", refuse)
-        return (yield)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -82,14 +135,25 @@ def ray_session() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(scope="module")
+def victims(ray_session: None) -> Iterator[Victims]:
+    """Provide actors that a test may kill. Those that are not taken end with the module."""
+    yield VICTIMS
+    VICTIMS.end()
+
+
 @pytest.fixture
 def cluster(ray_session: None) -> Iterator[None]:
     """Provide the session's Ray; fail if the test leaves an actor, thread, descriptor, segment or published value."""
     from raylane.testing.leaks import leaks, snapshot
 
     before = snapshot()
+    # An actor that waits here and that the test takes must be gone afterwards too.
+    waiting = VICTIMS.waiting_ids()
+    actors = frozenset(name for name in before.actors if name.rpartition(" ")[2] not in waiting)
+    before = dataclasses.replace(before, actors=actors)
     yield
-    left = leaks(before, within_s=20)
+    left = leaks(before, within_s=20, spare_actors=VICTIMS.waiting_ids())
     assert not left, f"left behind: {left}"
 
 

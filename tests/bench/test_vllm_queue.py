@@ -81,6 +81,7 @@ def test_why_unavailable_names_the_cause(folder: Path, wheel: Path, monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.alone  # looks at all names in /dev/shm
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"needs vLLM: {why_unavailable()}")
 def test_queues_of_vllm_carry_calls_and_leave_nothing(cluster: None, eventually: Callable[..., None]) -> None:
     before = set(os.listdir("/dev/shm"))

@@ -11,25 +11,23 @@ child.result()                return value of `work`; an exception in the child 
 
 from __future__ import annotations
 
-import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from tests.forkservers import CONTEXT, Server
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["raylane.graph.channels.ring", "numpy"])
+_server = Server(["raylane.graph.channels.ring", "numpy"])
 
 
 class Child:
     """A process that runs one function, whose first argument is the child's end of the pipe."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_run, args=(theirs, function, args), daemon=True)
-        self.process.start()
+        self._pipe, theirs = CONTEXT.Pipe()
+        self.process = _server.start(_run, theirs, function, args)
         theirs.close()
         assert self.process.pid is not None
         self.pid = self.process.pid

@@ -180,7 +180,11 @@ def test_pickler_returns_small_values_and_keeps_no_memo(kind: Any) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("found", [bytes(2000), "__main__", bytes(200_000), pickle.PickleBuffer(b"x")], ids=str)
+@pytest.mark.parametrize(
+    "found",
+    [bytes(2000), "__main__", bytes(200_000), pickle.PickleBuffer(b"x")],
+    ids=["bytes", "main", "large-bytes", "buffer"],
+)
 def test_pickler_leaves_the_parts_of_other_values(kind: Any, found: Any) -> None:
     small, output, buffers = pickler(kind)
     assert small.encode(found) is None

@@ -18,6 +18,7 @@ import pytest
 import ray
 from tests.faults.drivers import start_driver
 from tests.graph.graph_actors import AsyncWorker, Speechless, Worker
+from tests.victims import Victims
 
 import raylane
 from raylane.core.watcher import watcher
@@ -46,7 +47,7 @@ def pool(ray_session: None) -> Iterator[list[Any]]:
 
 
 @pytest.fixture
-def workers(pool: list[Any]) -> list[Any]:
+def workers(pool: list[Any], victims: Victims) -> list[Any]:
     """Return three actors with the attributes of new ones. The test may kill them or keep them busy.
 
     An actor that does not answer any more is replaced; a new one costs seconds.
@@ -56,7 +57,7 @@ def workers(pool: list[Any]) -> list[Any]:
             ray.get(worker.__ray_call__.remote(lambda self: self.__init__()), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             ray.kill(worker)
-            pool[index] = ray.remote(num_cpus=0.1)(Worker).remote()
+            pool[index] = victims.take(Worker, num_cpus=0.1)
     ray.get([worker.__ray_ready__.remote() for worker in pool])
     return list(pool)
 

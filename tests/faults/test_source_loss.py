@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.victims import VICTIMS
 
 import raylane
 from raylane.core import vm
@@ -32,7 +33,7 @@ from raylane.transport.link.link import Link
 from raylane.transport.read.reader import collect
 from raylane.transport.read.redeem import redeem
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("victims", "cluster")]
 N = 4_000_000  # 16 MB
 
 
@@ -73,8 +74,7 @@ class User:
         self.refs = []
 
 
-def actor(cls: type, **options: Any) -> Any:
-    return ray.remote(num_cpus=0, **options)(cls).remote()
+actor = VICTIMS.take
 
 
 def kill(pid: int) -> None:

@@ -145,6 +145,7 @@ OPTIONAL = ("transformers", "safetensors", "tokenizers", "yaml", "tensorboard", 
 
 
 @pytest.mark.processes
+@pytest.mark.alone
 def test_import_needs_no_optional_package_and_is_quick() -> None:
     """`import raylane` after `import ray`: under 150 ms, the limit that the project has set itself, and lazily.
 

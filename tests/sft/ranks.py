@@ -6,7 +6,6 @@ imported torch and transformers once, so sixteen of them start about as fast as 
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import time
@@ -17,10 +16,12 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from tests.forkservers import CONTEXT, Server
 from torch.distributed import TCPStore
 
 DEADLINE_S = 240.0
 PRELOADED = ["raylane.sft.run.worker", *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3", "llama"))]
+_server = Server(PRELOADED)
 
 
 def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
@@ -68,16 +69,11 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        pipes = [context.Pipe() for _ in range(world)]
+        pipes = [CONTEXT.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, world, self._store.port, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
+            _server.start(_serve, rank, world, self._store.port, theirs) for rank, (_, theirs) in enumerate(pipes)
         ]
-        for process in self._processes:
-            process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on every rank; return the results, or raise the first failure."""
@@ -107,3 +103,23 @@ class Ranks:
                 process.join(60)
             process.kill()
             process.join(10)
+
+
+class RankGroups:
+    """Groups of ranks by their number, made when they are first used; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Ranks] = {}
+
+    def of(self, world: int) -> Ranks:
+        """Return the group of so many ranks."""
+        if world not in self._groups:
+            self._groups[world] = Ranks(world)
+        return self._groups[world]
+
+    def __enter__(self) -> RankGroups:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for ranks in self._groups.values():
+            ranks.__exit__(kind, error, trace)

@@ -10,7 +10,7 @@ import pytest
 
 from sft import measuring
 from sft.measuring import D
-from sft.ranks import Ranks
+from sft.ranks import RankGroups, Ranks
 
 pytestmark = pytest.mark.processes
 
@@ -53,34 +53,21 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "pp2-gpipe": (2, 4, {**PP, D + "pipeline_schedule": "gpipe"}),
     "pp2-full": (2, 4, {**PP, **FULL}),
 }
-QUICK = ("fsdp2-2", "bf16-each")
-
-
-class Groups:
-    """Groups of one and two processes, made when they are first used."""
-
-    def __init__(self) -> None:
-        self.made: dict[int, Ranks] = {}
-
-    def of(self, world: int) -> Ranks:
-        """Return the group of so many processes."""
-        if world not in self.made:
-            self.made[world] = Ranks(world)
-        return self.made[world]
+EACH_CHANGE = ("fsdp2-2", "bf16-each")
+"""Cases of `make test-all`: the two ways of keeping weights. The others are for `make test-matrix`."""
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[Groups]:
-    groups = Groups()
-    yield groups
-    for ranks in groups.made.values():
-        ranks.__exit__(None, None, None)
+def groups() -> Iterator[RankGroups]:
+    with RankGroups() as groups:
+        yield groups
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in EACH_CHANGE else pytest.mark.matrix) for name in CASES],
 )
-def test_estimate_is_within_a_tenth_of_measured(folder: Path, groups: Groups, name: str) -> None:
+def test_estimate_is_within_a_tenth_of_measured(folder: Path, groups: RankGroups, name: str) -> None:
     world, rounds, changes = CASES[name]
     config = measuring.configuration(folder, world, rounds, changes)
     wanted = measuring.planned(config)

@@ -1,13 +1,13 @@
 """Every parallel layout computes what one process computes: losses, gradients, and weights after training.
 
 The reference is `reference_loop`, which shares no code with raylane. Data: 24 conversations that pack into exactly 8
-rows, and every step uses all of them.
+rows, and every step uses all of them. `make test-all` runs a covering set of layouts, families and checkpoints, and
+`make test-matrix` all combinations.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,50 +25,25 @@ from raylane.sft.run.generation import generate
 from raylane.sft.run.policy import Policy
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
-from sft.ranks import Ranks
+from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK
+from sft.ranks import RankGroups, Ranks
 
 pytestmark = pytest.mark.processes
 
 CONVERSATIONS, PACKED_ROWS, ROW_TOKENS, STEPS, EPS = 24, 8, 128, 3, 1e-4
 
-TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
-REPLICAS = "dp_replicate_size"
-FSDP = {"shard_parameters": "always"}
-SP = {"sequence_parallel": True}
+FAMILIES = ("llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text")
+FAMILY_LAYOUTS = ("tp2-pp2", "tp2-cp2")
+RING = ("tp2-pp2", "hsdp2x2", "tp2-cp2", "dp2-pp2", "dp2-cp2")
+"""Layouts of four workers, each of which resumes what the one before saved."""
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "fsdp2": (2, FSDP),
-    "tp2": (2, {TP: 2}),
-    "tp2-sp": (2, {TP: 2, **SP}),
-    "cp2": (2, {CP: 2}),
-    "pp2": (2, {PP: 2}),
-    "pp2-gpipe": (2, {PP: 2, "pipeline_schedule": "gpipe"}),
-    "pp2-interleaved": (2, {PP: 2, "pipeline_schedule": "interleaved_1f1b"}),
-    "pp2-zero-bubble": (2, {PP: 2, "pipeline_schedule": "interleaved_zero_bubble"}),
-    "dp4": (4, {}),
-    "fsdp4": (4, FSDP),
-    "hsdp2x2": (4, {REPLICAS: 2, **FSDP}),
-    "cp4": (4, {CP: 4}),
-    "dp2-tp2": (4, {TP: 2, **SP}),
-    "dp2-cp2": (4, {CP: 2}),
-    "dp2-pp2": (4, {PP: 2}),
-    "tp2-cp2": (4, {TP: 2, CP: 2, **SP}),
-    "tp2-pp2": (4, {TP: 2, PP: 2, **SP}),
-    "cp2-pp2": (4, {CP: 2, PP: 2}),
-    "pp2-dp2-cp2-tp2": (16, {PP: 2, CP: 2, TP: 2, **SP}),
-}
-EDGES = {"pipeline_edges": "raylane"}
-OVER_EDGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "pp2": (2, {PP: 2, **EDGES}),
-    "pp2-gpipe": (2, {PP: 2, "pipeline_schedule": "gpipe", **EDGES}),
-    "pp2-interleaved": (2, {PP: 2, "pipeline_schedule": "interleaved_1f1b", **EDGES}),
-    "dp2-pp2": (4, {PP: 2, **EDGES}),
-    "tp2-pp2": (4, {TP: 2, PP: 2, **SP, **EDGES}),
-    "pp4": (4, {PP: 4, **EDGES}),
-}
-QUICK = ("tp2-pp2", "dp2-cp2", "hsdp2x2")
-"""Layouts of four workers that together use every axis; `make test` runs these."""
+
+def cases_with_marks() -> Iterator[Any]:
+    """Yield the matrix of layouts: three cases without a mark, the covering set as `slow`, the rest as `matrix`."""
+    for case in MATRIX:
+        layout, packing = case
+        mark = [] if case in QUICK else [pytest.mark.slow] if case in COVERING else [pytest.mark.matrix]
+        yield pytest.param(layout, packing, marks=mark, id=f"{layout}-{'packed' if packing else 'unpacked'}")
 
 
 def write_data(folder: Path) -> None:
@@ -89,7 +64,7 @@ def changes_of(world: int, layout: Mapping[str, Any], packing: bool, model_type:
         "policy.max_total_sequence_length": ROW_TOKENS,
         "policy.sequence_packing.enabled": packing,
         "policy.train_global_batch_size": PACKED_ROWS if packing else CONVERSATIONS,
-        "policy.train_micro_batch_size": 1,
+        "policy.train_micro_batch_size": 1 if packing else 3,
         "policy.hf_config_overrides.num_hidden_layers": 4,
         "policy.hf_config_overrides.model_type": model_type,
         # AdamW divides each gradient by its own size. With a small eps the rounding errors of gradients near zero would
@@ -103,7 +78,9 @@ def changes_of(world: int, layout: Mapping[str, Any], packing: bool, model_type:
 class Reference:
     """Loss, gradients and weights of the independent loop."""
 
-    def __init__(self, folder: Path, model_type: str = "qwen3", changes: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, model_type: str = "qwen3", changes: Mapping[str, Any] | None = None, steps: int = STEPS
+    ) -> None:
         own = {**changes_of(1, {}, packing=True, model_type=model_type), **(changes or {})}
         config = tiny_run.config_of(folder, own)
         prepared = prepare(config)
@@ -114,7 +91,7 @@ class Reference:
         self.loss = reference_loop.backward(model, data)
         self.gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         model.zero_grad()
-        self.losses = reference_loop.train(model, data, STEPS, config.policy.optimizer.kwargs.lr, EPS, max_norm=1.0)
+        self.losses = reference_loop.train(model, data, steps, config.policy.optimizer.kwargs.lr, EPS, max_norm=1.0)
         self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -131,15 +108,19 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+def groups() -> Iterator[RankGroups]:
+    with RankGroups() as groups:
+        yield groups
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+@pytest.fixture
+def two(groups: RankGroups) -> Ranks:
+    return groups.of(2)
+
+
+@pytest.fixture
+def four(groups: RankGroups) -> Ranks:
+    return groups.of(4)
 
 
 def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
@@ -172,45 +153,28 @@ def assert_equal(found: list[dict[str, Any]], wanted: Reference) -> None:
             assert difference < 1e-5, (kind, name, difference, float(value.abs().max()))
 
 
-@pytest.mark.parametrize("layout", QUICK)
-def test_layouts_equal_one_process(four: Ranks, folder: Path, reference: Reference, layout: str) -> None:
-    world, changes = LAYOUTS[layout]
-    assert_equal(four.run(computed, folder, changes_of(world, changes, packing=True)), reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world == 2])
-def test_two_workers_equal_one_process(
-    two: Ranks, folder: Path, reference: Reference, layout: str, packing: bool
+@pytest.mark.parametrize(("layout", "packing"), list(cases_with_marks()))
+def test_layouts_equal_one_process(
+    groups: RankGroups, folder: Path, reference: Reference, layout: str, packing: bool
 ) -> None:
-    assert_equal(two.run(computed, folder, changes_of(2, LAYOUTS[layout][1], packing)), reference)
+    world, settings = LAYOUTS[layout]
+    assert_equal(groups.of(world).run(computed, folder, changes_of(world, settings, packing)), reference)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "unpacked"])
-@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world == 4])
-def test_four_workers_equal_one_process(
-    four: Ranks, folder: Path, reference: Reference, layout: str, packing: bool
-) -> None:
-    assert_equal(four.run(computed, folder, changes_of(4, LAYOUTS[layout][1], packing)), reference)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text"])
-def test_every_family_equals_one_process(four: Ranks, folder: Path, model_type: str) -> None:
-    wanted = Reference(folder, model_type)
-    for layout in ("tp2-pp2", "tp2-cp2"):
-        changes = changes_of(4, LAYOUTS[layout][1], packing=True, model_type=model_type)
-        assert_equal(four.run(computed, folder, changes), wanted)
-
-
-@pytest.mark.slow
-def test_sixteen_workers_equal_one_process(folder: Path, reference: Reference) -> None:
-    world, layout = LAYOUTS["pp2-dp2-cp2-tp2"]
-    with Ranks(world) as ranks:
-        for packing in (True, False) if os.environ.get("FULL") else (True,):
-            assert_equal(ranks.run(computed, folder, changes_of(world, layout, packing)), reference)
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        # Each family once in the covering set, by turns.
+        pytest.param(
+            family, layout, marks=pytest.mark.slow if number % 2 == FAMILY_LAYOUTS.index(layout) else pytest.mark.matrix
+        )
+        for number, family in enumerate(FAMILIES)
+        for layout in FAMILY_LAYOUTS
+    ],
+)
+def test_every_family_equals_one_process(four: Ranks, folder: Path, model_type: str, layout: str) -> None:
+    changes = changes_of(4, LAYOUTS[layout][1], packing=True, model_type=model_type)
+    assert_equal(four.run(computed, folder, changes), Reference(folder, model_type))
 
 
 def answers(worker: Any, folder: Path, changes: dict[str, Any], prompts: list[list[int]]) -> list[Any]:
@@ -315,37 +279,38 @@ def test_loss_functions_get_tensors_as_they_were_sent(two: Ranks, folder: Path, 
     assert set(two.run(dtype_of_weights, folder, changes)) - {""} == {"torch.float32"}
 
 
-def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> float:
-    """Train two steps, save, and return the loss of the step after. Runs on every rank."""
+def trained_and_saved(worker: Any, folder: Path, changes: dict[str, Any], state: str, start: str | None) -> float:
+    """Load a state if there is one, train a step, save, and return its loss. Runs on every rank."""
     config = tiny_run.config_of(folder, changes)
-    worker.setup(config, prepare(config), STEPS)
-    for number in range(2):
-        worker.train_step(number)
-    worker.save_state(state, 2)
-    return float(worker.train_step(2)["loss"])
-
-
-def resumed(worker: Any, folder: Path, changes: dict[str, Any], state: str) -> list[float]:
-    """Load a state and return the losses of the next two steps. Runs on every rank."""
-    config = tiny_run.config_of(folder, changes)
-    worker.setup(config, prepare(config), STEPS)
-    start = worker.load_state(state)
-    return [worker.train_step(number)["loss"] for number in range(start, start + 2)]
+    worker.setup(config, prepare(config), len(RING) + 1)
+    number = 0 if start is None else worker.load_state(start)
+    loss = float(worker.train_step(number)["loss"])
+    worker.save_state(state, number + 1)
+    return loss
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["tp2-pp2", "hsdp2x2", "dp2-cp2"])
-def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
+def test_checkpoints_load_around_a_ring_of_layouts(four: Ranks, folder: Path, tmp_path: Path) -> None:
     """Weights and the optimizer's averages come over, or the second loss would differ."""
-    state = str(tmp_path / "state")
-    losses = four.run(trained_and_saved, folder, changes_of(4, LAYOUTS[source][1], packing=True), state)
-    found = {}
-    for layout in ("dp4", "tp2-cp2", "dp2-pp2", "tp2-pp2", "hsdp2x2"):
-        changes = changes_of(4, LAYOUTS[layout][1], packing=True)
-        found[layout] = four.run(resumed, folder, changes, state)[0]
-    for layout, (first, second) in found.items():
-        assert abs(first - losses[0]) < 1e-5, layout
-        assert abs(second - found["dp4"][1]) < 1e-5, layout
+    losses, start = [], None
+    for number, layout in enumerate([*RING, RING[0]]):
+        changes, state = changes_of(4, LAYOUTS[layout][1], packing=True), str(tmp_path / f"state-{number}")
+        losses.append(four.run(trained_and_saved, folder, changes, state, start)[0])
+        start = state
+    expected = Reference(folder, steps=len(RING) + 1).losses
+    assert losses == pytest.approx(expected, abs=1e-5, rel=0)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("source", RING)
+def test_checkpoints_load_on_every_other_layout(four: Ranks, folder: Path, tmp_path: Path, source: str) -> None:
+    expected = Reference(folder, steps=2).losses
+    first = str(tmp_path / "state")
+    loss = four.run(trained_and_saved, folder, changes_of(4, LAYOUTS[source][1], packing=True), first, None)[0]
+    for layout in ("dp4", *RING):
+        changes, state = changes_of(4, LAYOUTS[layout][1], packing=True), str(tmp_path / layout)
+        losses = [loss, four.run(trained_and_saved, folder, changes, state, first)[0]]
+        assert losses == pytest.approx(expected, abs=1e-5, rel=0), layout
 
 
 def losses_by_driver(folder: Path, layout: tuple[int, dict[str, Any]], packing: bool, mode: str) -> list[float]:
@@ -363,30 +328,36 @@ def losses_by_driver(folder: Path, layout: tuple[int, dict[str, Any]], packing: 
         return losses + [policy.train_step(number)["loss"] for number in range(1, STEPS)]
 
 
-# `make test-all` runs one layout on Ray, and with FULL=1 all layouts of two and four workers.
-ON_RAY = [
-    (name, packing)
-    for name, (world, _) in LAYOUTS.items()
-    for packing in (True, False)
-    if (world <= 4 if os.environ.get("FULL") else name == "tp2-pp2" and packing)
-]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "required"])
-@pytest.mark.parametrize(("layout", "packing"), ON_RAY)
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case == ("tp2-pp2", True) else pytest.mark.matrix)
+        for case in MATRIX
+        if LAYOUTS[case[0]][0] <= 4
+    ],
+)
 def test_workers_of_ray_equal_one_process(
     cluster: None, folder: Path, reference: Reference, layout: str, packing: bool, mode: str
 ) -> None:
-    found = losses_by_driver(folder, LAYOUTS[layout], packing, mode)
-    assert max(abs(a - b) for a, b in zip(found, reference.losses, strict=True)) < 1e-5
+    losses = losses_by_driver(folder, LAYOUTS[layout], packing, mode)
+    assert losses == pytest.approx(reference.losses, abs=1e-5, rel=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packing", [True, False] if os.environ.get("FULL") else [True])
-@pytest.mark.parametrize("layout", OVER_EDGES if os.environ.get("FULL") else ["pp2-interleaved", "tp2-pp2"])
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [
+        pytest.param(
+            name,
+            packing,
+            marks=pytest.mark.slow if packing and name in ("pp2-interleaved", "tp2-pp2") else pytest.mark.matrix,
+        )
+        for name in OVER_EDGES
+        for packing in (True, False)
+    ],
+)
 def test_pipelines_over_edges_equal_one_process(
     cluster: None, folder: Path, reference: Reference, layout: str, packing: bool
 ) -> None:
-    found = losses_by_driver(folder, OVER_EDGES[layout], packing, "required")
-    assert max(abs(a - b) for a, b in zip(found, reference.losses, strict=True)) < 1e-5
+    losses = losses_by_driver(folder, OVER_EDGES[layout], packing, "required")
+    assert losses == pytest.approx(reference.losses, abs=1e-5, rel=0)

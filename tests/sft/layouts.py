@@ -1,0 +1,106 @@
+"""Layouts of parallel training that tests compare with one process, and the choice of those that every change runs.
+
+The full matrix is every layout with and without packing. Continuous integration runs a covering set: each axis, each
+pair of axes, each axis with and without packing, and each pipeline schedule stand in at least one case of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import combinations
+from typing import Any
+
+TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
+REPLICAS, SCHEDULE = "dp_replicate_size", "pipeline_schedule"
+FSDP = {"shard_parameters": "always"}
+SP = {"sequence_parallel": True}
+EDGES = {"pipeline_edges": "raylane"}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    # Number of workers, settings
+    "dp2": (2, {}),
+    "fsdp2": (2, FSDP),
+    "tp2": (2, {TP: 2}),
+    "tp2-sp": (2, {TP: 2, **SP}),
+    "cp2": (2, {CP: 2}),
+    "pp2": (2, {PP: 2}),
+    "pp2-gpipe": (2, {PP: 2, SCHEDULE: "gpipe"}),
+    "pp2-interleaved": (2, {PP: 2, SCHEDULE: "interleaved_1f1b"}),
+    "pp2-zero-bubble": (2, {PP: 2, SCHEDULE: "interleaved_zero_bubble"}),
+    "dp4": (4, {}),
+    "fsdp4": (4, FSDP),
+    "hsdp2x2": (4, {REPLICAS: 2, **FSDP}),
+    "cp4": (4, {CP: 4}),
+    "dp2-tp2": (4, {TP: 2, **SP}),
+    "dp2-cp2": (4, {CP: 2}),
+    "dp2-pp2": (4, {PP: 2}),
+    "tp2-cp2": (4, {TP: 2, CP: 2, **SP}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, **SP}),
+    "cp2-pp2": (4, {CP: 2, PP: 2}),
+    "pp2-dp2-cp2-tp2": (16, {PP: 2, CP: 2, TP: 2, **SP}),
+}
+OVER_EDGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {PP: 2, **EDGES}),
+    "pp2-gpipe": (2, {PP: 2, SCHEDULE: "gpipe", **EDGES}),
+    "pp2-interleaved": (2, {PP: 2, SCHEDULE: "interleaved_1f1b", **EDGES}),
+    "dp2-pp2": (4, {PP: 2, **EDGES}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, **SP, **EDGES}),
+    "pp4": (4, {PP: 4, **EDGES}),
+}
+
+Case = tuple[str, bool]
+"""Name of a layout, and True if conversations are packed into rows."""
+
+MATRIX: list[Case] = [(name, packing) for name in LAYOUTS for packing in (True, False)]
+QUICK: list[Case] = [("tp2-pp2", True), ("dp2-cp2", True), ("hsdp2x2", True)]
+"""Cases of four workers that together use every axis; `make test` runs these."""
+
+
+def axes_of(layout: str) -> set[str]:
+    """Return the ways in which a layout divides the work."""
+    world, settings = LAYOUTS[layout]
+    sizes = {"tp": settings.get(TP, 1), "cp": settings.get(CP, 1), "pp": settings.get(PP, 1)}
+    axes = {axis for axis, size in sizes.items() if size > 1}
+    if world > sizes["tp"] * sizes["cp"] * sizes["pp"]:
+        axes.add("dp")
+    if "shard_parameters" in settings:
+        axes.add("fsdp")
+    if REPLICAS in settings:
+        axes.add("replicas")
+    if settings.get("sequence_parallel"):
+        axes.add("sp")
+    return axes
+
+
+def features_of(case: Case) -> Iterator[tuple[str, ...]]:
+    """Yield what a case covers: axes, pairs of axes, axes with its packing, and its pipeline schedule."""
+    layout, packing = case
+    axes = sorted(axes_of(layout))
+    for axis in axes:
+        yield (axis,)
+        yield axis, "packed" if packing else "unpacked"
+    yield from combinations(axes, 2)
+    if "pp" in axes:
+        yield "schedule", LAYOUTS[layout][1].get(SCHEDULE, "1f1b")
+    if "tp" in axes and "sp" not in axes:
+        yield ("tp without sp",)
+
+
+def features(cases: Iterable[Case]) -> set[tuple[str, ...]]:
+    """Return everything that these cases cover together."""
+    return {feature for case in cases for feature in features_of(case)}
+
+
+def covering_set(cases: list[Case], first: list[Case]) -> list[Case]:
+    """Return `first` and, again and again, the case with most features that are still missing."""
+    chosen = list(first)
+    while missing := features(cases) - features(chosen):
+        useful = [case for case in cases if missing.intersection(features_of(case))]
+        # Sixteen workers take minutes on two cores: only for what nothing else covers.
+        chosen.append(
+            max(useful, key=lambda case: (LAYOUTS[case[0]][0] <= 4, len(missing.intersection(features_of(case)))))
+        )
+    return chosen
+
+
+COVERING = covering_set(MATRIX, QUICK)
