@@ -15,6 +15,7 @@ import fcntl
 import gc
 import multiprocessing.process
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -31,6 +32,8 @@ os.environ.setdefault(
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
 )  # Ray's default setting prints a warning at every start
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A shell that starts the tests in the background makes them, and all their children, ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray starts workers at niceness 15: beside three computing processes, an actor took 100 s to start instead of 3.
 os.environ.setdefault("RAY_worker_niceness", "0")
 

@@ -9,7 +9,7 @@ from raylane.core.deadline import Deadline
 from raylane.transport.backends.base import Capability, Process
 from raylane.transport.backends.channels import Channel, ChannelBackend
 from raylane.transport.backends.pieces import Piece, receive_host_pieces, send_host_pieces
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 
 class PassingChannel(Channel):

@@ -20,7 +20,7 @@ from tests.transport.servers import SECRET, Server, entry_of
 
 from raylane.core.deadline import Deadline
 from raylane.transport.link import wire
-from raylane.transport.link.link import Link
+from raylane.transport.link.connection import Link
 
 NBYTES = 1 << 16
 

@@ -16,7 +16,7 @@ from tests.transport.servers import SECRET, read_value
 
 from raylane.core import place
 from raylane.core.deadline import Deadline
-from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value.source import Source
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]

@@ -29,7 +29,7 @@ from raylane.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from raylane.transport.link.link import Link
+from raylane.transport.link.connection import Link
 from raylane.transport.read.reader import collect
 from raylane.transport.read.redeem import redeem
 

@@ -533,3 +533,18 @@ def test_chunked_cross_entropy_equals_torchs():
         torch.testing.assert_close(loss, wanted)
         torch.testing.assert_close(gradient, wanted_gradient)
     assert CrossEntropy(4).from_hidden(hidden, torch.full_like(labels, -100), summed, rows[:0]).item() == 0.0
+
+
+class Getter:
+    """Asks for an attribute of a class, as CPython before 3.11.4 asks for members of enumerations."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+def test_metadata_gets_members_of_enumerations_only(worker, folder, tmp_path):
+    start(worker, folder)
+    worker.save_state(str(tmp_path / "state"), 0)
+    (tmp_path / "state/.metadata").write_bytes(pickle.dumps(Getter()))
+    with pytest.raises(CheckpointError, match="asks for 'numel' of"):
+        worker.load_state(str(tmp_path / "state"))

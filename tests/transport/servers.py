@@ -10,7 +10,7 @@ from raylane.core import place
 from raylane.core.deadline import Deadline
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import listener, wire
-from raylane.transport.link.link import Address, Link
+from raylane.transport.link.connection import Address, Link
 from raylane.transport.link.listener import Listener
 from raylane.transport.value import codec
 from raylane.transport.value.guards import footprint

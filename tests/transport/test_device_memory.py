@@ -25,7 +25,7 @@ from raylane.transport.backends.pieces import OwnedMemory, Piece, pieces_of_targ
 from raylane.transport.backends.registry import backends
 from raylane.transport.hold.device_memory import DeviceGroup, groups_of, new_blocks, separated, whole
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 from raylane.transport.read.choose import choose
 from raylane.transport.value.codec import build_leaves, plan_layout
 from raylane.transport.value.layout import TENSOR, LeafSpec, local_device

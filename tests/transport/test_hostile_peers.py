@@ -28,7 +28,7 @@ from raylane.core.spans import Span
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError, TransportError
 from raylane.transport.hold.store import Entry
 from raylane.transport.link import wire
-from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value.layout import Layout
 from raylane.transport.value.source import Source
 

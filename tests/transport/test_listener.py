@@ -23,7 +23,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, SourceLostError, TransferTimeoutError
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.link import listener, wire
-from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value.source import Source
 
 

@@ -29,7 +29,7 @@ from raylane.transport.backends.tcp import backend as tcp
 from raylane.transport.backends.tcp import relay
 from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.store import Entry, Store
-from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.value import codec
 from raylane.transport.value.guards import footprint
 from raylane.transport.value.parts import Part

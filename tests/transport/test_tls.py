@@ -34,7 +34,7 @@ from raylane.graph.worker import process_groups
 from raylane.transport.backends.registry import backends
 from raylane.transport.hold.store import Entry
 from raylane.transport.link import listener, tls, wire
-from raylane.transport.link.link import Link, LinkPool
+from raylane.transport.link.connection import Link, LinkPool
 from raylane.transport.read.choose import choose
 from raylane.transport.value.layout import Layout
 from raylane.transport.value.source import Source

@@ -10,8 +10,8 @@ from ray.experimental import TensorTransportManager
 from raylane import _ray
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import AUTO
-from raylane.transport.backends.managed import registered
-from raylane.transport.backends.managed.backend import ManagedBackend
+from raylane.transport.backends.ray_managers import registered
+from raylane.transport.backends.ray_managers.backend import ManagedBackend
 from raylane.transport.backends.registry import backends
 
 __all__ = ["register_transport"]

@@ -38,7 +38,7 @@ from raylane.graph.channels.ring import RingWriter
 from raylane.graph.lifecycle import LINK_TRANSITIONS, Lifecycle, LinkEvent, LinkState
 from raylane.graph.values.message import Message
 from raylane.transport.link import wire
-from raylane.transport.link.link import Address, Link
+from raylane.transport.link.connection import Address, Link
 from raylane.transport.link.tls import TlsSocket
 
 log = logging.getLogger("raylane.graph")

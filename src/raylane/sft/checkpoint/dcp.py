@@ -7,6 +7,7 @@ torch's `weights_only` reader. Called by `state.load_state`, on all workers.
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pathlib
@@ -42,12 +43,21 @@ _METADATA_CLASSES = {
 _PATHS = ("PosixPath", "PurePosixPath")  # in module `pathlib`; in Python 3.13 pickled as `pathlib._local`
 
 
+def _enum_member(kind: Any, name: str) -> Any:
+    """Return a member of an enumeration of the metadata: CPython before 3.11.4 pickles it as `getattr(class, name)`."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)) or name not in kind.__members__:
+        raise CheckpointError(f"it asks for {name!r} of {kind!r}. It was not run; use another checkpoint")
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler that refuses every name not needed by DCP's metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_CLASSES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return getattr(pathlib, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -8,7 +8,7 @@ from typing import Any
 from raylane.errors import ProtocolError, TensorFreedError
 from raylane.transport.backends.base import FetchResult
 from raylane.transport.link import wire
-from raylane.transport.link.link import Link
+from raylane.transport.link.connection import Link
 from raylane.transport.value.source import Source
 from raylane.transport.value.ticket import Ticket, freed_error, moved_error
 

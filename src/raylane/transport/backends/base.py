@@ -20,7 +20,7 @@ from raylane.core.segment import BufferPool
 from raylane.errors import TransportUnavailableError
 from raylane.transport.hold.blocks import copy_parts
 from raylane.transport.hold.store import Store
-from raylane.transport.link.link import Address, Link, LinkPool, LinkT, TakeStream
+from raylane.transport.link.connection import Address, Link, LinkPool, LinkT, TakeStream
 from raylane.transport.link.tls import cleartext_refusal
 from raylane.transport.value.parts import Part
 from raylane.transport.value.source import Source

@@ -42,7 +42,7 @@ from raylane.transport.backends.base import Backend, ChannelError, FetchResult, 
 from raylane.transport.backends.pieces import Piece, pieces_of_entry, pieces_of_target
 from raylane.transport.hold.blocks import allocate
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection, Link, LinkPool
+from raylane.transport.link.connection import Connection, Link, LinkPool
 from raylane.transport.link.tls import cleartext_refusal
 from raylane.transport.value.ticket import Ticket, timeout_error
 

@@ -19,7 +19,7 @@ from raylane.transport.backends.base import Capability, Process
 from raylane.transport.backends.channels import Channel, ChannelBackend
 from raylane.transport.backends.pieces import Piece
 from raylane.transport.backends.torch_group import Rendezvous, time_limit
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 
 class GlooBackend(ChannelBackend):

@@ -23,7 +23,7 @@ from raylane.transport.backends.channels import Channel, ChannelBackend
 from raylane.transport.backends.pieces import Piece, receive_host_pieces, send_host_pieces
 from raylane.transport.backends.torch_group import Rendezvous, time_limit
 from raylane.transport.hold.device_memory import publishing_device
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 
 class NcclBackend(ChannelBackend):

@@ -19,7 +19,7 @@ from raylane.core import vm
 from raylane.core.segment import BufferPool, address_of, bytes_at, mapping_of, small_blocks
 from raylane.core.spans import Span
 from raylane.transport.hold.store import Entry
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 __all__ = ["OwnedMemory", "Piece", "pieces_of_entry", "pieces_of_target", "receive_host_pieces", "send_host_pieces"]
 

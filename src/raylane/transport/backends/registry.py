@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 from raylane.errors import TransportUnavailableError
 from raylane.transport.backends.base import AUTO, Backend, Process, ProcessPart
-from raylane.transport.backends.managed import registered
+from raylane.transport.backends.ray_managers import registered
 
 BUILT_IN = (
     "local:LocalBackend",
@@ -25,7 +25,7 @@ BUILT_IN = (
     "nixl.backend:NixlBackend",
 )
 """Module in this folder and class of each built-in transport. Loaded on first use: some import torch."""
-MANAGED = "managed.backend:ManagedBackend"
+MANAGED = "ray_managers.backend:ManagedBackend"
 """Class of the transports that programs register while they run."""
 
 

@@ -15,7 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from raylane.core.deadline import Deadline
 from raylane.errors import TransportUnavailableError
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 __all__ = ["Rendezvous", "time_limit"]
 

@@ -26,8 +26,8 @@ from raylane.transport.hold.budget import Budget, bytes_in
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import directory, wire
+from raylane.transport.link.connection import Address, Link, LinkPool, LinkT, TakeStream, is_gone
 from raylane.transport.link.holdings import holdings
-from raylane.transport.link.link import Address, Link, LinkPool, LinkT, TakeStream, is_gone
 from raylane.transport.link.listener import Listener
 from raylane.transport.link.membership import groups_of_this_process
 from raylane.transport.observe.recording import TransferRecorder

@@ -34,7 +34,7 @@ from raylane.core.peer import uid_of
 from raylane.core.shared_pool import SharedSegment
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import tls, wire
-from raylane.transport.link.link import TakeStream
+from raylane.transport.link.connection import TakeStream
 from raylane.transport.link.outgoing import Part, blank, consume, next_parts
 from raylane.transport.link.second_thread import SecondThread
 

@@ -10,8 +10,8 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError, RaylaneError
 from raylane.transport.link import directory, wire
+from raylane.transport.link.connection import is_gone
 from raylane.transport.link.endpoint import endpoint
-from raylane.transport.link.link import is_gone
 from raylane.transport.value.source import Source
 
 MOST_THREADS = 32

@@ -24,7 +24,7 @@ from raylane.transport.backends.channels import Channel, ChannelBackend
 from raylane.transport.backends.cuda import driver as cuda_driver
 from raylane.transport.backends.pieces import Piece, receive_host_pieces, send_host_pieces
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 MAX_PLACES = 4096
 """Number of pieces in one frame: frames are limited (`wire.MAX_FRAME_BYTES`)."""

@@ -13,7 +13,7 @@ from raylane.transport.backends.nixl.agent import missing
 from raylane.transport.backends.nixl.agents import Agents
 from raylane.transport.backends.nixl.channel import NixlChannel
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 AGENT = "agent"
 """Key of the Word in which the source tells the name of its agent."""

@@ -24,7 +24,7 @@ from raylane.transport.backends.nixl.agents import Agents
 from raylane.transport.backends.nixl.memory import Registration
 from raylane.transport.backends.pieces import HOST, Piece
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 MAX_OFFERED = 4096
 """Number of ranges, and of registrations, in one Offer: frames are limited (`wire.MAX_FRAME_BYTES`)."""

@@ -16,7 +16,7 @@ from raylane.transport.backends.base import Backend, Capability, FetchResult, Pr
 from raylane.transport.backends.tcp import relay
 from raylane.transport.hold.blocks import allocate, copy_parts
 from raylane.transport.link import wire
-from raylane.transport.link.link import Link
+from raylane.transport.link.connection import Link
 from raylane.transport.value.parts import Part
 from raylane.transport.value.ticket import Ticket
 

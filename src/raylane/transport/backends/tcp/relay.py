@@ -34,7 +34,7 @@ from raylane.core.shared_pool import map_received
 from raylane.transport.backends.base import FetchResult, Process, ProcessPart
 from raylane.transport.backends.tcp.patience import RelayWait
 from raylane.transport.hold.blocks import share_from_bytes
-from raylane.transport.link.link import Link
+from raylane.transport.link.connection import Link
 from raylane.transport.value.ticket import Ticket
 
 WORD_S = 0.1

@@ -8,10 +8,10 @@ from raylane import _ray
 from raylane.errors import ProtocolError, TransportUnavailableError
 from raylane.transport.backends.base import Capability, Process
 from raylane.transport.backends.channels import Channel, ChannelBackend
-from raylane.transport.backends.managed.channel import ManagerChannel, this_actor
-from raylane.transport.backends.managed.registered import find
+from raylane.transport.backends.ray_managers.channel import ManagerChannel, this_actor
+from raylane.transport.backends.ray_managers.registered import find
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 ACTOR = "actor"
 """Key of the Word with the pickled handle of the reader's actor."""

@@ -35,10 +35,10 @@ from raylane.core.deadline import Deadline
 from raylane.errors import ProtocolError
 from raylane.transport.backends.base import ChannelError
 from raylane.transport.backends.channels import Channel
-from raylane.transport.backends.managed.registered import Registered
 from raylane.transport.backends.pieces import Piece
+from raylane.transport.backends.ray_managers.registered import Registered
 from raylane.transport.link import wire
-from raylane.transport.link.link import Connection
+from raylane.transport.link.connection import Connection
 
 log = logging.getLogger("raylane.transport")
 
