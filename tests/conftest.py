@@ -3,7 +3,7 @@
 Selects the fast tests: those that use neither Ray nor child processes, train no model, and are not marked `slow`. A
 fast test that starts a process anyway fails.
 
-Orders the tests for several test processes (pytest-xdist with `--dist loadgroup`): first the fast ones, then those on
+Orders the tests for several test processes (pytest-xdist with `--dist loadfile`): first the fast ones, then those on
 Ray, each file in one process, then those that need the machine for themselves.
 """
 
@@ -42,6 +42,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # tests. Training is half of the work of all tests of one process.
 NOT_FAST = ("ray", "processes", "trains", "slow", "gpu", "matrix", "alone")
 FIXTURE_MARKS = {"ray_session": "ray", "worker": "trains"}
+# Tests of three Ray nodes each, with limits of time: two of them at once would be too much for a small machine.
+NETWORKS = ("_networks.py", "test_sft_unshared.py")
 STAGES = ("fast", "rest", "alone")
 # Folders with the longest tests come first: at the end all test processes have something to do.
 FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport")
@@ -49,21 +51,27 @@ FOLDERS = ("faults", "sft", "bench", "examples", "graph", "workers", "transport"
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Set marks that follow from others, sort by stage, and put the tests of a file and stage in one group."""
+    """Set the marks that follow from fixtures and other marks, and sort by stage and folder."""
     for item in items:
         for fixture in FIXTURE_MARKS.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(FIXTURE_MARKS[fixture])
         if not any(item.get_closest_marker(name) for name in NOT_FAST):
             item.add_marker("fast")
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     items.sort(key=stage_and_folder)
 
 
-def group_of(item: pytest.Item) -> str:
-    """Return the group of a test, which one test process runs as a whole: the tests of a file and stage."""
-    stage, _ = stage_and_folder(item)
-    return "alone" if STAGES[stage] == "alone" else f"{STAGES[stage]}:{item.path.stem}"
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one test process, and all files with several Ray nodes to the same one."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "networks" if file.endswith(NETWORKS) else file
+
+    return Scheduling(config, log)
 
 
 def stage_and_folder(item: pytest.Item) -> tuple[int, int]:
@@ -93,6 +101,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         if item.get_closest_marker("fast"):
             stack.enter_context(processes_refused(item))
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drop the test's hold on its fixtures: the leak check of a module runs within the teardown of its last test."""
+    getattr(item, "funcargs", {}).clear()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 from tests.faults import networks
 from tests.transport import certificates
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.faults import networks
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 OWN_SHM = "mount -t tmpfs raylane /dev/shm; "
 LIMIT_S = 170
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.faults import networks
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 def test_training_over_two_nodes_survives_a_pulled_cable(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.faults import networks
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
 
 def test_training_without_a_shared_folder_saves_and_resumes(tmp_path: Path) -> None:

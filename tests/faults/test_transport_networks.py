@@ -14,7 +14,7 @@ import pytest
 from tests.faults import networks
 from tests.transport import certificates
 
-pytestmark = [pytest.mark.xdist_group("networks"), pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.faults, pytest.mark.slow, pytest.mark.processes]
 OWN_SHM = "mount -t tmpfs raylane /dev/shm; "
 LIMIT_S = 240
 
