@@ -293,9 +293,10 @@ def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[A
     assert main is not None
     for seed in range(40):
         g = chain(workers, "echo", "echo")
-        stop = threading.Event()
+        begun, stop = threading.Event(), threading.Event()
 
-        def interrupt(stop: threading.Event = stop, seed: int = seed) -> None:
+        def interrupt(begun: threading.Event = begun, stop: threading.Event = stop, seed: int = seed) -> None:
+            begun.wait()  # before that, nothing would catch the KeyboardInterrupt
             time.sleep(0.001 + seed * 0.0003)
             if not stop.is_set():
                 signal.pthread_kill(main, signal.SIGINT)
@@ -304,6 +305,7 @@ def test_ctrl_c_anywhere_leaves_the_graph_usable_or_cleanly_dead(workers: list[A
         thread.start()
         try:
             try:
+                begun.set()
                 for i in range(1_000_000):
                     g.execute(i).get()
             finally:
