@@ -96,7 +96,7 @@ def refused_whole_model(worker: Any, path: Path, allowed: int) -> str:
     """Return the error of loading the whole model under the limit. Runs on every rank, and loads it on the first."""
     from transformers import AutoModelForCausalLM
 
-    del worker._model, worker._optimizer
+    del worker.model, worker.optimizer
     measuring.resident(trim=True)
     if worker._rank:
         return ""

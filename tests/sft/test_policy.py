@@ -262,7 +262,7 @@ def test_export_that_fails_leaves_nothing_behind(fsdp2, tmp_path):
 class Unwritable(FolderCopies):
     """Gives the workers a tokenizer folder that does not exist, which fails after the weights are written."""
 
-    def here(self, config, prepared):
+    def on_this_node(self, config, prepared):
         return config, dataclasses.replace(prepared, tokenizer_dir=prepared.tokenizer_dir / "no tokenizer")
 
 

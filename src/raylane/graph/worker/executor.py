@@ -222,7 +222,7 @@ class Executor:
         """Edges whose message the next task still needs."""
         self.state = ExecutorState.READY
         self._steps: tuple[Callable[[], bool], ...] = (self.run_next, self._send_blocked, _do_nothing)
-        """What `advance` does, by state."""
+        """Step that `advance` takes, by state."""
 
     def _failed(self, message: Message, report: bool) -> Message:
         """Return the message of an error that has arisen here; report it to the driver first if `report`.

@@ -61,7 +61,7 @@ class Capability:
     by_ray: bool = False
     """True if Ray carries the bytes. A read then calls Ray, which is not possible while Ray unpickles a ticket."""
     remedy: str = "see the documentation of the package that provides this transport."
-    """What a user can do where it does not connect two processes (`raylane doctor`)."""
+    """Advice for users where it does not connect two processes (`raylane doctor`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
