@@ -84,7 +84,7 @@ def test_options_of_a_call_replace_those_of_the_decorator(crew: Crew) -> None:
     name, value = used(crew.maker.decorated_async.options(tensor_transport="tcp", name="mine").remote(4.0))
     assert (name, float(value[0])) == ("tcp", 4)
     ref = raylane.options(crew.maker.decorated, snapshot=True).remote(1.0)
-    assert raylane.open(ref)._found.ticket.segment >= 0
+    assert raylane.open(ref)._value.ticket.segment >= 0
 
 
 def test_functions_never_see_the_option(crew: Crew) -> None:

@@ -1,8 +1,9 @@
 """Collective groups: named sets of actors between which a two-sided transport (gloo) moves values.
 
 A group is a record in Ray's key-value store, so any process may create, list or destroy it, and a restarted actor finds
-its groups again. No process group spans all members: two members open a channel when they first need one (`pairs`).
-A member that dies therefore harms no transfer between the others, and the group simply has one member less.
+its groups again. No process group spans all members: two members open a channel when they first need one
+(`backends.channels`). A member that dies therefore harms no transfer between the others, and the group simply has one
+member less.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     reader: ChannelLink                             source: ChannelServer, one thread for each channel
       Stream(CHANNELS)       ------------------------>  listener hands the connection over
-      Meet(backend)          ------------------------>
-      Word ...               <----- rendezvous ------>  Word ...             then both send Met
+      OpenChannel(backend)   ------------------------>
+      RendezvousEntry ...    <----- rendezvous ------>  RendezvousEntry ...  then both send ChannelOpened
       (expects the blocks)
       Send(key)              ------------------------>
                              <------------------------  Data(bytes), or Gone
@@ -27,7 +27,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import (
@@ -57,9 +57,6 @@ CHANNELS = b"channels"
 class Channel(abc.ABC):
     """One end of a way for bytes between two processes, for one transfer at a time. An error leaves it unusable."""
 
-    on_device: ClassVar[bool] = False
-    """True if it takes pieces in the memory of devices."""
-
     @abc.abstractmethod
     def send(self, pieces: Sequence[Piece], deadline: Deadline) -> None:
         """Send pieces; wait until their memory may change. RuntimeError if the other process or the deadline ends."""
@@ -88,13 +85,11 @@ class ChannelBackend(Backend):
 
     def prepare_source(self, process: Process, find: Callable[[str], Backend | None]) -> None:
         """Let readers open channels to this process."""
-        channels = process.part(Channels, functools.partial(Channels, process))
-        process.streams.setdefault(CHANNELS, channels.server(find).take)
+        process.streams.setdefault(CHANNELS, _channels_of(process).server(find).take)
 
     def fetch(self, ticket: Ticket, process: Process, deadline: Deadline) -> FetchResult:
         """Receive a value through a channel, which the first fetch opens; one that breaks is opened again once."""
-        source = ticket.origin()
-        channels = process.part(Channels, functools.partial(Channels, process))
+        source, channels = ticket.origin(), _channels_of(process)
         for attempt in (1, 2):
             try:
                 with channels.to(self).borrow((source.host, source.port), source, deadline) as link:
@@ -123,9 +118,13 @@ class ChannelBackend(Backend):
         return self.open_channel(connection, rank, process)
 
 
+def _channels_of(process: Process) -> Channels:
+    return process.part(Channels, functools.partial(Channels, process))
+
+
 def _read(link: ChannelLink, ticket: Ticket, process: Process) -> FetchResult:
     """Read a value through a channel. After an error the channel must be closed: it may still expect the value."""
-    blocks = allocate(ticket, process.pool, on_device=link.channel.on_device)
+    blocks = allocate(ticket, process.pool, on_device=link.on_device)
     wait = link.expect(blocks, [block.nbytes for block in ticket.blocks], ticket.devices)
     link.send(wire.Send(ticket.key))
 
@@ -205,6 +204,7 @@ class ChannelLink(Link):
                     f"{peer} opens no channels: {getattr(answer, 'reason', type(answer).__name__)}"
                 )
             self.send(wire.OpenChannel(backend.name))
+            self.on_device = backend.capability.on_device
             self.channel = backend.open(self, 1, process)
         except BaseException:
             self.close()
@@ -214,7 +214,7 @@ class ChannelLink(Link):
         self, blocks: Sequence[Any], sizes: Sequence[int], devices: Mapping[int, int]
     ) -> Callable[[Deadline], None]:
         """Prepare memory, as `hold.blocks.allocate` makes it, for a value; as `Channel.expect`."""
-        return self.channel.expect(pieces_of_target(blocks, sizes, devices if self.channel.on_device else {}))
+        return self.channel.expect(pieces_of_target(blocks, sizes, devices if self.on_device else {}))
 
     def close(self) -> None:
         """Close the connection and the channel; the source then closes its ends."""
@@ -279,7 +279,7 @@ class ChannelServer:
                 connection.deadline = Deadline(default_timeout_s())
                 if not isinstance(message, wire.Send):
                     raise ProtocolError(f"expected Send, got {type(message).__name__}")
-                self._send(connection, channel, message.key)
+                self._send(connection, channel, message.key, on_device=backend.capability.on_device)
         except (RaylaneError, RuntimeError) as error:  # torch raises RuntimeError when a channel breaks
             log.debug("a channel ended: %s", error)
         except Exception:  # a defect: end this channel only
@@ -291,13 +291,13 @@ class ChannelServer:
             if channel is not None:
                 channel.close()
 
-    def _send(self, connection: Connection, channel: Channel, key: bytes) -> None:
+    def _send(self, connection: Connection, channel: Channel, key: bytes, *, on_device: bool) -> None:
         entry = self._process.store.get(key)
         if entry is None or not entry.is_intact():
             connection.send(wire.Gone(key, moved=entry is not None))
             return
         by_creator, _ = self._process.store.mark_read(entry, creator=False)
-        pieces = pieces_of_entry(entry, self._process.pool, on_device=channel.on_device)
+        pieces = pieces_of_entry(entry, self._process.pool, on_device=on_device)
         if pieces is None:
             connection.send(wire.Gone(key, moved=True))
             return

@@ -76,8 +76,6 @@ class NcclChannel(Channel):
     Tensors of other devices are copied there first. Tensors in host memory travel over the connection.
     """
 
-    on_device = True
-
     def __init__(self, store: Store, rank: int, connection: Connection) -> None:
         deadline = connection.deadline
         self._connection = connection

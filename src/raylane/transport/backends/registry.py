@@ -78,7 +78,7 @@ def check_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"tensor_transport must be a string, one of {', '.join(known)}, got {name!r}")
     lower = name.lower()
-    if lower in known or find(lower) is not None:
+    if lower == AUTO or find(lower) is not None:
         return lower
     close = difflib.get_close_matches(lower, known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "."

@@ -271,7 +271,7 @@ class LinkPool(Generic[LinkT]):
     ) -> None:
         self._secret = secret
         self._client = client
-        self._here = place
+        self._place = place
         self._open_link = open_link
         self._lock = threading.Lock()  # guards everything below
         self._idle: dict[Address, collections.deque[LinkT]] = {}
@@ -308,7 +308,7 @@ class LinkPool(Generic[LinkT]):
             except (SourceLostError, TransferTimeoutError, ProtocolError) as error:
                 if is_gone(error):
                     raise
-                if place.known_dead(source.place, self._here):
+                if place.known_dead(source.place, self._place):
                     raise SourceLostError(f"{source} died", source=source.label, dead=True) from error
                 remaining_s = deadline.left_s()
                 # A peer that fails the handshake would fail it again, unlike one that cannot be reached.

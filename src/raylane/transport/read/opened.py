@@ -56,7 +56,7 @@ class OpenedValue:
 
     def __init__(self, ref: ray.ObjectRef, value: Pending | Present) -> None:
         self._ref: ray.ObjectRef | None = ref
-        self._found = value
+        self._value = value
         if isinstance(value, Pending):
             self._specs = list(value.ticket.specs)
             shown = structure(value.skeleton, self._specs)
@@ -78,7 +78,7 @@ class OpenedValue:
     @property
     def source(self) -> str:
         """Description of the process that holds the tensors."""
-        return str(self._found.ticket.origin()) if isinstance(self._found, Pending) else "this process"
+        return str(self._value.ticket.origin()) if isinstance(self._value, Pending) else "this process"
 
     def read(
         self,
@@ -124,7 +124,7 @@ class OpenedValue:
             kind = ARRAY if spec.kind == ARRAY else TENSOR
             spec = msgspec.structs.replace(spec, kind=kind, requires_grad=False)
         deadline = Deadline(default_timeout_s() if timeout is None else timeout)
-        if deadline.left_s() == 0 and isinstance(self._found, Pending):
+        if deadline.left_s() == 0 and isinstance(self._value, Pending):
             raise TransferTimeoutError("read: a timeout of 0 leaves no time to move a tensor. Pass a longer one")
 
         def own(leaves: list[Any]) -> list[Any]:
@@ -132,11 +132,11 @@ class OpenedValue:
 
         if wish.into is not None:
             check_target(spec, wish.into)
-        if isinstance(self._found, Present):
+        if isinstance(self._value, Present):
             return own(self._leaves)[0]
         if wish.device is not None and spec.kind != ARRAY:
             spec = msgspec.structs.replace(spec, device=str(wish.device))
-        leaf = redeem_parts(self._found.ticket, [spec], [wish.into], transport, deadline, own)[0]
+        leaf = redeem_parts(self._value.ticket, [spec], [wish.into], transport, deadline, own)[0]
         return convert([leaf], wish)[0]
 
     def _index(self, which: Any) -> int:

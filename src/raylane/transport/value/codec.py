@@ -3,8 +3,8 @@
 A *leaf* is a torch tensor or Parameter (strided, CPU or CUDA) or a NumPy array; the *skeleton* is the pickle of the
 rest. Leaves that share memory share a *block*: the block is transferred once, and the rebuilt leaves share it again, so
 views and tied weights stay tied. Values that are not leaves (sparse, quantised and meta tensors, tensor subclasses,
-object arrays) are pickled as usual; plain tensors inside them are leaves again. Called by `publish`, `reader` and
-`graph.message`.
+object arrays) are pickled as usual; plain tensors inside them are leaves again. Called by `produce`, `read` and
+`graph.values.message`.
 """
 
 from __future__ import annotations

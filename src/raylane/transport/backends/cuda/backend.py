@@ -29,13 +29,11 @@ from raylane.transport.link.connection import Connection
 MAX_PLACES = 4096
 """Number of pieces in one frame: frames are limited (`wire.MAX_FRAME_BYTES`)."""
 NEVER = "never"
-"""Key of the Word in which the source says why its memory can never be shared."""
+"""Key of the RendezvousEntry in which the source says why its memory can never be shared."""
 
 
 class IpcChannel(Channel):
     """One end of a channel, see `channels.Channel`."""
-
-    on_device = True
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -146,5 +144,5 @@ class CudaIpcBackend(ChannelBackend):
         elif isinstance(answer := connection.receive(), wire.Refusal):
             raise TransportUnavailableError(f"{connection.peer} cannot open the channel: {answer.reason}")
         elif not isinstance(answer, wire.ChannelOpened):
-            raise ProtocolError(f"{connection.peer} sent {type(answer).__name__} instead of Met")
+            raise ProtocolError(f"{connection.peer} sent {type(answer).__name__} instead of ChannelOpened")
         return IpcChannel(connection)

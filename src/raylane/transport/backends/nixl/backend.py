@@ -16,7 +16,7 @@ from raylane.transport.link import wire
 from raylane.transport.link.connection import Connection
 
 AGENT = "agent"
-"""Key of the Word in which the source tells the name of its agent."""
+"""Key of the RendezvousEntry in which the source tells the name of its agent."""
 
 
 class NixlBackend(ChannelBackend):

@@ -1,7 +1,7 @@
 """Channel of NIXL: the source offers its memory over the connection, and the reader takes the bytes by itself.
 
     reader                                          source
-      Want(epoch, number)     ----------------------->
+      OfferRequest(epoch, no) ----------------------->
                               <-----------------------  Offer(metadata that the reader lacks, ranges), maybe several
       (NIXL reads the ranges)                           (keeps the value and its registrations, makes progress)
       Taken                   ----------------------->
@@ -35,8 +35,6 @@ PROGRESS_MS = 1
 class NixlChannel(Channel):
     """One end of a channel, see `channels.Channel`."""
 
-    on_device = True
-
     def __init__(self, agents: Agents, connection: Connection, peer: str) -> None:
         """Use a connection to another process; `peer` is the name of its agent if this is the reader's end."""
         self._agents, self._connection, self._peer = agents, connection, peer
@@ -48,7 +46,7 @@ class NixlChannel(Channel):
         # Asked here and not with the request for the value: the reader holds its lock on this agent from now on.
         want = connection.receive()
         if not isinstance(want, wire.OfferRequest):
-            raise ProtocolError(f"expected Want, got {type(want).__name__}")
+            raise ProtocolError(f"expected OfferRequest, got {type(want).__name__}")
         held: list[Registration] = []
         try:
             # All registrations before the first Offer, which tells the reader about the new ones.

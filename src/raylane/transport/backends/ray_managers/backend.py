@@ -14,7 +14,7 @@ from raylane.transport.link import wire
 from raylane.transport.link.connection import Connection
 
 ACTOR = "actor"
-"""Key of the Word with the pickled handle of the reader's actor."""
+"""Key of the RendezvousEntry with the pickled handle of the reader's actor."""
 
 
 class ManagedBackend(ChannelBackend):

@@ -5,7 +5,7 @@ passes to the readers, the metadata of the manager, travels over the authenticat
 
     reader                                          source
                                                       extract_tensor_transport_metadata
-                              <-----------------------  Word(object id, pickle of the metadata)
+                              <-----------------------  RendezvousEntry(object id, metadata)
       recv_multiple_tensors   <==== the manager =====>  send_multiple_tensors, if it is two-sided
       Taken                   ----------------------->
                                                       garbage_collect
