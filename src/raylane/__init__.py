@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from raylane.workers.batch import BatchDict
     from raylane.workers.compiled import CompiledWorkerGroup
     from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGraphExecutor
-    from raylane.workers.group import WorkerGroup, WorkerOptions
+    from raylane.workers.group import WorkerGroup
+    from raylane.workers.options import WorkerOptions
     from raylane.workers.sharding import NamedSharding
 
 _HOME = {  # module of each public name
@@ -68,7 +69,7 @@ _HOME = {  # module of each public name
     "MultiDPCompiledGraphExecutor": "raylane.workers.executors",
     "NamedSharding": "raylane.workers.sharding",
     "WorkerGroup": "raylane.workers.group",
-    "WorkerOptions": "raylane.workers.group",
+    "WorkerOptions": "raylane.workers.options",
 }
 
 __all__ = [

@@ -19,10 +19,8 @@ from typing import Any
 import ray
 
 from raylane.bench import measure, vllm_queue
-from raylane.bench.graph_cases import CALLS, COMPILED, VLLM, Blocks, Case, blocks_of, cases, group_by_graph
+from raylane.bench.graph_cases import CALLS, COMPILED, VLLM, Blocks, Case, blocks_of, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
-
-__all__ = ["cases", "run", "table"]
 
 WARM_S, WARM_CALLS = 0.05, 4
 """Length of the warm-up before each block: processes run again after SIGCONT, and waiters adapt to the case."""

@@ -7,8 +7,6 @@ import statistics
 import time
 from typing import Any
 
-__all__ = ["Peer", "Stepper"]
-
 
 class Peer:
     """Actor that does almost nothing, so that the measured time is the way to it and back."""

@@ -11,24 +11,6 @@ from typing import Literal
 
 from raylane.bench import measure
 
-__all__ = [
-    "BESIDE",
-    "BLOCKING",
-    "CALLS",
-    "CASES",
-    "COMPILED",
-    "GLOO",
-    "IN_METHOD",
-    "LOOP",
-    "RAYLANE",
-    "VLLM",
-    "Blocks",
-    "Case",
-    "blocks_of",
-    "cases",
-    "step_times_us",
-]
-
 RAYLANE, COMPILED, CALLS, LOOP = "raylane", "ray:compiled", "ray:calls", "loop"
 BLOCKING = "raylane:block"
 """raylane's graph with processes that always sleep while they wait (RAYLANE_WAIT=block)."""

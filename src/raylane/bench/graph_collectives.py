@@ -17,8 +17,6 @@ from ray.experimental.channel.cpu_communicator import CPUCommunicator
 
 import raylane
 
-__all__ = ["FLOATS", "Reducer", "bind_in_method", "bind_ray", "bind_raylane", "open_groups"]
-
 FLOATS = 262_144
 """Elements of the tensor: 1 MB of float32."""
 

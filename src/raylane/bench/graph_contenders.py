@@ -36,8 +36,6 @@ from raylane.bench.graph_cases import (
 )
 from raylane.bench.measure import Tally
 
-__all__ = ["Contender", "start"]
-
 TIMEOUT_S = 60.0
 STEP_S = 20e-3
 """Target duration of one training step, in seconds."""

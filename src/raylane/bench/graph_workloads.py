@@ -15,8 +15,6 @@ import numpy as np
 
 from raylane.bench.measure import Tally, quantile
 
-__all__ = ["CALLS_PER_SAMPLE", "back_to_back", "idle", "in_event_loop", "million", "steps", "stream"]
-
 CALLS_PER_SAMPLE = 100
 """Number of calls in one sample of `stream`: with several calls in flight, results arrive in bursts."""
 

@@ -24,14 +24,11 @@ from raylane.bench.sft_cases import (
     RPC,
     Case,
     blocks_of,
-    cases,
     group_by_workers,
 )
 from raylane.bench.sft_contenders import KINDS, Contender
 from raylane.bench.sft_training import THREADS, PlainTrainer, TrainWorker, training_config, write_conversations
 from raylane.sft.data.prepare import prepare
-
-__all__ = ["cases", "run", "table"]
 
 STEP_S = 20e-3
 """Duration of the work of a `step20ms` step on one thread, in seconds."""

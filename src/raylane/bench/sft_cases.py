@@ -11,22 +11,6 @@ from typing import Literal
 
 from raylane.bench import measure
 
-__all__ = [
-    "CASES",
-    "COMPILED",
-    "LOOP",
-    "PIPELINE_RAYLANE",
-    "PIPELINE_TORCH",
-    "PLAIN",
-    "RAY",
-    "RPC",
-    "Blocks",
-    "Case",
-    "blocks_of",
-    "cases",
-    "group_by_workers",
-]
-
 RPC, COMPILED, RAY, LOOP, PLAIN = "rpc", "compiled", "ray:compiled", "loop", "plain"
 PIPELINE_TORCH, PIPELINE_RAYLANE = "pp2-torch", "pp2-raylane"
 _ALL_WAYS = (RPC, COMPILED, RAY, LOOP)

@@ -41,8 +41,6 @@ from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup
 from raylane.workers.options import WorkerOptions
 
-__all__ = ["KINDS", "Contender"]
-
 TIMEOUT_S = 120.0
 AXES = ("worker",)
 """Axis of a group whose sharding is a number of workers."""

@@ -27,8 +27,6 @@ from raylane.sft.model.initial import fill_random
 from raylane.sft.model.optim import learning_rate, set_learning_rate
 from raylane.sft.run.worker import SftWorker
 
-__all__ = ["ROWS", "THREADS", "PlainTrainer", "TrainWorker", "training_config", "write_conversations"]
-
 ROWS = 4
 """Rows of a step."""
 THREADS = 2

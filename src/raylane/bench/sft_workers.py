@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepWorker", "TimedWorker"]
-
 
 class TimedWorker:
     """Worker that keeps the times of its steps; subclasses define `work`."""

@@ -12,10 +12,8 @@ from typing import Any
 import ray
 
 from raylane.bench import measure
-from raylane.bench.transfer_cases import BASELINE, PASS, SIZES, Case, blocks_of, cases, grouped
+from raylane.bench.transfer_cases import BASELINE, PASS, SIZES, Case, blocks_of, grouped
 from raylane.bench.transfer_contenders import Contender, start, unavailable
-
-__all__ = ["cases", "draw", "run", "table"]
 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:

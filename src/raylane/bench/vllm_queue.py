@@ -30,8 +30,6 @@ import ray
 
 from raylane.bench.graph_actors import Peer
 
-__all__ = ["WHEEL_VARIABLE", "Broadcast", "QueuePeer", "load", "why_unavailable"]
-
 WHEEL_VARIABLE = "RAYLANE_VLLM_WHEEL"
 """Environment variable with the path of a vLLM wheel, or of the folder that holds the folder `vllm`."""
 FILE = "vllm/distributed/device_communicators/shm_broadcast.py"

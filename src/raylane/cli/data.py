@@ -7,8 +7,6 @@ import time
 
 from raylane.cli.help import describe
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one sub-command for each example data set."""

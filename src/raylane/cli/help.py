@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-__all__ = ["describe"]
-
 
 def describe(summary: str, *examples: str, notes: str = "") -> dict[str, Any]:
     """Return the keyword arguments of ArgumentParser for a description, notes and an Examples section.

@@ -7,8 +7,6 @@ import sys
 
 from raylane.cli.sft import add_config_arguments, load
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG, overrides, and the number of documents to show."""

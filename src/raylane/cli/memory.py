@@ -14,8 +14,6 @@ from raylane.errors import ConfigError
 from raylane.transport.link import wire
 from raylane.transport.link.memory_report import Report, ask_everywhere
 
-__all__ = ["add_arguments", "run"]
-
 DEFAULT_LIMIT = 10
 
 

@@ -9,8 +9,6 @@ import argparse
 
 from raylane.cli.sft import add_config_arguments, load
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from raylane.sft.config.schema import RunConfig
     from raylane.sft.run.trainer import RunResult
 
-__all__ = ["add_arguments", "add_config_arguments", "load", "run", "set_up_logging", "summary"]
-
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and overrides."""

@@ -10,8 +10,6 @@ from raylane.core.trace_file import merge, parse_lines, save
 from raylane.errors import ConfigError
 from raylane.transport.observe.tracing import FILES
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-command `merge`."""

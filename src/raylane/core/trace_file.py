@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["merge", "parse_lines", "save"]
-
 
 def save(path: str | Path, trace: dict[str, Any]) -> None:
     """Write a trace as JSON. Creates the folder if it does not exist."""

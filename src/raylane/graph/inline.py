@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from raylane.core import trace_file
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
 from raylane.graph.channels import ring
@@ -230,7 +231,7 @@ class InlineGraph:
 
     def trace(self, path: str | Path) -> list[str]:
         """Write the last executions as a trace for Perfetto or chrome://tracing. Return an empty list."""
-        trace.save(path, trace.chrome_trace(self.plan, self._records(), list(self._executions)))
+        trace_file.save(path, trace.chrome_trace(self.plan, self._records(), list(self._executions)))
         return []
 
     def _records(self) -> list[CallRecord]:

@@ -30,19 +30,6 @@ import threading
 
 from raylane.errors import GraphError
 
-__all__ = [
-    "EXECUTOR_TRANSITIONS",
-    "LINK_TRANSITIONS",
-    "TRANSITIONS",
-    "Event",
-    "ExecutorEvent",
-    "ExecutorState",
-    "Lifecycle",
-    "LinkEvent",
-    "LinkState",
-    "State",
-]
-
 
 class State(enum.Enum):
     """State of a graph in one process."""

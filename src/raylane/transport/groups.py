@@ -23,14 +23,6 @@ from raylane.transport.backends.registry import backends, find
 from raylane.transport.link.endpoint import endpoint
 from raylane.transport.link.membership import MOST_GROUPS, PREFIX, GroupRecord, records
 
-__all__ = [
-    "CollectiveGroup",
-    "create_collective_group",
-    "destroy_all_collective_groups",
-    "destroy_collective_group",
-    "get_collective_groups",
-]
-
 _LOOK_EVERY_S = 0.2
 """Interval in seconds at which a process that waits for the members of a group looks for groups that wait for it."""
 _RAY_NAMES = {"torch_gloo": "gloo"}

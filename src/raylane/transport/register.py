@@ -14,8 +14,6 @@ from raylane.transport.backends.ray_managers import registered
 from raylane.transport.backends.ray_managers.backend import ManagedBackend
 from raylane.transport.backends.registry import backends
 
-__all__ = ["register_transport"]
-
 
 def register_transport(name: str, manager_class: Any, *, devices: Sequence[str] = ("cpu",)) -> None:
     """Make a tensor transport that was written for Ray available as `tensor_transport=name`, in the whole cluster.

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["BatchDict", "inverse_order", "plan_token_budget"]
-
 
 class BatchDict(dict[str, Any]):
     """A dict of torch tensors [B, ...] of any dtype and device, or lists of length B, with the same B for all keys.

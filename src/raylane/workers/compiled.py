@@ -55,8 +55,6 @@ from raylane.workers.host import Arguments, Head
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
 
-__all__ = ["CompiledWorkerGroup"]
-
 _log = logging.getLogger(__name__)
 
 DEFAULT_INFLIGHT = 4

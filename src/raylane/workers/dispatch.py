@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylane.workers.sharding import NamedSharding
 
-__all__ = ["DispatchPlan", "Pass", "WorkerCall", "check_nesting", "plan_sharded", "plan_some", "take"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerCall:

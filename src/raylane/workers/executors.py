@@ -12,8 +12,6 @@ from typing import Any
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.future import GroupFuture
 
-__all__ = ["CompiledGraphExecutor", "MultiDPCompiledGraphExecutor"]
-
 
 class CompiledGraphExecutor:
     """Calls of the workers of one data-parallel shard; the workers of other shards take no part.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from raylane.workers.dispatch import DispatchPlan
 
-__all__ = ["Failures", "GroupFuture", "PendingCalls", "RefCalls", "lost", "translated"]
-
 _CAUSE_GRACE_S = 2.0
 """Seconds to wait, after a method raised, for the news of a dead worker, which is then reported as the cause.
 

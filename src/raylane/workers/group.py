@@ -38,8 +38,6 @@ from raylane.workers.methods import check_call, check_constructor, check_worker_
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
 
-__all__ = ["WorkerGroup", "WorkerOptions"]
-
 _log = logging.getLogger(__name__)
 
 _KILL_RESERVE_S = 5.0

@@ -25,8 +25,6 @@ from raylane import _ray
 from raylane.errors import WorkerCallError, WorkerLostError
 from raylane.graph.values import references
 
-__all__ = ["CONSTRUCT", "Arguments", "Head", "Seat", "WorkerHost"]
-
 CONSTRUCT = "__init__"
 """Method of a call that constructs the worker, with the arguments of `WorkerHost._construct`."""
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["check_call", "check_constructor", "check_worker_class"]
-
 
 def check_worker_class(worker_class: object) -> None:
     """Raise TypeError unless `worker_class` is a plain class."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["RANK_VARIABLES", "WorkerOptions"]
-
 RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

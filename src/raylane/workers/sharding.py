@@ -15,8 +15,6 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NamedSharding"]
-
 
 class NamedSharding:
     """An array of unique ranks (int, any order) with a name for each of its axes.

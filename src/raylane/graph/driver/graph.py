@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raylane.core import trace_file
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError
 from raylane.graph.channels.lease import POLL_INTERVAL_S
@@ -240,7 +241,7 @@ class CompiledGraph:
         """
         records = self._records()
         pids = {member: info.place.pid for member, info in enumerate(self._connections.infos, 1)}
-        trace.save(path, trace.chrome_trace(self.plan, records.calls, records.executions, pids=pids))
+        trace_file.save(path, trace.chrome_trace(self.plan, records.calls, records.executions, pids=pids))
         return records.silent
 
     def _records(self, last: int | None = None, members: Collection[int] | None = None) -> _Records:

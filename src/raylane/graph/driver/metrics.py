@@ -14,8 +14,6 @@ from ray.util import metrics
 
 from raylane.graph.inspect.counters import COUNTERS, CounterKey, counters_of
 
-__all__ = ["Publisher"]
-
 TAGS = {"actor": ("graph", "actor"), "edge": ("graph", "edge"), "": ("graph",)}
 """Tag keys of a counter, by the tag of `CounterKey`."""
 

@@ -11,8 +11,6 @@ from typing import NamedTuple, TypeAlias
 from raylane.graph.plan.ir import DRIVER, INPUT, Plan
 from raylane.graph.plan.schedule import reading_task
 
-__all__ = ["Arrival", "Arrivals", "CallRecord", "DriverRecord"]
-
 CallRecord: TypeAlias = tuple[int, int, float, float, float, float]
 """(task, execution, ready_s, start_s, end_s, sent_s), in seconds of one clock.
 

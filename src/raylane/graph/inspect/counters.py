@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["COUNTERS", "CounterKey", "counters_of"]
-
 COUNTERS = {
     "raylane_graph_executions_submitted": "Executions started.",
     "raylane_graph_executions_completed": "Executions of which every message was read.",

@@ -19,8 +19,6 @@ from typing import TypeAlias
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.plan.ir import INPUT, Plan
 
-__all__ = ["Leg", "critical_path", "explain"]
-
 Leg: TypeAlias = tuple[str, float]
 """(text for people, seconds)."""
 LARGEST = 5

@@ -25,8 +25,6 @@ from raylane.graph.inspect.text import Channels, arguments_text, expression_text
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
 from raylane.graph.plan.schedule import reading_task
 
-__all__ = ["draw"]
-
 COLOURS = ("#1f5fa8", "#b3450f", "#1c7a3f", "#8a2f8a", "#a0201f", "#0f7480", "#6a5a00", "#4b4b4b")
 FONT = "font-family=\"Helvetica, Arial, 'DejaVu Sans', sans-serif\""
 MARGIN, HEAD = 16, 44

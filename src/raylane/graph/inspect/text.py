@@ -26,8 +26,6 @@ from raylane.graph.plan.ir import (
 )
 from raylane.graph.plan.schedule import reading_task
 
-__all__ = ["Channels", "arguments_text", "describe", "expression_text", "summary"]
-
 Channels: TypeAlias = Mapping[int, Sequence[tuple[str, str]]]
 
 WIDTH = 100

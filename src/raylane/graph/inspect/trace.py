@@ -19,13 +19,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from raylane.core.trace_file import save
 from raylane.graph.inspect import stats
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
 from raylane.graph.plan.ir import DRIVER, INPUT, Edge, Plan
 from raylane.graph.plan.schedule import reading_task
-
-__all__ = ["CallRecord", "DriverRecord", "chrome_trace", "save"]
 
 Event: TypeAlias = dict[str, Any]
 Span: TypeAlias = tuple[int, int]

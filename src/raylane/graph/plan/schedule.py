@@ -34,8 +34,6 @@ from raylane.errors import GraphDeadlockError
 from raylane.graph.collectives import GROUPS
 from raylane.graph.plan.ir import INPUT, Plan
 
-__all__ = ["Wait", "check", "find_deadlock", "order_of", "reading_task", "waits_of"]
-
 
 class Wait(NamedTuple):
     """Task `task` begins after task `before` of the same execution has ended."""

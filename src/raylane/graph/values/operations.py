@@ -24,8 +24,6 @@ from typing import Any
 
 from raylane.graph.plan.ir import MUTABLE_CONTAINERS, Build, Const, Expression, Join, Ref, Select, Step
 
-__all__ = ["copy_containers", "evaluate", "gather", "mean", "select", "split"]
-
 
 def evaluate(expression: Expression, values: Any, results: dict[int, Any] | None = None) -> Any:
     """Return the value of an expression; `values[index]` is the value with this index.

@@ -45,8 +45,6 @@ from raylane.graph.values import message as messages
 from raylane.graph.values.shares import Spec, cut, native_dtype, part_shape, plain, wide_dtype
 from raylane.transport.link.tls import cleartext_refusal
 
-__all__ = ["ProcessGroup", "check_available"]
-
 Address = tuple[str, int]
 """Host and port of the store through which the members of a group find each other."""
 Meeting = tuple[Address | None, int]

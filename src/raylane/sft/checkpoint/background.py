@@ -18,8 +18,6 @@ from raylane.sft.checkpoint import state
 from raylane.sft.data.storage import Place
 from raylane.sft.model.supervised import RunModel
 
-__all__ = ["BackgroundSave"]
-
 _TIMEOUT = timedelta(days=1)
 """Longest time that a rank waits for the files of another one; slow storage may take hours for a large model."""
 

@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from raylane.errors import CheckpointDamagedError, CheckpointError
 from raylane.sft.data.storage import OPTIONS, Place, Url, UrlStream, os_errors
 
-__all__ = ["CodeFreeReader", "FitPlanner", "state_writer"]
-
 # Classes and functions in the `.metadata` of torch 2.13 (listed with pickletools), besides `torch.<dtype>`.
 _METADATA_CLASSES = {
     *((dcp_metadata.__name__, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),

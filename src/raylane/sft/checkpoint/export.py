@@ -36,8 +36,6 @@ from raylane.sft.model.defaults import with_own_defaults
 from raylane.sft.model.hf_config import model_config
 from raylane.sft.model.lora import LoraLinear, adapt, adapted, base_parameters
 
-__all__ = ["Form", "export_checkpoint"]
-
 Form = Literal["merged", "adapter"]
 
 

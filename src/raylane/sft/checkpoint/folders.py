@@ -35,30 +35,6 @@ from raylane.sft.config.schema import CheckpointingConfig
 from raylane.sft.data import storage
 from raylane.sft.data.storage import Place
 
-__all__ = [
-    "Saved",
-    "begin",
-    "begin_export",
-    "commit",
-    "commit_export",
-    "differences",
-    "discard",
-    "discard_partial",
-    "exported",
-    "fall_back",
-    "find",
-    "keep",
-    "layout_change",
-    "list_saved",
-    "list_whole",
-    "put_aside",
-    "read",
-    "recover",
-    "refuse_later",
-    "refuse_other_owner",
-    "remove",
-]
-
 _log = logging.getLogger(__name__)
 
 NOT_CONFIGURED = ("prepared", "train_weights")

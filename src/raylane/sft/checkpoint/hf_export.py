@@ -38,8 +38,6 @@ from raylane.sft.model.adapter_files import Adapters, gather_adapters, write_ada
 from raylane.sft.model.supervised import RunModel
 from raylane.sft.parallel.sharded import whole
 
-__all__ = ["save_hf"]
-
 _WEIGHTS_WAITING = 2
 """Number of gathered weights that may wait for their writer; with the one being written, the memory that is needed."""
 

@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ADAPTER_FOLDER", "WeightFile", "plan_files", "stored_bytes", "write_beside", "write_index"]
-
 ADAPTER_FOLDER = "adapter"
 """Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
 

@@ -20,8 +20,6 @@ from typing import Protocol, TypeVar, cast
 
 from raylane.sft.data.storage import Place, Url
 
-__all__ = ["HF_FOLDER", "MARKER", "Publishing", "publishing"]
-
 P = TypeVar("P", bound=Place)
 
 MARKER = "COMPLETE"

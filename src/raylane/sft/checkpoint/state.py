@@ -27,17 +27,6 @@ from raylane.sft.checkpoint.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.data.storage import Place
 from raylane.sft.model.supervised import RunModel
 
-__all__ = [
-    "collect",
-    "has_optimizer",
-    "is_written",
-    "load_failure",
-    "load_state",
-    "on_rank_zero",
-    "save_state",
-    "write",
-]
-
 T = TypeVar("T")
 
 # Optimizer state by parameter name instead of numbered groups: only this form loads on another layout.

@@ -14,8 +14,6 @@ from typing import Any
 
 from raylane.errors import ConfigError
 
-__all__ = ["interpolate"]
-
 _INNERMOST = re.compile(r"(?<!\\)\$\{([^${}]*)\}")
 _MAX_ROUNDS = 100
 _RESOLVERS = ("add", "mul", "div", "max")

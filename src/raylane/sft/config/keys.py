@@ -14,20 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from raylane.errors import ConfigError
 
-__all__ = [
-    "Reason",
-    "explain",
-    "is_open",
-    "key_paths",
-    "missing",
-    "model_of",
-    "refuse_unknown",
-    "suggest",
-    "unknown",
-    "unknown_message",
-    "value_at",
-]
-
 Reason = Callable[[str], str | None]
 """Function of a dotted key: the reason why the schema does not have this key of another program, or None."""
 

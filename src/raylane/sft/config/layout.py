@@ -17,16 +17,6 @@ from raylane.sft.config.megatron_limits import megatron_problems
 from raylane.sft.config.policy import EDGE_SCHEDULES, INTERLEAVED, PolicyConfig
 from raylane.sft.config.schema import RunConfig
 
-__all__ = [
-    "check_batch",
-    "check_layout",
-    "check_model_folder",
-    "micro_batches",
-    "readers",
-    "room_for_prompts",
-    "shape_problems",
-]
-
 DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Model types that tensor, context and pipeline parallelism are tested with."""
 

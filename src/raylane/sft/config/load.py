@@ -20,8 +20,6 @@ from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import Reason
 from raylane.sft.config.schema import RunConfig
 
-__all__ = ["Dialect", "build_config", "differences", "dump", "load_config"]
-
 
 @dataclass(frozen=True)
 class Dialect:

@@ -12,8 +12,6 @@ from typing import Any
 from raylane.errors import ConfigError
 from raylane.sft.config.policy import PolicyConfig
 
-__all__ = ["MEGATRON_MODELS", "check_installed", "check_shape", "megatron_problems"]
-
 MEGATRON_MODELS = ("llama", "qwen2", "qwen3")
 """Model types whose weights the backend converts."""
 

@@ -21,9 +21,6 @@ from pydantic import BaseModel
 from raylane.errors import ConfigError
 from raylane.sft.config.keys import is_open, model_of, unknown_message
 
-__all__ = ["apply_overrides", "merge", "parse_override", "read_yaml"]
-
-
 # ---------------------------------------------------------------------------------------------------------- YAML files
 
 

@@ -14,23 +14,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from raylane.sft.config.keys import suggest
 from raylane.sft.config.section import Fraction, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Section
 
-__all__ = [
-    "EDGE_SCHEDULES",
-    "INTERLEAVED",
-    "AdamWKwargs",
-    "Checkpointing",
-    "CompiledGraphConfig",
-    "DTensorConfig",
-    "LoraConfig",
-    "MegatronConfig",
-    "MuonConfig",
-    "OptimizerConfig",
-    "OptimizerGroup",
-    "PolicyConfig",
-    "SchedulerConfig",
-    "TokenizerConfig",
-]
-
 
 def _null_as_empty(value: Any) -> Any:
     return {} if value is None else value

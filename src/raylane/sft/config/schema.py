@@ -21,15 +21,6 @@ from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.config.section import Fraction, NaturalInt, PositiveFloat, PositiveInt, Section
 from raylane.workers.options import RANK_VARIABLES
 
-__all__ = [
-    "CheckpointingConfig",
-    "ClusterConfig",
-    "DataConfig",
-    "LoggerConfig",
-    "RunConfig",
-    "SftConfig",
-]
-
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value

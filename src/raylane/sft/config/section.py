@@ -6,8 +6,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-__all__ = ["Fraction", "NaturalFloat", "NaturalInt", "PositiveFloat", "PositiveInt", "Section"]
-
 
 def _no_boolean(value: Any) -> Any:
     # pydantic would accept true as the integer 1.

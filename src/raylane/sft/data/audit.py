@@ -18,9 +18,6 @@ from raylane.sft.data.rows import RowSource
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Marks", "figures", "mark_document", "marks", "printable", "report", "sample"]
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 

@@ -18,8 +18,6 @@ import numpy as np
 
 from raylane.errors import DataError
 
-__all__ = ["TokenCache", "write_cache"]
-
 
 def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
     """Create and fill `folder` with (tokens int32 [n], supervised bool [n], origin); tokens are not kept in memory."""

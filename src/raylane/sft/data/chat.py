@@ -22,8 +22,6 @@ from raylane.errors import ConfigError, DataError
 from raylane.sft.config.policy import TokenizerConfig
 from raylane.sft.data.messages import Conversation
 
-__all__ = ["ChatTokenizer", "Encoded", "chatml_template", "runs", "template_text", "train_tokenizer"]
-
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _OWN_TEMPLATES = {
     "chatml": (START, END),

@@ -22,8 +22,6 @@ from pathlib import Path
 from raylane.errors import DataError
 from raylane.sft.data.messages import is_held_out
 
-__all__ = ["DEFAULT_PACKAGES", "Pair", "collect", "pairs_of_source", "source_files", "write_set"]
-
 # Installed with raylane and well documented. "stdlib" stands for the standard library.
 DEFAULT_PACKAGES = ("stdlib", "numpy", "torch")
 # Tests and bundled copies have few useful docstrings, and parsing them takes most of the time.

@@ -22,8 +22,6 @@ from raylane.errors import DataError
 from raylane.sft.data import storage
 from raylane.sft.data.storage import Place
 
-__all__ = ["Conversation", "is_held_out", "parse_conversation", "read_conversations"]
-
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MAX_DEPTH = 100

@@ -30,9 +30,6 @@ from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource
 
-__all__ = ["WeightedFiles", "open_rows", "open_training_rows", "pack_by_file"]
-
-
 _FIXED = 2**32
 """Number that stands for the epoch in the seed of a file's fixed order; no run has so many epochs."""
 

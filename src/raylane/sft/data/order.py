@@ -13,16 +13,6 @@ import numpy as np
 
 from raylane.errors import DataError
 
-__all__ = [
-    "batch_rows",
-    "epoch_of",
-    "epoch_order",
-    "rank_slice",
-    "steps_per_epoch",
-    "total_steps",
-    "validation_batches",
-]
-
 
 def steps_per_epoch(num_rows: int, global_batch_size: int) -> int:
     """Return the number of whole batches in one pass over the rows; rows left over are not used in that epoch."""

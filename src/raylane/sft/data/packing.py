@@ -11,8 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Algorithm", "Packs", "efficiency", "pack_documents"]
-
 Algorithm = Literal["first_fit_decreasing", "best_fit_decreasing", "concatenate", "none"]
 Packs = list[tuple[int, ...]]
 

@@ -30,16 +30,6 @@ from raylane.sft.data.cache import write_cache
 from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
 
-__all__ = [
-    "DataCounts",
-    "FileCounts",
-    "PreparedData",
-    "conversations_at",
-    "fit",
-    "prepare",
-    "read_prepared",
-]
-
 log = logging.getLogger(__name__)
 
 # Part of every cache key: increase it when a change of the code makes other documents from the same input.

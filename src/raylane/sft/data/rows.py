@@ -20,8 +20,6 @@ from raylane.sft.data import order
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.packing import Packs, efficiency
 
-__all__ = ["IGNORED", "Mixture", "RowSource"]
-
 IGNORED = -100
 """Label of a position without a loss (`ignore_index` of torch.nn.functional.cross_entropy)."""
 

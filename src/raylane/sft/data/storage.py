@@ -27,8 +27,6 @@ from raylane.errors import ConfigError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["OPTIONS", "Place", "Url", "UrlStream", "at", "download", "is_url", "local_copy", "os_errors", "require"]
-
 OPTIONS = {"use_listings_cache": False}
 """Options of every fsspec file system: a cached listing would miss what other processes wrote meanwhile."""
 

@@ -23,8 +23,6 @@ from raylane.sft.config.policy import LoraConfig
 from raylane.sft.model.lora import adapted, fill
 from raylane.sft.parallel.sharded import whole
 
-__all__ = ["Adapters", "adapter_names", "gather_adapters", "read_adapter", "write_adapter"]
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."

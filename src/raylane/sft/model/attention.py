@@ -31,17 +31,6 @@ from torch import Tensor
 
 from raylane.errors import ConfigError
 
-__all__ = [
-    "NAME",
-    "AttentionPiece",
-    "PackedRows",
-    "attend",
-    "document_lengths",
-    "pieces",
-    "register",
-    "take_chunks",
-]
-
 NAME = "raylane"
 """Name of this implementation in transformers' registry, and of the default of `attn_implementation`."""
 

@@ -34,8 +34,6 @@ from raylane.sft.parallel.gradients import GradientSum
 from raylane.sft.parallel.mesh import WorkerMesh, keeps_gathered, shards_parameters
 from raylane.sft.parallel.stages import keep_stage, own_stages
 
-__all__ = ["build_model", "read_weights"]
-
 
 def build_model(hf_config: Any, policy: PolicyConfig, mesh: WorkerMesh, device: torch.device, seed: int) -> RunModel:
     """Return the model, divided as `policy.dtensor_cfg` says, float32 masters, in training mode. Collective.

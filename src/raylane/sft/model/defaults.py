@@ -14,8 +14,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["own_defaults", "with_own_defaults"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -14,8 +14,6 @@ from raylane.errors import ConfigError
 from raylane.sft.config.keys import suggest
 from raylane.sft.config.policy import LoraConfig, PolicyConfig
 
-__all__ = ["ModelShape", "attention_implementation", "model_config", "model_shape"]
-
 # Keys that are not attributes of a configuration object. transformers 5 keeps rope_theta in rope_parameters, and
 # ignores the keyword if config.json has rope_parameters.
 NOT_ATTRIBUTES = ("model_type", "rope_theta")

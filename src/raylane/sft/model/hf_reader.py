@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from raylane.errors import CheckpointError
 
-__all__ = ["INDEX", "IndexedReader"]
-
 INDEX = "model.safetensors.index.json"
 """Name of the index: https://huggingface.co/docs/transformers/big_models"""
 _SINGLE = "model.safetensors"

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from raylane.errors import ConfigError
 from raylane.sft.model import lora
 
-__all__ = ["fill_random", "random_weights", "seed_of"]
-
 
 def seed_of(seed: int, name: str) -> int:
     """Return the seed of the random numbers of one module, by its name in the model's files."""

@@ -15,8 +15,6 @@ from raylane.errors import ConfigError
 from raylane.sft.config.policy import Checkpointing
 from raylane.sft.model import attention
 
-__all__ = ["apply_checkpointing", "compile_layers", "decoder_layers"]
-
 # Results that "selective" keeps: they cost the most to compute again, and memory proportional to the row length only.
 # Batched products (bmm) are not kept, because eager attention makes its T x T scores with them.
 _KEPT = (

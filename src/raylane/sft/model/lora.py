@@ -28,19 +28,6 @@ from raylane.sft.parallel.tensor_parallel import ROWS
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "LoraLinear",
-    "adapt",
-    "adapted",
-    "base_parameters",
-    "check_stages",
-    "divide_dropout",
-    "fill",
-    "freeze",
-    "initialise",
-    "merged_weight",
-]
-
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
 

@@ -21,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from raylane.sft.data.rows import IGNORED
 from raylane.workers.batch import BatchDict
 
-__all__ = ["CrossEntropy", "LossFunction"]
-
 SummedLoss = Callable[[Tensor, Tensor], Tensor]
 """Summed loss of hidden states [N, H] with labels [N], as a scalar."""
 

@@ -35,8 +35,6 @@ from raylane.sft.parallel.sharded import own_part
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MegatronModel"]
-
 
 class MegatronModel(SupervisedModel):
     """Causal language model whose parameters are those of `causal_lm`, and whose layers are Megatron-core's."""

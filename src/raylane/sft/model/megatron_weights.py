@@ -19,8 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Weight", "pack", "pairs", "unpack"]
-
 How = Literal["whole", "filled", "stacked", "grouped"]
 
 

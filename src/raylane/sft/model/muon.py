@@ -17,8 +17,6 @@ from torch import Tensor
 from raylane.sft.config.policy import MuonConfig
 from raylane.sft.parallel.sharded import divided, whole
 
-__all__ = ["MuonAdamW", "orthogonalised"]
-
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5 in one Newton-Schulz iteration: those with the steepest start, from Jordan's article."""
 _ITERATIONS = 5

@@ -15,8 +15,6 @@ from raylane.sft.config.policy import OptimizerConfig, OptimizerGroup, Scheduler
 from raylane.sft.model.muon import MuonAdamW
 from raylane.sft.model.supervised import RunModel
 
-__all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
-
 
 def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps: int) -> float:
     """Return the learning rate of a step, counted from 0.

@@ -26,8 +26,6 @@ from raylane.sft.parallel.sharded import own_part
 from raylane.sft.parallel.stages import merged
 from raylane.workers.batch import BatchDict
 
-__all__ = ["PipelinedModel"]
-
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,

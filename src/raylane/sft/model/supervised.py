@@ -22,8 +22,6 @@ from raylane.sft.parallel import tensor_parallel
 from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.workers.batch import BatchDict
 
-__all__ = ["OnHost", "RunModel", "StageModel", "SupervisedModel", "fsdp", "release_gathered", "stage_tensors"]
-
 _HOST = "host_"
 """Prefix of the names of tensors that a pipeline stage gets in CPU memory too."""
 

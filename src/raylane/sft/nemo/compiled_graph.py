@@ -19,8 +19,6 @@ from raylane.workers.compiled import DEFAULT_INFLIGHT, CompiledWorkerGroup
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
 
-__all__ = ["CompiledGraphWorkerGroup", "get_compiled_graph_config", "should_use_compiled_graph"]
-
 
 def get_compiled_graph_config(policy: PolicyConfig | Mapping[str, Any]) -> CompiledGraphConfig:
     """Return the settings of compiled graphs in a policy configuration, with defaults for what it does not name.

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DataTranslation", "translate_data"]
-
 _PAIRS = ("ResponseDataset",)
 _MESSAGES = ("openai_format", "OpenAIFormatDataset")
 _WITHOUT_EFFECT = {

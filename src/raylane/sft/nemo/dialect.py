@@ -10,8 +10,6 @@ from raylane.sft.config.load import Dialect
 from raylane.sft.nemo.keys import is_nemo_key, refusal
 from raylane.sft.nemo.translate import is_from_nemo_rl, read_document
 
-__all__ = ["NEMO_RL"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.nemo import translate
 from raylane.sft.nemo.keys import is_nemo_key, refusal
 
-__all__ = ["ImportedConfig", "import_config"]
-
 _MISSING = "???"
 _REPORT_WIDTH = 46
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OTHERWISE", "RENAMES", "RULES", "Rule", "is_nemo_key", "refusal"]
-
 
 def _off(value: Any) -> bool:
     """Return True for null, false, 0 and empty values."""

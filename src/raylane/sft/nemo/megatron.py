@@ -12,8 +12,6 @@ from typing import Any
 
 from raylane.sft.nemo.schedule import InexactScheduleError
 
-__all__ = ["megatron_clipping", "megatron_optimizer", "megatron_schedule"]
-
 _ARGUMENTS = {"lr": "lr", "adam_eps": "eps"}
 """Key of megatron_cfg.optimizer -> argument of AdamW."""
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["InexactScheduleError", "is_torch_scheduler", "translate_scheduler"]
-
 _PREFIX = "torch.optim.lr_scheduler."
 
 

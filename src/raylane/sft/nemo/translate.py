@@ -20,8 +20,6 @@ from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.megatron import megatron_clipping, megatron_optimizer, megatron_schedule
 from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
 
-__all__ = ["Note", "Problem", "Translation", "is_from_nemo_rl", "read_document", "translate"]
-
 _MEGATRON = "policy.megatron_cfg"
 _ALL = 1_000_000
 """Number of checkpoints to keep that stands for all of them."""

@@ -25,8 +25,6 @@ from torch import Tensor
 from raylane.core.semaphore import Segment
 from raylane.sft.parallel.mesh import SHARED_BYTES, shares_gradients
 
-__all__ = ["GradientSum"]
-
 _DATA_AT = 4096
 """Offset of the numbers in the segment, whose first page has a key of its own."""
 

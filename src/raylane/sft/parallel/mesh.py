@@ -24,19 +24,6 @@ from raylane.workers.sharding import NamedSharding
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = [
-    "AXES",
-    "COPY_AXES",
-    "DATA_AXES",
-    "SHARED_BYTES",
-    "ParallelDims",
-    "WorkerMesh",
-    "keeps_gathered",
-    "local_chunks",
-    "shards_parameters",
-    "shares_gradients",
-]
-
 _WHOLE_BYTES = 2**30
 """Largest training state (weights, gradients, averages of AdamW) that every worker holds whole by default."""
 

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from raylane.sft.parallel.mesh import ParallelDims
 from raylane.workers.dispatch import Pass
 
-__all__ = ["Work", "passes_of_step", "worker_order"]
-
 
 class Work(NamedTuple):
     """Forward or backward pass of one micro-batch through one stage."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-__all__ = ["divided", "own_part", "whole"]
-
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded as a whole one. Collective if it is sharded."""

@@ -15,8 +15,6 @@ from typing import Any, overload
 
 from torch import nn
 
-__all__ = ["Layers", "keep_stage", "layer_ranges", "merged", "own_stages"]
-
 
 def own_stages(worker: int, workers: int, per_worker: int) -> list[int]:
     """Return the numbers of the stages of a worker: every `workers`-th one."""

@@ -31,8 +31,6 @@ from raylane.sft.data.rows import IGNORED
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["ROWS", "apply", "plan", "vocabulary_cross_entropy"]
-
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 """Matrices of a decoder layer that are divided by rows; those in `_COLUMNS` are divided by columns."""

@@ -22,8 +22,6 @@ from typing import Any, TextIO
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.schema import LoggerConfig
 
-__all__ = ["METRICS_FILE", "MetricsLog", "progress_bar", "progress_line", "read_metrics", "read_notes", "read_samples"]
-
 METRICS_FILE = "metrics.jsonl"
 
 _TEXTS = {"note", "prompt", "answer"}

@@ -27,8 +27,6 @@ from raylane.sft.config.load import differences
 from raylane.sft.report.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
 from raylane.sft.report.plots import MAX_POINTS, TIMES, Records, draw, thin
 
-__all__ = ["FACTS_FILE", "REPORT_FILE", "escape", "read_facts", "write_file", "write_report"]
-
 REPORT_FILE, FACTS_FILE = "report.html", "report.json"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _MAX_ROWS = 30

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["MAX_POINTS", "TIMES", "Records", "Series", "draw", "thin"]
-
 _BLUE, _RED = "#3b6fb6", "#c0392b"
 _SHADES = ("#d9a441", "#c0392b", "#3b6fb6")
 _FEW = 60

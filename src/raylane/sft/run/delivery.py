@@ -35,8 +35,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
 from raylane.sft.data.prepare import PreparedData
 
-__all__ = ["FolderCopies", "provide"]
-
 _BLOCK_BYTES = 64 * 2**20
 _SAMPLE_BYTES = 1 << 16
 

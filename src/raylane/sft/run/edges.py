@@ -16,8 +16,6 @@ from raylane.sft.run import step
 from raylane.sft.run.micro_batches import FixedRows, divide
 from raylane.workers.batch import BatchDict
 
-__all__ = ["EdgeStep"]
-
 
 class EdgeStep:
     """A step under way on one worker. Rows of micro-batches may differ in length: nothing here has a fixed shape."""

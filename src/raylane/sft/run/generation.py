@@ -22,8 +22,6 @@ from raylane.sft.run.micro_batches import FixedRows
 from raylane.sft.run.step import forward_only
 from raylane.workers.batch import BatchDict
 
-__all__ = ["generate"]
-
 
 class _NextTokens:
     """Loss function that notes the most probable token at the labelled place of each row, and returns 0."""

@@ -20,8 +20,6 @@ from typing import TextIO
 
 from raylane.errors import ConfigError
 
-__all__ = ["LOCK_FILE", "lock_folders"]
-
 LOCK_FILE = ".lock"
 
 _log = logging.getLogger(__name__)

@@ -20,8 +20,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.model.hf_config import ModelShape
 from raylane.sft.parallel.mesh import ParallelDims, keeps_gathered, shards_parameters, shares_gradients
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
-
 _MASTER = 4
 """Bytes of a weight, a gradient, or an average of AdamW: all are float32."""
 

@@ -23,9 +23,6 @@ from torch import Tensor
 from raylane.sft.config.policy import PolicyConfig
 from raylane.workers.batch import BatchDict, plan_token_budget
 
-__all__ = ["Division", "FixedRows", "TokenBudget", "cut_together", "divide", "division"]
-
-
 _ROUND_TO = 8
 """Divisor of the length of unpacked rows after cutting: kernels compute in tiles of at least 8."""
 _PIPELINE_LENGTHS = 8

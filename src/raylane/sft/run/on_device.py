@@ -17,8 +17,6 @@ from torch import Tensor
 
 from raylane.workers.batch import BatchDict
 
-__all__ = ["on_device", "one_ahead", "pinned"]
-
 Item = TypeVar("Item")
 Started = TypeVar("Started")
 Ready = TypeVar("Ready")

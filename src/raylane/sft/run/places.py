@@ -17,8 +17,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
 from raylane.sft.data.storage import Url
 
-__all__ = ["check_places", "fetch_models"]
-
 
 def check_places(config: RunConfig) -> None:
     """Raise ConfigError for a URL that no installed package can reach, and for one where only a local path works."""

@@ -18,8 +18,6 @@ from raylane.sft.model.hf_config import ModelShape
 from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
 from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 
-__all__ = ["RowCount", "RunPlan", "check_layout", "count_training_rows", "make_plan", "plan_run", "render"]
-
 GIB = 2**30
 
 

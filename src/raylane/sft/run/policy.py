@@ -37,9 +37,7 @@ from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.dispatch import Pass
 from raylane.workers.future import GroupFuture
-from raylane.workers.group import WorkerOptions
-
-__all__ = ["Policy", "worker_options"]
+from raylane.workers.options import WorkerOptions
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.prepare import PreparedData
 
-__all__ = ["Prompts"]
-
 
 class Prompts:
     """The questions of a run, tokenised with its chat template."""

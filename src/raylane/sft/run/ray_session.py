@@ -16,8 +16,6 @@ import ray
 from raylane.errors import ConfigError
 from raylane.sft.config.schema import ClusterConfig
 
-__all__ = ["connect"]
-
 _CONNECT_TIMEOUT_S = 15.0
 """Time in seconds in which a Ray cluster must accept a connection."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-__all__ = ["ReadAhead"]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ from raylane.sft.report.metrics import METRICS_FILE
 from raylane.sft.report.page import FACTS_FILE, read_facts, write_file, write_report
 from raylane.sft.run.sample import Sample
 
-__all__ = ["RunRecord"]
-
 _log = logging.getLogger(__name__)
 _MAX_WARNINGS = 200
 _MAX_WARNING_CHARACTERS = 2_000

@@ -16,9 +16,6 @@ import torch
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.model.defaults import with_own_defaults
 
-__all__ = ["Sample", "answer", "first_prompt"]
-
-
 _ROLES = ("user", "system", "tool", "assistant")
 
 

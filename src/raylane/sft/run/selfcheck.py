@@ -47,8 +47,6 @@ from raylane.sft.run.on_device import on_device
 from raylane.sft.run.step import evaluating, forward_only
 from raylane.workers.batch import BatchDict
 
-__all__ = ["check_model", "compared_documents", "compared_packs"]
-
 # Largest accepted norm of a difference, relative to the norm of the reference. Measured with torch 2.13 on a CPU with
 # random weights of 25 model types: at most 6e-7 in float32 and 4e-3 in bfloat16; 0.2 to 1 if attention crosses
 # documents, and 0.3 without the attention sinks of gpt-oss.

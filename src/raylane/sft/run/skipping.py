@@ -14,8 +14,6 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import conversations_at
 from raylane.sft.data.rows import RowSource
 
-__all__ = ["SkippedSteps", "with_rows"]
-
 _log = logging.getLogger(__name__)
 _NAMED_LINES = 8
 """Number of lines of data files that an error names."""

@@ -33,8 +33,6 @@ from raylane.sft.run.micro_batches import Division, FixedRows, cut_together, div
 from raylane.sft.run.on_device import on_device
 from raylane.workers.batch import BatchDict
 
-__all__ = ["TokenCounts", "backward", "clip", "count", "evaluating", "forward_only", "mean_loss", "update"]
-
 
 @dataclass(frozen=True)
 class TokenCounts:

@@ -43,8 +43,6 @@ from raylane.sft.run.worker import SKIPPED
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
-__all__ = ["RunResult", "StopRequest", "Trainer", "resume_advice", "run"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_SAMPLE_PARAMETERS = 200_000_000

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from raylane.sft.parallel.sharded import own_part
 
-__all__ = ["state_kept"]
-
 
 @contextmanager
 def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:

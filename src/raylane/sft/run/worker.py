@@ -45,8 +45,6 @@ from raylane.sft.run.read_ahead import ReadAhead
 from raylane.sft.run.warmup import state_kept
 from raylane.workers.batch import BatchDict
 
-__all__ = ["SAVE_ENDED", "SKIPPED", "SftWorker"]
-
 SKIPPED = "skipped"
 """Key in the metrics of a step that was left out because loss or gradients were not finite; its value is 1."""
 SAVE_ENDED = "save_ended"

@@ -46,8 +46,6 @@ from raylane.transport.link.connection import Connection, Link, LinkPool
 from raylane.transport.link.tls import cleartext_refusal
 from raylane.transport.value.ticket import Ticket, timeout_error
 
-__all__ = ["Channel", "ChannelBackend", "Channels"]
-
 log = logging.getLogger("raylane.transport")
 
 CHANNELS = b"channels"

@@ -21,9 +21,6 @@ from raylane.core.spans import Span
 from raylane.transport.hold.store import Entry
 from raylane.transport.link.connection import Connection
 
-__all__ = ["OwnedMemory", "Piece", "pieces_of_entry", "pieces_of_target", "receive_host_pieces", "send_host_pieces"]
-
-
 _CHUNK_BYTES = 1 << 20
 
 HOST = -1

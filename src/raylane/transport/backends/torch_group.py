@@ -17,8 +17,6 @@ from raylane.errors import TransportUnavailableError
 from raylane.transport.link import wire
 from raylane.transport.link.connection import Connection
 
-__all__ = ["Rendezvous", "time_limit"]
-
 NO_LIMIT_S = 10 * 365 * 86400.0
 """Limit in seconds that stands for none: torch takes no infinite time."""
 

@@ -28,19 +28,6 @@ from raylane.core.segment import SMALL_BLOCK_BYTES, segment_offsets
 from raylane.core.spans import Span
 from raylane.transport.value.layout import Layout, local_device
 
-__all__ = [
-    "DeviceGroup",
-    "OnDevice",
-    "as_here",
-    "current_streams",
-    "groups_of",
-    "new_blocks",
-    "on_own_stream",
-    "publishing_device",
-    "separated",
-    "whole",
-]
-
 _T = TypeVar("_T")
 
 

@@ -6,8 +6,6 @@ import collections
 import itertools
 from collections.abc import Callable
 
-__all__ = ["Part", "blank", "consume", "next_parts"]
-
 _SEND_BYTES = 4 << 20
 Part = tuple["memoryview | Callable[[], memoryview]", object]
 """Bytes to send (or a function that makes them when it is their turn), and the object that keeps them alive."""

@@ -21,18 +21,6 @@ from typing import Any
 from raylane.core import vm
 from raylane.errors import TransportError
 
-__all__ = [
-    "TlsSocket",
-    "cleartext_refusal",
-    "connect",
-    "drain",
-    "enabled",
-    "explain",
-    "server_context",
-    "tell_plain",
-    "wrap",
-]
-
 _STAGE_BYTES = 1 << 18
 """Size of the copy from which one call of `sendmsg` encrypts."""
 _CERT, _KEY, _CA = "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"

@@ -29,8 +29,6 @@ from raylane.transport.read.redeem import PLAIN
 from raylane.transport.value import codec
 from raylane.transport.value.ticket import decode_ticket, encode_ticket
 
-__all__ = ["RaylaneMetadata", "RaylaneTransport", "register_with_ray"]
-
 
 @dataclass
 class RaylaneMetadata(TensorTransportMetadata):  # type: ignore[misc]  # untyped base

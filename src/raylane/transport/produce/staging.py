@@ -33,8 +33,6 @@ from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, Layout, itemsize_of
 from raylane.transport.value.ticket import decode_ticket, encode_ticket
 
-__all__ = ["EdgeStage", "check_available", "fetch", "worth_publishing"]
-
 
 def check_available(transport: str) -> str | None:
     """Return why this process cannot take part in transfers by a transport, or None if it can; waits for nothing."""

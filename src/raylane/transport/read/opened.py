@@ -21,8 +21,6 @@ from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, PARAMETER, TENSOR, LeafSpec, array_dtype, itemsize_of
 from raylane.transport.value.parts import size_of, sliced
 
-__all__ = ["OpenedValue", "TensorInfo", "open_value"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:

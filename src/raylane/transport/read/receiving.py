@@ -22,7 +22,7 @@ from raylane.transport.read.targets import Targets
 from raylane.transport.value import codec
 from raylane.transport.value.layout import ARRAY, LeafSpec, array_dtype, itemsize_of
 from raylane.transport.value.leaf_memory import leaf_address, leaf_span, overlaps_itself, strides_bytes, tied
-from raylane.transport.value.parts import Part, contiguous_strides, parts_of, size_of, sliced, span_of
+from raylane.transport.value.parts import Part, contiguous_strides, parts_of, size_of, span_of
 
 WIDE_FACTOR = 2
 """Ratio of span to elements above which a slice is not received with the bytes between its elements."""
@@ -266,6 +266,3 @@ def _as_before(leaf: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 def copied(leaf: Any) -> Any:
     """Return a copy of a tensor or an array, without its history of autograd."""
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
-
-
-__all__ = ["Delivery", "check_target", "convert", "copied", "copy_into", "delivery", "receive", "sliced"]

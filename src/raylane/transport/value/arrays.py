@@ -12,8 +12,6 @@ import torch
 from raylane.core import handover
 from raylane.transport.value.leaf_memory import leaf_address
 
-__all__ = ["empty", "empty_like", "in_use"]
-
 
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """Return a new array or tensor in memory that an edge of a compiled graph hands over without copying it.

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from raylane.transport.backends.base import ChannelError
 
-__all__ = ["Allocation", "CudaError", "allocation_of", "copy_async", "driver", "mapped", "pick_device", "uuid_of"]
-
 HANDLE_BYTES = 64
 _INVALID_VALUE = 1
 _PERMANENT = (_INVALID_VALUE, 46, 101, 217, 800, 801)

@@ -32,8 +32,6 @@ from raylane.transport.backends.base import ChannelError
 from raylane.transport.backends.nixl.memory import Registration, Registrations
 from raylane.transport.backends.pieces import HOST
 
-__all__ = ["INSTALL", "Agent", "NixlError", "Peer", "Range", "merge_ranges", "missing"]
-
 log = logging.getLogger("raylane.transport")
 
 INSTALL = "pip install --no-deps nixl nixl-cu12"

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from raylane.transport.backends.base import ProcessPart
 from raylane.transport.backends.nixl.agent import Agent
 
-__all__ = ["MOST_FORGOTTEN", "Agents"]
-
 MOST_FORGOTTEN = 64
 """Number of dropped connections after which the reading agent is replaced. A new one costs half a second."""
 

@@ -23,8 +23,6 @@ from typing import Any
 from raylane.core.spans import Span
 from raylane.transport.backends.pieces import HOST, OwnedMemory
 
-__all__ = ["MAX_UNUSED", "Registration", "Registrations"]
-
 MAX_UNUSED = 1024
 """Number of registrations without a running transfer that are kept; those used longest ago are dropped first."""
 MAX_STALE = 256
