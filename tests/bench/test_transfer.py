@@ -30,6 +30,7 @@ def test_groups_share_actors_only_where_they_can() -> None:
     )
 
 
+@pytest.mark.processes  # matplotlib asks another program for its fonts on the first run of a machine
 def test_picture_has_a_line_for_each_contender(tmp_path: Path) -> None:
     transfer = pytest.importorskip("raylane.bench.transfer")
     pytest.importorskip("matplotlib")

@@ -36,6 +36,8 @@ FAMILIES = ("llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text")
 FAMILY_LAYOUTS = ("tp2-pp2", "tp2-cp2")
 RING = ("tp2-pp2", "hsdp2x2", "tp2-cp2", "dp2-pp2", "dp2-cp2")
 """Layouts of four workers, each of which resumes what the one before saved."""
+ON_RAY = (("tp2", True, "off"), ("tp2-pp2", True, "required"))
+"""Layout, packing and mode of the compiled graph that `make test-all` runs by actors of Ray."""
 
 
 def cases_with_marks() -> Iterator[Any]:
@@ -328,12 +330,12 @@ def losses_by_driver(folder: Path, layout: tuple[int, dict[str, Any]], packing: 
         return losses + [policy.train_step(number)["loss"] for number in range(1, STEPS)]
 
 
-@pytest.mark.parametrize("mode", ["off", "required"])
 @pytest.mark.parametrize(
-    ("layout", "packing"),
+    ("layout", "packing", "mode"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if case == ("tp2-pp2", True) else pytest.mark.matrix)
+        pytest.param(*case, mode, marks=pytest.mark.slow if (*case, mode) in ON_RAY else pytest.mark.matrix)
         for case in MATRIX
+        for mode in ("off", "required")
         if LAYOUTS[case[0]][0] <= 4
     ],
 )
