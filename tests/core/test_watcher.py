@@ -161,6 +161,35 @@ def test_forget_suppresses_callback(watcher: Watcher, sleeper: Any, eventually: 
     assert told == ["two"]
 
 
+def test_callback_of_one_end_may_forget_another_that_has_come(
+    watcher: Watcher, sleeper: Any, eventually: Eventually
+) -> None:
+    called: list[str] = []
+    busy, proceed = threading.Event(), threading.Event()
+    blocker, first, second = sleeper(), sleeper(), sleeper()
+
+    def wait() -> None:
+        busy.set()
+        assert proceed.wait(10)
+
+    def call(name: str, other: str) -> None:
+        called.append(name)
+        watches[other].forget()
+
+    watches = {
+        "first": watcher.watch(first.pid, lambda: call("first", "second")),
+        "second": watcher.watch(second.pid, lambda: call("second", "first")),
+    }
+    watcher.watch(blocker.pid, wait)
+    end(blocker)
+    assert busy.wait(10)
+    end(first)  # the thread learns of both ends at once, when it comes back from `wait`
+    end(second)
+    proceed.set()
+    eventually(lambda: len(watcher) == 0)
+    assert len(called) == 1
+
+
 def test_forget_after_end_spares_a_reused_descriptor(watcher: Watcher, sleeper: Any, eventually: Eventually) -> None:
     told: list[str] = []
     one, two, other = sleeper(), sleeper(), sleeper()

@@ -114,6 +114,7 @@ class Watcher:
 
     def forget(self, watch: Watch) -> None:
         """Stop watching. Only queued here: a finalizer may run while this very thread holds the lock."""
+        watch.on_end = _do_nothing  # the end may come before the thread has seen this
         self._forgotten.append(watch)
         self._wake()
 
