@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import pytest
 from tests.victims import VICTIMS, Victims
+from tests.worker_forks import worker_forks
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One test process per core: more threads in each would only compete. torch reads this when it is imported.
@@ -147,9 +148,14 @@ def ray_session() -> Iterator[None]:
     """Start a local Ray with 8 logical CPUs: more than the machine has, because actors in tests mostly wait."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with worker_forks() as launcher:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "executable", launcher)
+            ray.init(
+                address="local", num_cpus=8, include_dashboard=False, object_store_memory=1 << 30, log_to_driver=False
+            )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
