@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.process_tools import stop
 
 from raylane.bench import measure
 from raylane.bench.measure import Tally
@@ -114,7 +113,7 @@ def test_cpu_time_of_others(sleeper: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     inside = json.loads(child.stdout.readline())
-    os.kill(child.pid, signal.SIGSTOP)
+    stop(child.pid)
     before = measure.cpu_seconds([])
     outside = measure.cpu_seconds([child.pid]) - before
     child.kill()

@@ -13,6 +13,7 @@ import pytest
 import ray
 from tests.faults.drivers import start_driver
 from tests.graph import hosts
+from tests.process_tools import stop
 
 import raylane
 from raylane.errors import GraphActorDiedError, GraphTimeoutError
@@ -69,7 +70,7 @@ def test_timeout_names_the_peer_that_did_not_answer(workers: list[Any], eventual
     g = chain([a, b], "echo", "echo", timeout_s=1.5)
     pid = ray.get(b.pid.remote())
     assert g.execute(1).get() == 1
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         ray.get(a.__ray_call__.remote(hosts.cut_links))
         with pytest.raises(

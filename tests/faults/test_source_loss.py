@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 from tests.victims import VICTIMS
 
 import raylane
@@ -226,7 +227,7 @@ def test_a_stopped_producer_times_out_and_recovers() -> None:
     ref = maker.make_tcp.remote()
     pid = ray.get(maker.pid.remote())
     ray.wait([ref])
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(TransferTimeoutError, match=r"Actor\(Maker.*0\.3 s"):
             raylane.get(ref, timeout=0.3)

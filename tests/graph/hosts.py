@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 from tests.graph.graph_actors import Worker
+from tests.process_tools import descendants, sockets
 
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.worker.loop import graph_loop
@@ -25,9 +26,10 @@ def start(on: list[str], names: list[str] | None = None, **options: Any) -> list
 
 
 def connections() -> int:
-    """Count the connections to listeners of raylane on this machine, which are Unix sockets here."""
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    return sum("@raylane-" in line and line.split()[5] == "03" for line in lines)
+    """Count the connections to listeners of raylane, Unix sockets here, that this test process and its actors have."""
+    ours = sockets(descendants())
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sum("@raylane-" in line[-1] and line[5] == "03" and line[6] in ours for line in lines)
 
 
 def left(worker: Any) -> list[str]:
@@ -37,7 +39,7 @@ def left(worker: Any) -> list[str]:
 
 def wait_until_gone(workers: list[Any], connections_before: int, within_s: float = 10.0) -> None:
     deadline = time.monotonic() + within_s
-    while any(found := [*map(left, workers), connections() - connections_before]):
+    while any(found := [*map(left, workers), max(0, connections() - connections_before)]):
         assert time.monotonic() < deadline, f"left behind: {found}"
         time.sleep(0.05)
 

@@ -17,6 +17,7 @@ import ray
 import torch
 from tests.graph.graph_actors import Worker
 from tests.graph.hosts import left, start
+from tests.process_tools import stop
 from tests.transport.managers import FileManager
 
 import raylane
@@ -407,7 +408,7 @@ def _stalled(pair: list[Any], transport: str, **options: Any) -> tuple[Any, Any,
     pid = ray.get(a.pid.remote())
     # The reader is in a call, and the message of the second execution lies in the ring.
     eventually(lambda: ray.get(a.__ray_call__.remote(_sent)) == 3 and ray.get(b.is_holding.remote()))
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     ray.get(b.release.remote())
     assert first.get(timeout=10) == LARGE
     return g, second, pid
@@ -448,7 +449,7 @@ def test_source_dies_while_the_driver_fetches(pair: list[Any]) -> None:
     result = g.execute(2.0)
     pid = ray.get(a.pid.remote())
     eventually(lambda: ray.get(a.__ray_call__.remote(_sent)) == 2)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with pytest.raises(GraphTimeoutError, match="did not end"):
         result.get(timeout=0.5)
     os.kill(pid, signal.SIGKILL)

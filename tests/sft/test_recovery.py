@@ -6,13 +6,13 @@ import os
 import signal
 
 import pytest
+from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError
 from raylane.sft.report.metrics import read_metrics, read_notes
 from raylane.sft.run import trainer
 from raylane.sft.run.policy import Policy
 from sft import tiny_run
-from workers.processes import stop
 
 STEPS = 16
 

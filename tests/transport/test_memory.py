@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 
 import raylane
 from raylane.transport.hold.store import Entry, Store
@@ -102,7 +103,7 @@ def test_report_names_a_stopped_process() -> None:
     made = maker.make.remote()
     ray.get(made)
     pid = ray.get(maker.pid.remote())
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         stopped = {report.pid: report for report in ask_everywhere(1, 10)}[pid]
     finally:

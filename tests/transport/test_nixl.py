@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 
 import raylane
 from raylane.errors import SourceLostError, TensorFreedError, TransferTimeoutError, TransportError
@@ -193,7 +194,7 @@ def test_timeout_of_a_stopped_source_is_obeyed() -> None:
     with sources() as (source,):
         ref, pid = source.keep.remote(), ray.get(source.pid.remote())
         ray.get(ref)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             start = time.monotonic()
             with pytest.raises(TransferTimeoutError):

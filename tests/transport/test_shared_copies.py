@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 
 import raylane
 from raylane.errors import TensorFreedError, TensorMutatedError
@@ -191,7 +192,7 @@ def test_source_that_does_not_answer_is_read_without_it(cluster: None) -> None:
     ref = maker.hold.remote()
     assert float(raylane.get(ref)[2].sum()) == N
     pid = ray.get(maker.pid.remote())
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         assert float(raylane.get(ref)[2].sum()) == N
     finally:

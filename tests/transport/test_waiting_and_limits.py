@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 from tests.transport.unpickling import FetchedWhileUnpickled
 
 import raylane
@@ -293,7 +294,7 @@ def test_flooded_actor_is_kept_while_its_value_is_referenced(monkeypatch: pytest
 
     monkeypatch.setattr(endpoint().keeper(), "_holds_anything", ask)
     name = _listener_of(pid)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     flood = []
     try:
         full = False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError, WorkerGroupError, WorkerLostError
 from raylane.workers.batch import BatchDict
@@ -21,7 +22,6 @@ from raylane.workers.executors import CompiledGraphExecutor, MultiDPCompiledGrap
 from raylane.workers.group import STUCK_S, WorkerOptions
 from raylane.workers.sharding import NamedSharding
 from workers import seed_worker
-from workers.processes import stop
 from workers.seed_worker import SeedWorker
 
 ray.cloudpickle.register_pickle_by_value(seed_worker)
