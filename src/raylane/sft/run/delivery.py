@@ -123,17 +123,15 @@ def list_files(folder: Path) -> dict[str, tuple[int, str]]:
     A model that was trained further has the same names and sizes. The samples, both ends and 14 places between them,
     tell it from the old one without reading many gigabytes.
     """
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return {str(file.relative_to(folder)): (file.stat().st_size, _samples(file)) for file in files}
-
-
-def _samples(path: Path) -> str:
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for i in range(16):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // 15)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    listing = {}
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
+        digest, size = hashlib.sha256(), path.stat().st_size
+        with path.open("rb") as file:
+            for i in range(16):
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // 15)
+                digest.update(file.read(_SAMPLE_BYTES))
+        listing[str(path.relative_to(folder))] = size, digest.hexdigest()[:16]
+    return listing
 
 
 def _blocks(folder: Path, listing: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, np.ndarray]]:
