@@ -93,7 +93,16 @@ class SupervisedModel(RunModel):
         on_host = batch if host is None else host.batch
         whole_rows = hidden_only or self.is_reference or self.mesh.cp_group is None
         chunks = [(0, batch["input_ids"].shape[1])] if whole_rows else self.mesh.chunks(batch["input_ids"].shape[1])
-        inputs = self._inputs(batch, on_host, chunks, whole_rows, incoming)
+        # With a key-value cache transformers does not look for restarting positions: documents would be connected.
+        inputs: dict[str, Any] = {"use_cache": False}
+        inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
+        if self._plans_attention and not self.is_reference:
+            group = None if whole_rows else self.mesh.cp_group
+            inputs["packed_rows"] = attention.PackedRows.of(on_host["position_ids"], chunks, group)
+        if incoming is None:
+            inputs["input_ids"] = attention.take_chunks(batch["input_ids"], chunks)
+        else:
+            inputs["inputs_embeds"] = incoming
         if hidden_only or not self.has_head:
             return self._hidden(inputs)
         if isinstance(loss_fn, CrossEntropy):
@@ -105,22 +114,6 @@ class SupervisedModel(RunModel):
             words = self.causal_lm.get_output_embeddings().weight.shape[0]
             logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
         return logits if loss_fn is None else loss_fn(logits.float(), _local(batch, chunks))
-
-    def _inputs(
-        self, batch: BatchDict, host: BatchDict, chunks: Chunks, whole_rows: bool, incoming: Tensor | None
-    ) -> dict[str, Any]:
-        """Return the arguments of transformers' model for this worker's part of the rows."""
-        # With a key-value cache transformers does not look for restarting positions: documents would be connected.
-        inputs: dict[str, Any] = {"use_cache": False}
-        inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
-        if self._plans_attention and not self.is_reference:
-            group = None if whole_rows else self.mesh.cp_group
-            inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], chunks, group)
-        if incoming is None:
-            inputs["input_ids"] = attention.take_chunks(batch["input_ids"], chunks)
-        else:
-            inputs["inputs_embeds"] = incoming
-        return inputs
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, or of the last layer of a stage that has no head."""
