@@ -6,7 +6,7 @@ Made by `build`, called by `step` and `pipeline`. Knows nothing of Ray, data fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,8 +24,6 @@ from raylane.workers.batch import BatchDict
 
 _HOST = "host_"
 """Prefix of the names of tensors that a pipeline stage gets in CPU memory too."""
-
-Chunks = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,17 @@ class SupervisedModel(RunModel):
         if self.mesh.tp is not None:
             words = self.causal_lm.get_output_embeddings().weight.shape[0]
             logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
-        return logits if loss_fn is None else loss_fn(logits.float(), _local(batch, chunks))
+        if loss_fn is None:
+            return logits
+        # This worker's part of every tensor that has a value for each token.
+        tokens = batch["input_ids"].shape
+        local = {
+            name: attention.take_chunks(values, chunks)
+            if isinstance(values, Tensor) and values.shape[:2] == tokens
+            else values
+            for name, values in batch.items()
+        }
+        return loss_fn(logits.float(), BatchDict(local))
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, or of the last layer of a stage that has no head."""
@@ -146,19 +154,6 @@ class SupervisedModel(RunModel):
             return F.cross_entropy(logits, labels, reduction="sum")
         first = tensor_parallel.first_word(self.causal_lm.get_output_embeddings())
         return tensor_parallel.vocabulary_cross_entropy(logits, labels, first, self.mesh.tp.get_group())
-
-
-def _local(batch: BatchDict, chunks: Chunks) -> BatchDict:
-    """Return this worker's part of every tensor that has a value for each token."""
-    tokens = batch["input_ids"].shape
-    return BatchDict(
-        {
-            name: attention.take_chunks(values, chunks)
-            if isinstance(values, Tensor) and values.shape[:2] == tokens
-            else values
-            for name, values in batch.items()
-        }
-    )
 
 
 class StageModel(SupervisedModel):
