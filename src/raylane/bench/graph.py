@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,17 @@ def _run_case(case: Case, blocks: Blocks, contenders: Sequence[Contender]) -> di
     began = time.perf_counter()
     measure.stop(contenders)  # also those that are not part of this case
     taking_part = [contender for contender in contenders if contender.name in case.contenders]
+    brief = dataclasses.replace(blocks, block_s=WARM_S, calls=WARM_CALLS)
+    called = dataclasses.replace(case, workload="calls") if case.workload in ("idle", "million") else case
+
+    def warm(contender: Contender) -> None:
+        contender.block(called, brief)
+        if case.workload == "idle":
+            time.sleep(RESUME_S)
+
     with busy(case.busy):
         tallies = measure.take_turns(
-            taking_part, blocks.rounds, lambda who: who.block(case, blocks), seed=case.name, warm=_warm(case, blocks)
+            taking_part, blocks.rounds, lambda who: who.block(case, blocks), seed=case.name, warm=warm
         )
     print(f"{case.name}: {time.perf_counter() - began:.1f} s", flush=True)
     return {name: _to_record(case, tally) for name, tally in tallies.items()}
@@ -126,19 +134,6 @@ def _checked(contender: Contender, answer: Any, began: float) -> float:
             f"{contender.case.name}: {contender.name} returned {answer!r}, expected {contender.answer!r}. This is a bug"
         )
     return first_us
-
-
-def _warm(case: Case, blocks: Blocks) -> Callable[[Contender], None]:
-    """Return the function that warms up a contender before each block."""
-    brief = dataclasses.replace(blocks, block_s=WARM_S, calls=WARM_CALLS)
-    called = dataclasses.replace(case, workload="calls") if case.workload in ("idle", "million") else case
-
-    def warm(contender: Contender) -> None:
-        contender.block(called, brief)
-        if case.workload == "idle":
-            time.sleep(RESUME_S)
-
-    return warm
 
 
 def _to_record(case: Case, tally: measure.Tally) -> measure.Tally:

@@ -56,7 +56,18 @@ class Contender:
         self.case = case
         self.actors = actors
         self.pids: list[int] = ray.get([actor.pid.remote() for actor in actors], timeout=TIMEOUT_S)
-        self.value, self.answer = _value_and_answer(case)
+        self.value: Any = {"step": 1}
+        """Value to send."""
+        self.answer: Any = [self.value] * case.actors if case.shape == "fan" else self.value
+        """Answer to expect."""
+        if case.method == "touch":
+            self.value = (
+                raylane.empty(ARRAY_FLOATS, dtype=np.float32) if case.empty else np.empty(ARRAY_FLOATS, np.float32)
+            )
+            self.value[:] = np.arange(ARRAY_FLOATS)
+            self.answer = [float(ARRAY_FLOATS - 1)] * case.actors
+        elif case.method == "allreduce":
+            self.value, self.answer = 1, [float(case.actors)] * case.actors
         self.graph: Any = None
         """Graph compiled by `open`; None for contenders without a graph."""
         self.runner = runner
@@ -314,30 +325,17 @@ def start(group: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
         remote = ray.remote(num_cpus=0.01)(vllm_queue.QueuePeer if name == VLLM else kind)
         actors[name] = [remote.options(**_options(name)).remote() for _ in range(case.actors)]
     if case.method == "step":
-        _equalise_steps([actor for several in actors.values() for actor in several], case.actors)
+        # The same work per step for all: about STEP_S seconds if all actors of one contender work at once.
+        everyone = [actor for several in actors.values() for actor in several]
+        calibrated = everyone[: case.actors]
+        counts = ray.get([actor.calibrate.remote(STEP_S) for actor in calibrated], timeout=TIMEOUT_S)
+        mean = round(sum(counts) / case.actors)
+        ray.get([actor.repeat.remote(mean) for actor in everyone], timeout=TIMEOUT_S)
     return [KINDS[name](name, case, several, runner) for name, several in actors.items()]
 
 
 def _options(name: str) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {WAIT_VARIABLE: "block"}}} if name == BLOCKING else {}
-
-
-def _equalise_steps(actors: Sequence[Any], at_once: int) -> None:
-    """Give all actors the same amount of work per step: about STEP_S seconds if `at_once` actors work at once."""
-    counts = ray.get([actor.calibrate.remote(STEP_S) for actor in actors[:at_once]], timeout=TIMEOUT_S)
-    ray.get([actor.repeat.remote(round(sum(counts) / at_once)) for actor in actors], timeout=TIMEOUT_S)
-
-
-def _value_and_answer(case: Case) -> tuple[Any, Any]:
-    """Return the value to send and the answer to expect."""
-    if case.method == "touch":
-        array = raylane.empty(ARRAY_FLOATS, dtype=np.float32) if case.empty else np.empty(ARRAY_FLOATS, np.float32)
-        array[:] = np.arange(ARRAY_FLOATS)
-        return array, [float(ARRAY_FLOATS - 1)] * case.actors
-    if case.method == "allreduce":
-        return 1, [float(case.actors)] * case.actors
-    value = {"step": 1}
-    return value, [value] * case.actors if case.shape == "fan" else value
 
 
 def _rss(pid: str) -> int:

@@ -74,7 +74,16 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
         for name in case.contenders:
             contenders.append(KINDS[name](name, case.workers))
         if any(each.work == "step20ms" for each in group):
-            _equalise(contenders)
+            # The same work per step for all workers: about STEP_S seconds while as many of them work as have a core.
+            # The workers of the first contender work at the same time, as they will in a step.
+            measure.stop(contenders[1:])
+            try:
+                time.sleep(SETTLE_S)
+                counts = contenders[0].ask("calibrate", STEP_S)
+            finally:
+                measure.send(signal.SIGCONT, contenders[1:])
+            for contender in contenders:
+                contender.products = round(sum(counts) / len(counts))
         return
     # The workers map the token cache in `setup`, and mapped files outlive their folder.
     with tempfile.TemporaryDirectory() as folder:
@@ -87,19 +96,6 @@ def _start(group: Sequence[Case], contenders: list[Contender]) -> None:
             workers, threads = (1, THREADS) if alone else (case.workers, THREADS // case.workers)
             contenders.append(KINDS[name](name, workers, PlainTrainer if alone else TrainWorker, threads))
             contenders[-1].ask("setup", config, prepared, config.sft.max_num_steps)
-
-
-def _equalise(contenders: Sequence[Contender]) -> None:
-    """Give all workers the same work per step: about STEP_S seconds while as many of them work as have a core."""
-    # The workers of the first contender work at the same time, as they will in a step.
-    measure.stop(contenders[1:])
-    try:
-        time.sleep(SETTLE_S)
-        counts = contenders[0].ask("calibrate", STEP_S)
-    finally:
-        measure.send(signal.SIGCONT, contenders[1:])
-    for contender in contenders:
-        contender.products = round(sum(counts) / len(counts))
 
 
 def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> list[dict[str, Any]]:
@@ -132,17 +128,15 @@ def _run_case(case: Case, contenders: Sequence[Contender], *, quick: bool) -> li
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the records as text: overheads with ratios to Ray's calls and Ray's compiled graph, then step times."""
+    """Return the records as text: overheads with ratios to Ray's calls and Ray's compiled graph, then step times.
+
+    A step that computes has its time against the loop, or its tokens per second against the plain training loop.
+    """
     columns = {"x rpc": (RPC, "p50"), "x its CPU": (RPC, "cpu"), "x ray:compiled": (RAY, "p50")}
     if any(record["contender"] == PIPELINE_TORCH for record in records):
         columns[f"x {PIPELINE_TORCH}"] = PIPELINE_TORCH, "p50"
-    return "\n".join([measure.table(records, columns), "", *_comparisons(records)])
-
-
-def _comparisons(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each record whose steps compute: its time against the loop, or its tokens against plain."""
+    lines = [measure.table(records, columns), ""]
     by_key = {(record["case"], record["contender"]): record for record in records}
-    lines = []
     for record in records:
         name = f"{record['case']} {record['contender']}:"
         if (plain := by_key.get((record["case"], PLAIN))) is not None:
@@ -154,4 +148,4 @@ def _comparisons(records: Sequence[dict[str, Any]]) -> list[str]:
                 f"{name} {record['step_us'] / 1000:.2f} ms a step, {record['work_us'] / 1000:.2f} ms of it work; "
                 f"{record['step_us'] / loop['step_us'] - 1:+.1%} against the loop"
             )
-    return lines
+    return "\n".join(lines)

@@ -187,21 +187,19 @@ class Submit(Contender):
 
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the mean microseconds of one `.remote()`, for each sample of SUBMITS calls."""
-        return [self._starting() if case.starting else self._submit(self.producer) for _ in range(count)]
-
-    def _submit(self, producer: Any) -> float:
-        began = time.perf_counter()
-        refs = [producer.held.remote() for _ in range(SUBMITS)]
-        seconds = time.perf_counter() - began
-        ray.wait(refs, num_returns=len(refs))
-        return seconds / SUBMITS * 1e6
-
-    def _starting(self) -> float:
-        producer = ray.remote(num_cpus=0)(self.cls).remote(START_S)
-        try:
-            return self._submit(producer)
-        finally:
-            ray.kill(producer)
+        means = []
+        for _ in range(count):
+            producer = ray.remote(num_cpus=0)(self.cls).remote(START_S) if case.starting else self.producer
+            try:
+                began = time.perf_counter()
+                refs = [producer.held.remote() for _ in range(SUBMITS)]
+                means.append((time.perf_counter() - began) / SUBMITS * 1e6)
+                ray.wait(refs, num_returns=len(refs))
+                del refs  # released before the producer is killed and before the next sample
+            finally:
+                if case.starting:
+                    ray.kill(producer)
+        return means
 
 
 WORKLOADS: dict[str, type[Contender]] = {"pass": Pass, "fanout": Pass, "get": Get, "submit": Submit}

@@ -66,8 +66,37 @@ def load(path: str | None, folder: str) -> ModuleType:
     """
     if not path:
         return importlib.import_module(INSTALLED)
+    network = {
+        "get_ip": lambda: "127.0.0.1",
+        "get_open_port": _refuse,
+        "get_open_zmq_inproc_path": lambda: f"inproc://{uuid.uuid4()}",
+        "get_open_zmq_ipc_path": lambda: f"ipc://{folder}/{uuid.uuid4()}",
+        "is_valid_ipv6_address": lambda address: ":" in address,
+    }
+    # Options have vLLM's default values.
+    options = {
+        "VLLM_RINGBUFFER_WARNING_INTERVAL": WARN_AFTER_S,
+        "VLLM_SLEEP_WHEN_IDLE": False,
+        "VLLM_USE_SPINLOOP_EXT": False,
+    }
+    # What `FILE` imports of vLLM (0.11 to 0.33), by module name.
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.envs": options,
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.platforms": {"current_platform": None},
+        "vllm.distributed": {},
+        "vllm.distributed.utils": {"StatelessProcessGroup": type("Unused", (), {}), "sched_yield": os.sched_yield},
+        "vllm.utils": network,
+        "vllm.utils.network_utils": network,
+        "vllm.utils.cpu_resource_utils": {"check_cgroup_memory_available": lambda *args, **kwargs: None},
+    }
+    stand_ins = {}
+    for name, attributes in contents.items():
+        stand_ins[name] = ModuleType(name)
+        vars(stand_ins[name]).update(attributes)
+    stand_ins["vllm"].envs = stand_ins["vllm.envs"]  # type: ignore[attr-defined]  # for `import vllm.envs as envs`
     module = ModuleType(LOADED)
-    stand_ins = _stand_ins(folder)
     sys.modules[LOADED] = module  # dataclasses look up the module of their class
     sys.modules.update(stand_ins)
     try:
@@ -83,39 +112,6 @@ def _source(path: str) -> bytes:
         return (Path(path) / FILE).read_bytes()
     with zipfile.ZipFile(path) as wheel:
         return wheel.read(FILE)
-
-
-def _stand_ins(folder: str) -> dict[str, ModuleType]:
-    """Return what `FILE` imports of vLLM (0.11 to 0.33), by module name. Options have vLLM's default values."""
-    network = {
-        "get_ip": lambda: "127.0.0.1",
-        "get_open_port": _refuse,
-        "get_open_zmq_inproc_path": lambda: f"inproc://{uuid.uuid4()}",
-        "get_open_zmq_ipc_path": lambda: f"ipc://{folder}/{uuid.uuid4()}",
-        "is_valid_ipv6_address": lambda address: ":" in address,
-    }
-    options = {
-        "VLLM_RINGBUFFER_WARNING_INTERVAL": WARN_AFTER_S,
-        "VLLM_SLEEP_WHEN_IDLE": False,
-        "VLLM_USE_SPINLOOP_EXT": False,
-    }
-    contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
-        "vllm.envs": options,
-        "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.platforms": {"current_platform": None},
-        "vllm.distributed": {},
-        "vllm.distributed.utils": {"StatelessProcessGroup": type("Unused", (), {}), "sched_yield": os.sched_yield},
-        "vllm.utils": network,
-        "vllm.utils.network_utils": network,
-        "vllm.utils.cpu_resource_utils": {"check_cgroup_memory_available": lambda *args, **kwargs: None},
-    }
-    modules = {}
-    for name, attributes in contents.items():
-        modules[name] = ModuleType(name)
-        vars(modules[name]).update(attributes)
-    modules["vllm"].envs = modules["vllm.envs"]  # type: ignore[attr-defined]  # for `import vllm.envs as envs`
-    return modules
 
 
 def _refuse(*args: Any) -> Any:

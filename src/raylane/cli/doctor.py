@@ -147,6 +147,11 @@ def facts() -> dict[str, str]:
     """Return the versions and kernel settings that determine which transports work."""
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     guards = torch_layout() and array_layout_known()
+    native = "in use"
+    if not NATIVE and os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
+        native = f"refused by {PURE_VARIABLE}: graphs run the Python twin, more slowly"
+    elif not NATIVE:
+        native = "not built: graphs run the Python twin, more slowly. Install a C compiler, then raylane again"
     return {
         "python": platform.python_version(),
         **{name: version(name) for name in ("raylane", "ray", "torch")},
@@ -154,15 +159,9 @@ def facts() -> dict[str, str]:
         "ptrace_scope": yama.read_text().strip() if yama.exists() else "not set (no Yama in this kernel)",
         "write counters": "readable" if counter_offsets() else "not readable: host cannot notice writes during a read",
         "memory guards": "readable" if guards else "not readable: host is refused, and auto uses tcp",
-        "native module": "in use" if NATIVE else _why_not_native(),
+        "native module": native,
         "cuda devices": str(torch.cuda.device_count()),
     }
-
-
-def _why_not_native() -> str:
-    if os.environ.get(PURE_VARIABLE, "0") not in ("", "0"):
-        return f"refused by {PURE_VARIABLE}: graphs run the Python twin, more slowly"
-    return "not built: graphs run the Python twin, more slowly. Install a C compiler, then raylane again"
 
 
 def report(findings: Sequence[Finding]) -> str:

@@ -27,21 +27,16 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     else:
         try:
-            _write_new(args.out, text)
+            with args.out.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that was edited
+                try:
+                    file.write(text)
+                    file.flush()
+                except BaseException:  # the new file is written whole or not at all
+                    args.out.unlink()
+                    raise
         except OSError as error:
             raise ConfigError(f"cannot write {args.out}: {error.strerror or error}. Choose another name") from error
         print(f"Wrote {args.out}", file=sys.stderr)
     # Standard error, because the file itself may go to standard output and into a pipe.
     print(imported.report(), file=sys.stderr)
     return 1 if imported.to_do else 0
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Write a file that does not exist yet: whole, or not at all."""
-    with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file that was edited
-        try:
-            file.write(text)
-            file.flush()
-        except BaseException:
-            path.unlink()
-            raise

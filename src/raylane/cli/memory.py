@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,10 +137,11 @@ def _value(value: wire.Held) -> str:
     what = value.origin or "?"
     if value.snapshot:
         what += " (snapshot)"
-    return (
-        f"  {_size(value.nbytes):>9} {value.tensors:>7,} {_duration(value.age_s):>8} {value.reads:>6,}  "
-        f"{value.transport:<12} {what}"
-    )
+    # An age with one unit, such as `12 min`.
+    units = ((100, "s", 1), (6000, "min", 60), (172800, "h", 3600), (math.inf, "d", 86400))
+    unit, seconds = next((unit, seconds) for limit, unit, seconds in units if value.age_s < limit)
+    age = f"{value.age_s / seconds:.3g} {unit}"
+    return f"  {_size(value.nbytes):>9} {value.tensors:>7,} {age:>8} {value.reads:>6,}  {value.transport:<12} {what}"
 
 
 def _idle(held: wire.Holdings) -> int:
@@ -162,11 +164,3 @@ def _size(nbytes: int) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:,.3g} TB"
-
-
-def _duration(seconds: float) -> str:
-    """Return an age with one unit, such as `12 min`."""
-    for limit, unit, per in ((100, "s", 1), (6000, "min", 60), (172800, "h", 3600)):
-        if seconds < limit:
-            return f"{seconds / per:.3g} {unit}"
-    return f"{seconds / 86400:.3g} d"

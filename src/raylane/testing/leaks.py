@@ -75,7 +75,15 @@ def leaks(before: Snapshot, *, within_s: float = 10.0, spare_actors: Collection[
     deadline = time.monotonic() + within_s
     # Values first: `endpoint.close` frees them, and would hide those that are still referenced.
     gc.collect()
-    left_entries = _wait_entries(before.entries, deadline)
+    remaining_values = []
+    current = endpoint.existing()
+    while current is not None and len(current.store) > before.entries:
+        if time.monotonic() >= deadline:
+            remaining_values = [f"{len(current.store) - before.entries} published values"]
+            break
+        gc.collect()
+        time.sleep(0.02)
+    del current  # the last reference may keep threads and links that are looked for below
     endpoint.close()
     while True:
         now = snapshot()
@@ -88,20 +96,9 @@ def leaks(before: Snapshot, *, within_s: float = 10.0, spare_actors: Collection[
             *(f"thread {name}" for name in sorted(now.threads - before.threads)),
             *(f"descriptor {name}" for name in sorted(now.descriptors - before.descriptors)),
             *(f"/dev/shm/{name}" for name in sorted(now.shm - before.shm)),
-            *left_entries,
+            *remaining_values,
         ]
         if not leaked or time.monotonic() >= deadline:
             return leaked
         gc.collect()
         time.sleep(0.05)
-
-
-def _wait_entries(allowed: int, deadline: float) -> list[str]:
-    """Wait until at most `allowed` values are published; return a message if they stay."""
-    current = endpoint.existing()
-    while current is not None and len(current.store) > allowed:
-        if time.monotonic() >= deadline:
-            return [f"{len(current.store) - allowed} published values"]
-        gc.collect()
-        time.sleep(0.02)
-    return []

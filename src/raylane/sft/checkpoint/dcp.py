@@ -156,7 +156,18 @@ class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of this worker; CheckpointError if the folder holds another model or optimizer."""
         assert self.metadata is not None
-        differing = list(_differences(self.state_dict, self.metadata))
+        stored, differing = self.metadata.state_dict_metadata, []
+        for name, value in self.state_dict.items():
+            entry = stored.get(name)
+            if entry is None:
+                differing.append(f"it has no {name}")
+            elif isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
+                if tuple(value.shape) != tuple(entry.size):
+                    differing.append(
+                        f"{name} has shape {list(entry.size)} in the checkpoint and {list(value.shape)} in this run"
+                    )
+            elif isinstance(value, torch.Tensor) or isinstance(entry, TensorStorageMetadata):
+                differing.append(f"{name} is a tensor only in the checkpoint or only in this run")
         if differing:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise CheckpointError("; ".join(differing[:3]) + more)
@@ -167,18 +178,3 @@ class FitPlanner(DefaultLoadPlanner):  # type: ignore[misc, unused-ignore]
         torch.load(value, weights_only=True)  # raises if the bytes hold anything but plain values
         value.seek(0)
         super().load_bytes(read_item, value)
-
-
-def _differences(state: dict[str, Any], metadata: Metadata) -> Iterator[str]:
-    """Yield the differences between the flat state of this run (name -> tensor or value) and a checkpoint."""
-    stored = metadata.state_dict_metadata
-    for name, value in state.items():
-        if name not in stored:
-            yield f"it has no {name}"
-            continue
-        there = stored[name]
-        if isinstance(value, torch.Tensor) and isinstance(there, TensorStorageMetadata):
-            if tuple(value.shape) != tuple(there.size):
-                yield f"{name} has shape {list(there.size)} in the checkpoint and {list(value.shape)} in this run"
-        elif isinstance(value, torch.Tensor) or isinstance(there, TensorStorageMetadata):
-            yield f"{name} is a tensor only in the checkpoint or only in this run"

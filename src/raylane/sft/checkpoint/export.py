@@ -65,7 +65,12 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     config = build_config(plain, source=f"{saved.path}/run.json")
     folders.refuse_other_owner(path, config.checkpointing)
     source = _source(saved, config)
-    causal_lm = _on_meta(source.hf_config, config)
+    from transformers import AutoModelForCausalLM  # not before the check of `out`
+
+    # Without memory for the weights: only names and shapes are needed.
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(source.hf_config, dtype=torch.float32, trust_remote_code=False)
+    adapt(causal_lm, config.policy.dtensor_cfg.lora_cfg)
     if form == "adapter" and not adapted(causal_lm):
         raise ConfigError(f"{path} was trained without LoRA, so it has no adapters. Use --form merged")
     draft = out.with_name(f"{out.name}.partial")
@@ -113,16 +118,6 @@ def _source(saved: Saved, config: RunConfig) -> _Source:
     )
 
 
-def _on_meta(hf_config: Any, config: RunConfig) -> Any:
-    """Return the model without memory for its weights: only names and shapes are needed."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
-    adapt(causal_lm, config.policy.dtensor_cfg.lora_cfg)
-    return causal_lm
-
-
 Read = Callable[[str, torch.Size], Tensor]
 
 
@@ -161,17 +156,13 @@ def _write_weights(folder: Path, causal_lm: nn.Module, read: Read, dtype: torch.
 
 def _merged(name: str, layers: Mapping[str, LoraLinear], weights: Mapping[str, nn.Parameter], read: Read) -> Tensor:
     """Read one weight, with its adapter added if it has one."""
-    owner, _, _ = name.rpartition(".")
+    owner, _, last = name.rpartition(".")
     layer = layers.get(owner)
-    if layer is None or not name.endswith(".weight"):
-        return read(f"model.{_stored(name, layer is not None)}", weights[name].shape)
+    if layer is None:
+        return read(f"model.{name}", weights[name].shape)
+    if last != "weight":  # the bias of an adapted layer belongs to its base
+        return read(f"model.{owner}.base.{last}", weights[name].shape)
     base = read(f"model.{owner}.base.weight", weights[name].shape)
     low = read(f"model.{owner}.lora_A.weight", layer.lora_A.weight.shape)
     high = read(f"model.{owner}.lora_B.weight", layer.lora_B.weight.shape)
     return base + high @ low * layer.scale
-
-
-def _stored(name: str, in_adapted: bool) -> str:
-    """Return the name of a parameter in the state; the bias of an adapted layer belongs to its base."""
-    owner, _, last = name.rpartition(".")
-    return f"{owner}.base.{last}" if in_adapted else name

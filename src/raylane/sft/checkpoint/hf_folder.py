@@ -40,7 +40,10 @@ def write_beside(
 ) -> None:
     """Write everything of a Hugging Face folder except the weights, which are of type `dtype`.
 
-    `tokenizer_dir` holds tokenizer and chat template. `end_ids` and `start`: see `_generation_settings`.
+    `tokenizer_dir` holds tokenizer and chat template. generation_config.json is that of the base model in `start`, with
+    `end_ids` as the tokens to stop at: `generate` stops at the tokens in this file and ignores the tokenizer. The file
+    of a base model names another token than the one at the end of the chat template's turns, and answers would never
+    end.
     """
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.architectures = [type(causal_lm).__name__]
@@ -48,24 +51,8 @@ def write_beside(
         del config.auto_map
     config.dtype = dtype
     config.save_pretrained(folder)
-    generation = json.dumps(_generation_settings(causal_lm, end_ids, start), indent=2, sort_keys=True)
-    (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
-    if tokenizer_dir.is_symlink():
-        raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
-    for source in tokenizer_dir.iterdir():
-        # Another Hugging Face folder may serve as the tokenizer's; its weights are not copied.
-        if source.name not in ("config.json", _GENERATION) and ".safetensors" not in source.name:
-            _copy_plain(source, folder / source.name)
-
-
-def _generation_settings(causal_lm: Any, end_ids: Sequence[int], start: Path | None) -> dict[str, Any]:
-    """Return the content of generation_config.json: the base model's, with `end_ids` as the tokens to stop at.
-
-    `generate` stops at the tokens in this file and ignores the tokenizer. The file of a base model names another token
-    than the one at the end of the chat template's turns, and answers would never end. The file is edited as JSON:
-    transformers loads settings that contradict each other (temperature without do_sample, as in many published
-    folders), but refuses to save them after any change.
-    """
+    # Edited as JSON: transformers loads settings that contradict each other (temperature without do_sample, as in many
+    # published folders), but refuses to save them after any change.
     path = None if start is None else start / _GENERATION
     if path is not None and path.is_file():
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +64,15 @@ def _generation_settings(causal_lm: Any, end_ids: Sequence[int], start: Path | N
     named = settings.get("eos_token_id")
     known = [] if named is None else [named] if isinstance(named, int) else list(named)
     ends = list(dict.fromkeys([*end_ids, *known]))
-    return {**settings, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+    generation = json.dumps(settings, indent=2, sort_keys=True)
+    (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
+    if tokenizer_dir.is_symlink():
+        raise OSError(f"{tokenizer_dir} is a symbolic link. Delete data.cache_dir and run the command again")
+    for source in tokenizer_dir.iterdir():
+        # Another Hugging Face folder may serve as the tokenizer's; its weights are not copied.
+        if source.name not in ("config.json", _GENERATION) and ".safetensors" not in source.name:
+            _copy_plain(source, folder / source.name)
 
 
 def _copy_plain(source: Path, target: Path) -> None:

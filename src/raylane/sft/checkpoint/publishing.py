@@ -87,7 +87,11 @@ class Renaming(Publishing[Path]):
         if not folder.is_dir():
             return []
         # A name alone says nothing: a copy of a checkpoint can be interrupted too.
-        return [path for path in folder.iterdir() if _is_whole_name(path.name) and (path / MARKER).is_file()]
+        return [
+            path
+            for path in folder.iterdir()
+            if (match := _NAME.match(path.name)) is not None and match[2] is None and (path / MARKER).is_file()
+        ]
 
     def begin(self, folder: Path, name: str) -> Path:
         """Create and return step_N.partial."""
@@ -292,11 +296,6 @@ _RENAMING, _MARKING = Renaming(), Marking()
 def publishing(place: Place) -> Publishing[Place]:
     """Return the way in which checkpoints become complete at this place."""
     return cast("Publishing[Place]", _MARKING if isinstance(place, Url) else _RENAMING)
-
-
-def _is_whole_name(name: str) -> bool:
-    match = _NAME.match(name)
-    return match is not None and match[2] is None
 
 
 def _numbers(name: str) -> tuple[int, int]:

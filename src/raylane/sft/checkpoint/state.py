@@ -7,8 +7,7 @@ by `worker`; `folders` handles folder names, completeness and retention.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -45,8 +44,11 @@ def save_state(folder: Place, model: RunModel, optimizer: torch.optim.Optimizer 
 def write(folder: Place, state: dict[str, Any], *, has_optimizer: bool, group: dist.ProcessGroup | None = None) -> None:
     """Write what `collect` returned, or a copy of it. The ranks agree through `group`, None for the default one."""
     failed = f"the state could not be written to {folder}"
-    with _checkpoint_errors(failed, folder):
+    try:
         save(state, storage_writer=state_writer(folder), process_group=group)
+    except CheckpointException as error:  # a BaseException that holds the failure of each rank
+        reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise CheckpointError(f"{failed}: {reasons}", path=str(folder), ranks=sorted(error.failures)) from error
     # Written after all other files: `is_written` looks for it.
     note = json.dumps({"optimizer": has_optimizer})
     on_rank_zero(failed, folder, lambda: (folder / _OPTIMIZER_NOTE).write_text(note, encoding="utf-8"), group)
@@ -166,13 +168,3 @@ def _on_every_rank(read: Callable[[], T]) -> T:
     if first is not None:
         raise first
     return result
-
-
-@contextmanager
-def _checkpoint_errors(failed: str, folder: Place) -> Iterator[None]:
-    """Translate DCP's error, a BaseException that holds the failure of each rank, to CheckpointError."""
-    try:
-        yield
-    except CheckpointException as error:
-        reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"{failed}: {reasons}", path=str(folder), ranks=sorted(error.failures)) from error

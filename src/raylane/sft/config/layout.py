@@ -123,7 +123,7 @@ def _no_multiple(name: str, value: int, divisor_name: str, divisor: int, remedy:
 
 
 def worker_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems in the number of workers: replicas, nodes and GPUs."""
+    """Yield problems in the number of workers (replicas, nodes and GPUs), and settings that need FSDP2."""
     cluster, settings = config.cluster, config.policy.dtensor_cfg
     # All four sizes together: the number of readers is what remains.
     world, group = cluster.num_workers, _group(config)
@@ -151,21 +151,14 @@ def worker_problems(config: RunConfig) -> Iterator[str]:
         )
     if config.policy.dtensor_cfg.cpu_offload and not cluster.gpus_per_node:
         yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
-    yield from _whole_model_problems(config.policy)
-
-
-def _whole_model_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Yield the settings that need FSDP2 although it is switched off."""
-    settings = policy.dtensor_cfg
-    if settings.shard_parameters != "never":
-        return
-    needs = {
-        f"policy.precision={policy.precision}": policy.precision != "float32",
-        "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
-        "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
-    }
-    for setting, needed in needs.items():
-        if needed:
+    if settings.shard_parameters == "never":
+        precision = config.policy.precision
+        needs_fsdp = {
+            f"policy.precision={precision}": precision != "float32",
+            "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
+            "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
+        }
+        for setting in [setting for setting, needed in needs_fsdp.items() if needed]:
             yield (
                 f"{setting} needs FSDP2, but policy.dtensor_cfg.shard_parameters=never; set shard_parameters to auto "
                 f"or always, or change {setting.split('=')[0]}"

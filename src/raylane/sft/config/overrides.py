@@ -24,11 +24,13 @@ from raylane.sft.config.keys import is_open, model_of, unknown_message
 # ---------------------------------------------------------------------------------------------------------- YAML files
 
 
-def _loader() -> Any:
-    """Return PyYAML's safe loader with YAML 1.2 floats (1e-4 is a number) and an error for repeated keys."""
+def _parse_yaml(text: str, source: str) -> Any:
+    """Return the value of a YAML text; ConfigError with `source` if there is none. Needs PyYAML."""
     import yaml
 
     class Loader(yaml.SafeLoader):
+        """Loader with YAML 1.2 floats (1e-4 is a number) and an error for repeated keys."""
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
@@ -45,14 +47,8 @@ def _loader() -> Any:
 
     number = re.compile(r"^[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
-    return Loader
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    import yaml
-
     try:
-        return yaml.load(text, Loader=_loader())  # a subclass of SafeLoader: builds plain values only
+        return yaml.load(text, Loader=Loader)  # a subclass of SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         raise ConfigError(f"{source} is not YAML: {error}") from error
     except RecursionError as error:
@@ -198,8 +194,7 @@ def _apply_override(document: dict[str, Any], override: Override, root: type[Bas
                     f"{dotted} is not set{hint} to add a new key to an open mapping write +{override.word}"
                 )
         if depth == len(override.path) - 1:
-            _set_or_remove(section, override, is_declared=field is not None)
-            return
+            break
         model = model_of(field.annotation) if field is not None else None
         if (
             field is not None
@@ -211,11 +206,6 @@ def _apply_override(document: dict[str, Any], override: Override, root: type[Bas
         if not isinstance(below, dict):
             raise ConfigError(f"{name!r} holds {below!r}, which has no keys; override {name!r} itself")
         section = below
-
-
-def _set_or_remove(section: dict[str, Any], override: Override, is_declared: bool) -> None:
-    """Apply an override to the section that has its key. `is_declared` is True if the schema has the key."""
-    name, dotted = override.path[-1], ".".join(override.path)
     if override.sign == "~":
         if name not in section:
             raise ConfigError(
@@ -229,8 +219,8 @@ def _set_or_remove(section: dict[str, Any], override: Override, is_declared: boo
             )
         del section[name]
         return
-    if override.sign == "+" and (is_declared or name in section):
-        what = "is a declared key" if is_declared else f"is already {section[name]!r}"
+    if override.sign == "+" and (field is not None or name in section):
+        what = "is a declared key" if field is not None else f"is already {section[name]!r}"
         raise ConfigError(f"{dotted} {what}, and + only adds new ones; leave out the +")
     both = isinstance(override.value, dict) and isinstance(section.get(name), dict)
     section[name] = merge(section[name], override.value) if both else override.value

@@ -75,12 +75,19 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
     packing = config.policy.sequence_packing
     layout = packing.algorithm if packing.enabled else "one document a row"
     ended = "yes" if counts.ended_turns == counts.turns else "NOT ALWAYS" if counts.ended_turns else "NO"
+    long, limit = counts.truncated + counts.split + counts.dropped, config.policy.max_total_sequence_length
+    overlong = f"none above {limit} tokens"
+    if long:
+        overlong = (
+            f"{long:,} above {limit} tokens: {counts.truncated:,} truncated ({counts.cut_tokens:,} tokens lost), "
+            f"{counts.split:,} split, {counts.dropped:,} dropped"
+        )
     lines = [
         ("conversations", f"{counts.conversations:,} read, the longest {counts.longest:,} tokens"),
         ("documents", f"{counts.documents:,} kept, {counts.tokens:,} tokens"),
         ("supervised", f"{counts.supervised:,} tokens, {counts.supervised_percent:.1f}%"),
         ("end token", f"supervised: {ended} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"),
-        ("over-long", _overlong(counts, config)),
+        ("over-long", overlong),
         ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
         ("control text", f"{counts.control_tokens:,} conversations contain special tokens as text"),
         ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
@@ -89,16 +96,6 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
     if name == "validation":
         lines.append(("in training", f"{counts.also_in_train:,} conversations are also in the training data"))
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
-
-
-def _overlong(counts: DataCounts, config: RunConfig) -> str:
-    long = counts.truncated + counts.split + counts.dropped
-    if not long:
-        return f"none above {config.policy.max_total_sequence_length} tokens"
-    return (
-        f"{long:,} above {config.policy.max_total_sequence_length} tokens: {counts.truncated:,} truncated "
-        f"({counts.cut_tokens:,} tokens lost), {counts.split:,} split, {counts.dropped:,} dropped"
-    )
 
 
 def _dropped(counts: DataCounts) -> str:

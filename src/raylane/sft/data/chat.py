@@ -120,7 +120,21 @@ class ChatTokenizer:
                 f"{type(hf).__name__} does not map tokens to characters, so assistant spans cannot be found; use the "
                 "fast form of the tokenizer (tokenizer.json)"
             )
-        _check_template(hf.chat_template)
+        if not hf.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template; set policy.tokenizer.chat_template=chatml, or to a Jinja file"
+            )
+        if not isinstance(hf.chat_template, str):
+            several = ", ".join(hf.chat_template)
+            raise DataError(f"the tokenizer has several chat templates ({several}); name one in a Jinja file")
+        if not _GENERATION.search(hf.chat_template):
+            raise DataError(
+                "the chat template has no {% generation %} ... {% endgeneration %}, so the tokens of the assistant are "
+                "not known; most published templates lack these marks, and raylane does not add them. Copy the "
+                "template into a file, put the marks around the assistant's text and its end token, and name the file "
+                "in policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or llama3 if the "
+                "model knows the tokens of one of these (docs/howto/prepare-data.md)"
+            )
         for name, tokens in _OWN_TEMPLATES.items():
             if template == _own_template(name):
                 known = hf.get_vocab()
@@ -163,7 +177,18 @@ class ChatTokenizer:
             hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # damaged files make transformers and tokenizers raise almost any exception
             raise ConfigError(f"transformers cannot load a tokenizer from {folder}: {error}") from error
-        return cls(hf, template_text(choice), _generation_end_ids(path), template_kwargs)
+        template = template_text(choice)
+        end_ids: list[int] = []
+        settings = path / "generation_config.json"
+        if settings.is_file():
+            try:
+                ids = json.loads(settings.read_text(encoding="utf-8")).get("eos_token_id")
+                end_ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)  # Llama 3 has three
+                if not all(isinstance(end_id, int) for end_id in end_ids):
+                    raise TypeError(f"eos_token_id is {ids!r}")
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ConfigError(f"{settings} is damaged: {error!r}. Correct or remove it") from error
+        return cls(hf, template, end_ids, template_kwargs)
 
     @classmethod
     def train(cls, texts: Iterable[str], settings: TokenizerConfig) -> ChatTokenizer:
@@ -197,7 +222,16 @@ class ChatTokenizer:
         spans = runs(supervised)
         # Templates know nothing of `weight`, so spans of messages with weight 0 are removed here.
         if not all(conversation.weights):
-            supervised, spans = _without_weightless(supervised, spans, conversation)
+            if len(spans) != len(conversation.weights):
+                raise DataError(
+                    f"{conversation.where}: weight: 0 needs one generation span per assistant message, but the chat "
+                    f"template makes {len(spans)} spans for {len(conversation.weights)} assistant messages. Remove "
+                    "the weights, or use a template with one span per message"
+                )
+            spans = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
+            supervised = np.zeros_like(supervised)
+            for start, end in spans:
+                supervised[start:end] = True
         ends = np.isin(tokens, list(self.end_ids))
         ended = sum(bool(ends[start:end].any()) for start, end in spans)
         if supervised.size:
@@ -298,53 +332,3 @@ def _texts_in(value: Any) -> list[str]:
         written = [json.dumps(value, ensure_ascii=ascii_only) for ascii_only in (False, True)]
         return written + [text for item in value.values() for text in _texts_in(item)]
     return [text for item in value for text in _texts_in(item)] if isinstance(value, list) else []
-
-
-def _check_template(template: Any) -> None:
-    """Raise DataError unless there is exactly one template and it marks the assistant's text."""
-    if not template:
-        raise DataError(
-            "the tokenizer has no chat template; set policy.tokenizer.chat_template=chatml, or to a Jinja file"
-        )
-    if not isinstance(template, str):
-        raise DataError(f"the tokenizer has several chat templates ({', '.join(template)}); name one in a Jinja file")
-    if not _GENERATION.search(template):
-        raise DataError(
-            "the chat template has no {% generation %} ... {% endgeneration %}, so the tokens of the assistant are not "
-            "known; most published templates lack these marks, and raylane does not add them. Copy the template into a "
-            "file, put the marks around the assistant's text and its end token, and name the file in "
-            "policy.tokenizer.chat_template; or set policy.tokenizer.chat_template=chatml or llama3 if the model knows "
-            "the tokens of one of these (docs/howto/prepare-data.md)"
-        )
-
-
-def _generation_end_ids(folder: Path) -> list[int]:
-    """Return the end tokens in the model's generation_config.json, if any (Llama 3 has three)."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return []
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        end_ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-        if not all(isinstance(end_id, int) for end_id in end_ids):
-            raise TypeError(f"eos_token_id is {ids!r}")
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error!r}. Correct or remove it") from error
-    return end_ids
-
-
-def _without_weightless(
-    supervised: np.ndarray, spans: list[tuple[int, int]], conversation: Conversation
-) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """Return mask and spans without the assistant messages that have weight 0."""
-    if len(spans) != len(conversation.weights):
-        raise DataError(
-            f"{conversation.where}: weight: 0 needs one generation span per assistant message, but the chat template "
-            f"makes {len(spans)} spans for {len(conversation.weights)} assistant messages. Remove the weights, or use "
-            "a template with one span per message"
-        )
-    trained = [span for span, weight in zip(spans, conversation.weights, strict=True) if weight]
-    mask = np.zeros_like(supervised)
-    for start, end in trained:
-        mask[start:end] = True
-    return mask, trained

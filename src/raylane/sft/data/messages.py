@@ -92,7 +92,14 @@ def read_conversations(
 def _lines(path: Place) -> Iterator[tuple[int, str]]:
     number = 0
     try:
-        _refuse_format(path)
+        with path.open("rb") as binary:
+            head = binary.read(8)
+        for start, (kind, remedy) in _FORMATS.items():
+            if head.startswith(start):
+                raise DataError(
+                    f"{path} is {kind}, and raylane reads JSON Lines in plain text. Convert it first ({remedy})",
+                    path=str(path),
+                )
         with path.open("r", encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 yield number, line
@@ -100,18 +107,6 @@ def _lines(path: Place) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}: after line {number}: not UTF-8 ({error}); convert the file") from error
     except OSError as error:
         raise DataError(f"cannot read data file {path}: {error.strerror or error}") from error
-
-
-def _refuse_format(path: Place) -> None:
-    """Raise DataError for a file that is not text, with the name of its format."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    for start, (kind, remedy) in _FORMATS.items():
-        if head.startswith(start):
-            raise DataError(
-                f"{path} is {kind}, and raylane reads JSON Lines in plain text. Convert it first ({remedy})",
-                path=str(path),
-            )
 
 
 def parse_conversation(
@@ -267,8 +262,21 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     parsed["role"] = role
     if message.get("function_call") is not None:
         raise DataError(f"{where}: function_call is the old form of a call; write it as one entry of tool_calls")
-    content = _content(message.get("content"), where)
-    calls = _tool_calls(message.get("tool_calls"), where)
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        if not isinstance(content, list):
+            raise DataError(f"{where}: content is a {type(content).__name__}, not text or a list of text parts")
+        texts = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+                raise DataError(f"{where}: content part of type {kind!r}; only text can be trained on")
+            texts.append(part["text"])
+        content = "".join(texts)
+    raw_calls = message.get("tool_calls")
+    if raw_calls is not None and not isinstance(raw_calls, list):
+        raise DataError(f"{where}: tool_calls is a {type(raw_calls).__name__}, not a list")
+    calls = [_tool_call(call, f"{where}, tool call {index}") for index, call in enumerate(raw_calls or [])]
     if content is None and not (role == "assistant" and calls):
         raise DataError(f"{where}: role {role!r} without content")
     if calls and role != "assistant":
@@ -278,28 +286,6 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if calls:
         parsed["tool_calls"] = calls
     return parsed
-
-
-def _content(content: Any, where: str) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise DataError(f"{where}: content is a {type(content).__name__}, not text or a list of text parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: content part of type {kind!r}; only text can be trained on")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
-        raise DataError(f"{where}: tool_calls is a {type(calls).__name__}, not a list")
-    return [_tool_call(call, f"{where}, tool call {index}") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

@@ -125,7 +125,22 @@ def read_adapter(causal_lm: nn.Module, folder: Path, names: Collection[str]) -> 
     """
     named, layers = _named(causal_lm), adapted(causal_lm)
     settings = next(iter(layers.values())).settings
-    _check_config(_read_config(folder), settings.dim, settings.alpha, folder)
+    config = _read_config(folder)
+    # DoRA, rank-stabilised scales and the like use the same tensors in another formula than `lora.LoraLinear`.
+    for key in _UNSUPPORTED:
+        if config.get(key):
+            raise CheckpointError(
+                f"the adapters in {folder} have {key}={config[key]!r}, which is not supported. Use plain LoRA adapters",
+                path=str(folder),
+            )
+    in_file = {"dim": config.get("r"), "alpha": config.get("lora_alpha")}
+    for option, mine in (("dim", settings.dim), ("alpha", settings.alpha)):
+        if mine != in_file[option]:
+            raise CheckpointError(
+                f"policy.dtensor_cfg.lora_cfg.{option} is {mine:g}, and the adapters in {folder} have "
+                f"{in_file[option]!r}. Set it to their value",
+                path=str(folder),
+            )
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             stored = set(file.keys())
@@ -164,21 +179,3 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
         f"with {CONFIG} and {WEIGHTS}, or to null",
         path=str(folder),
     )
-
-
-def _check_config(config: dict[str, Any], dim: int, alpha: float, folder: Path) -> None:
-    """Raise CheckpointError for adapters that compute something else than `lora.LoraLinear` with these settings."""
-    # DoRA, rank-stabilised scales and the like use the same tensors in another formula.
-    for key in _UNSUPPORTED:
-        if config.get(key):
-            raise CheckpointError(
-                f"the adapters in {folder} have {key}={config[key]!r}, which is not supported. Use plain LoRA adapters",
-                path=str(folder),
-            )
-    for option, mine, theirs in (("dim", dim, config.get("r")), ("alpha", alpha, config.get("lora_alpha"))):
-        if mine != theirs:
-            raise CheckpointError(
-                f"policy.dtensor_cfg.lora_cfg.{option} is {mine:g}, and the adapters in {folder} have {theirs!r}. Set "
-                "it to their value",
-                path=str(folder),
-            )

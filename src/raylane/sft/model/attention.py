@@ -205,7 +205,9 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = _Scoring(scale, dropout, sliding_window, softcap, s_aux)
     key, value = packed_rows.gather(key, value)
-    if _fits_varlen(query, scoring):
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
+    if query.is_cuda and half and not scoring.dropout and not scoring.explicit:
         return _varlen(query, key, value, packed_rows, scale, sliding_window), None
     rows = [
         _row(parts, packed_rows.lengths[i], packed_rows.pieces[i], scoring)
@@ -242,7 +244,20 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         if window is not None:
             mask &= places[None] > query_places - window
     if scoring.explicit:
-        return _by_scores(query, key, value, mask, scoring)
+        # Soft-capped scores or sinks: the scores [N, q, k] are whole in memory.
+        repeats = query.shape[0] // key.shape[0]
+        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+        scores = query @ key.transpose(1, 2) * scoring.scale
+        if scoring.softcap is not None:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        # The sink takes its share of the weights and adds nothing.
+        return F.dropout(weights[..., : key.shape[1]], scoring.dropout) @ value
     # Fewer key heads than query heads: the kernel repeats them without a copy.
     grouped = key.shape[0] != query.shape[0]
     out: Tensor = F.scaled_dot_product_attention(
@@ -256,29 +271,6 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
         enable_gqa=grouped,
     )
     return out[0]
-
-
-def _by_scores(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: _Scoring) -> Tensor:
-    """Return attention with soft-capped scores or sinks, from scores [N, q, k] that are whole in memory."""
-    repeats = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-    scores = query @ key.transpose(1, 2) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    if scoring.sinks is not None:
-        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    # The sink takes its share of the weights and adds nothing.
-    return F.dropout(weights[..., : key.shape[1]], scoring.dropout) @ value
-
-
-def _fits_varlen(query: Tensor, scoring: _Scoring) -> bool:
-    """Return True if torch's kernel for rows of several lengths (FlashAttention) can do the work."""
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and not scoring.dropout and not scoring.explicit
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float, window: int | None) -> Tensor:

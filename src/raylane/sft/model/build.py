@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -204,35 +203,28 @@ def read_weights(causal_lm: Any, folder: Path) -> None:
     stored = reader.read_metadata().state_dict_metadata
     missing = sorted(set(parameters) - set(stored))
     if missing:
+        advice = "Set policy.model_name to a folder of this model"
+        separate = any(re.search(r"\.experts\.\d+\.", name) for name in stored)
+        if separate and any(".experts." in name for name in missing):
+            advice = (
+                "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in "
+                "one, which raylane cannot load yet. Use a model without experts"
+            )
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {_advice_on_missing(missing, stored)}",
+            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {advice}",
             path=str(folder),
         )
-    _refuse_quantised({name: stored[name] for name in parameters}, folder)
-    try:
-        load(parameters, storage_reader=reader)
-    except CheckpointException as error:
-        reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
-
-
-def _advice_on_missing(missing: Iterable[str], stored: Iterable[str]) -> str:
-    """Return what to do about weights that a folder lacks."""
-    if any(re.search(r"\.experts\.\d+\.", name) for name in stored) and any(".experts." in name for name in missing):
-        return (
-            "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in one, "
-            "which raylane cannot load yet. Use a model without experts"
-        )
-    return "Set policy.model_name to a folder of this model"
-
-
-def _refuse_quantised(stored: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for quantised weights: their numbers need scales, which are not read."""
-    for name, tensor in stored.items():
-        dtype = tensor.properties.dtype
+    for name in parameters:
+        dtype = stored[name].properties.dtype  # type: ignore[union-attr]
+        # The numbers of quantised weights need scales, which are not read.
         if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise CheckpointError(
                 f"{folder} holds a quantised model ({name} is {dtype}). Use a model in bfloat16, float16 or float32",
                 path=str(folder),
             )
+    try:
+        load(parameters, storage_reader=reader)
+    except CheckpointException as error:
+        reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+        raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error

@@ -70,7 +70,15 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
             f"the model has vocab_size={config.vocab_size}, but the tokenizer has {vocab_size} tokens; use the model's "
             "own tokenizer, or remove vocab_size from policy.hf_config_overrides"
         )
-    _check_dropout(policy, config)
+    dropout, size = getattr(config, "attention_dropout", None), policy.dtensor_cfg.tensor_parallel_size
+    if dropout and size > 1:
+        # These workers have one random state, and each draws a mask for its own heads: the masks would be equal.
+        raise ConfigError(
+            f"the model has attention_dropout={dropout}, whose masks would repeat on the workers of policy.dtensor_cfg."
+            f"tensor_parallel_size={size}. Set policy.hf_config_overrides.attention_dropout=0, or "
+            "tensor_parallel_size=1",
+            key="attention_dropout",
+        )
     _check_rope(policy, config)
     return config
 
@@ -110,19 +118,6 @@ def _check_rope(policy: PolicyConfig, config: Any) -> None:
             f"in the same micro-batch would change each other: policy.max_total_sequence_length={rows}. Set it to at "
             f"most {limit}{instead if kind == 'longrope' else ''}",
             key="policy.max_total_sequence_length",
-        )
-
-
-def _check_dropout(policy: PolicyConfig, config: Any) -> None:
-    """Raise ConfigError for dropout of attention weights with tensor parallelism."""
-    p, size = getattr(config, "attention_dropout", None), policy.dtensor_cfg.tensor_parallel_size
-    if p and size > 1:
-        # These workers have one random state, and each draws a mask for its own heads: the masks would be equal.
-        raise ConfigError(
-            f"the model has attention_dropout={p}, whose masks would repeat on the workers of policy.dtensor_cfg."
-            f"tensor_parallel_size={size}. Set policy.hf_config_overrides.attention_dropout=0, or "
-            "tensor_parallel_size=1",
-            key="attention_dropout",
         )
 
 
@@ -235,7 +230,34 @@ def model_shape(config: Any, lora: LoraConfig | None = None) -> ModelShape:
     with raylane.
     """
     try:
-        return _count_on_meta(config, lora)
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from raylane.sft.model.lora import adapt  # imports torch, as this function does
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if lora is not None:
+            adapt(model, lora)
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+        heads = config.num_attention_heads
+        num_parameters = sum(p.numel() for p in model.parameters())
+        return ModelShape(
+            model_type=config.model_type,
+            num_parameters=num_parameters,
+            num_root=num_parameters - sum(layers),
+            num_layer=max(layers),
+            num_layers=len(layers),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            max_positions=getattr(config, "max_position_embeddings", None),
+            num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
+        )
     except ConfigError:  # of the adapters
         raise
     except Exception as error:  # impossible sizes, or attributes that other architectures do not have
@@ -243,35 +265,3 @@ def model_shape(config: Any, lora: LoraConfig | None = None) -> ModelShape:
             f"a {config.model_type} model of this configuration cannot be trained: {type(error).__name__}: {error}. "
             "Use llama, qwen2 or qwen3, and check the sizes in policy.hf_config_overrides"
         ) from error
-
-
-def _count_on_meta(config: Any, lora: LoraConfig | None) -> ModelShape:
-    """Build the model on the meta device and count its parameters."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from raylane.sft.model.lora import adapt  # imports torch, as this function does
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if lora is not None:
-        adapt(model, lora)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-    heads = config.num_attention_heads
-    num_parameters = sum(p.numel() for p in model.parameters())
-    return ModelShape(
-        model_type=config.model_type,
-        num_parameters=num_parameters,
-        num_root=num_parameters - sum(layers),
-        num_layer=max(layers),
-        num_layers=len(layers),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=config.vocab_size,
-        max_positions=getattr(config, "max_position_embeddings", None),
-        num_trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        has_head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
-    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +47,32 @@ class IndexedReader(HuggingFaceStorageReader):
         """Read the index. CheckpointError if it is damaged, or if the folder has no weights."""
         super().__init__(str(folder))
         self._folder = folder
-        self._index = _read_index(folder)
+        self._index: dict[str, str] | None = None
         """Name of each weight -> its file; None without an index."""
         self._metadata: Metadata | None = None
+        path = folder / INDEX
+        if not path.is_file():
+            if not any(folder.glob("*.safetensors")):
+                raise CheckpointError(
+                    f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model "
+                    "first",
+                    path=str(folder),
+                )
+            return
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            self._index = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error!r}. Copy or download the folder again", path=str(folder)
+            ) from error
+        files = self._index.values()
+        outside = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
+        if outside or not files:
+            cause = "names no weights"
+            if outside:
+                cause = f"names {outside[0]!r}, which is no .safetensors file of the folder"
+            raise CheckpointError(f"{path} {cause}. Copy or download the folder again", path=str(folder))
 
     def read_metadata(self) -> Metadata:
         """Return names, shapes and places of the weights, read once from the headers of the files.
@@ -66,7 +88,13 @@ class IndexedReader(HuggingFaceStorageReader):
         merged: Metadata | None = None
         origins: dict[Any, Path] = {}
         for file in self._files():
-            of_file = self._metadata_of(file)
+            self.fs = _Listing(file)
+            try:
+                of_file = super().read_metadata()
+            except Exception as error:  # safetensors' own error class and, for damaged headers, others
+                raise CheckpointError(
+                    f"{file} cannot be read: {error}. Copy or download the folder again", path=str(self._folder)
+                ) from error
             if merged is None:
                 merged = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=of_file.storage_meta)
             # A weight may have several parts, in files that torch's distributed writer made.
@@ -86,7 +114,14 @@ class IndexedReader(HuggingFaceStorageReader):
                 if self._belongs(name, file):
                     _add(merged.state_dict_metadata, name, tensor)
         assert merged is not None, "`_files` returns at least one file"
-        self._refuse_missing(merged.state_dict_metadata)
+        index = self._index or {}
+        missing = [name for name in index if name not in merged.state_dict_metadata]
+        if missing:
+            raise CheckpointError(
+                f"{index[missing[0]]} does not hold {missing[0]}, although {self._folder / INDEX} names it for "
+                f"this weight ({len(missing)} such weights). Copy or download the folder again",
+                path=str(self._folder),
+            )
         return merged
 
     def _files(self) -> list[Path]:
@@ -114,28 +149,8 @@ class IndexedReader(HuggingFaceStorageReader):
             )
         return files
 
-    def _metadata_of(self, file: Path) -> Metadata:
-        """Return the metadata of one file."""
-        self.fs = _Listing(file)
-        try:
-            return super().read_metadata()
-        except Exception as error:  # safetensors' own error class and, for damaged headers, others
-            raise CheckpointError(
-                f"{file} cannot be read: {error}. Copy or download the folder again", path=str(self._folder)
-            ) from error
-
     def _belongs(self, name: str, file: Path) -> bool:
         return self._index is None or self._index.get(name) == file.name
-
-    def _refuse_missing(self, present: Mapping[str, Any]) -> None:
-        missing = [name for name in self._index or () if name not in present]
-        if missing:
-            assert self._index is not None
-            raise CheckpointError(
-                f"{self._index[missing[0]]} does not hold {missing[0]}, although {self._folder / INDEX} names it for "
-                f"this weight ({len(missing)} such weights). Copy or download the folder again",
-                path=str(self._folder),
-            )
 
 
 def _add(merged: dict[str, Any], name: str, tensor: Any) -> None:
@@ -146,28 +161,3 @@ def _add(merged: dict[str, Any], name: str, tensor: Any) -> None:
     before = merged[name]
     before.chunks.extend(tensor.chunks)
     before.size = type(before.size)(max(a, b) for a, b in zip(before.size, tensor.size, strict=True))
-
-
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """Return name of a weight -> name of its file, None without an index; CheckpointError if it cannot be used."""
-    path = folder / INDEX
-    if not path.is_file():
-        if not any(folder.glob("*.safetensors")):
-            raise CheckpointError(
-                f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
-                path=str(folder),
-            )
-        return None
-    try:
-        files = {
-            str(name): str(file) for name, file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error!r}. Copy or download the folder again", path=str(folder)
-        ) from error
-    outside = [file for file in files.values() if Path(file).name != file or not file.endswith(".safetensors")]
-    if outside or not files:
-        cause = f"names {outside[0]!r}, which is no .safetensors file of the folder" if outside else "names no weights"
-        raise CheckpointError(f"{path} {cause}. Copy or download the folder again", path=str(folder))
-    return files

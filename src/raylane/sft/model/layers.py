@@ -64,7 +64,12 @@ def compile_layers(causal_lm: Any, device: torch.device) -> None:
     """
     from transformers import AttentionInterface
 
-    missing = _missing_compiler(device)
+    missing = None
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        missing = "the package triton"
+    elif not any(shutil.which(name) for name in compilers):
+        missing = f"a C++ compiler ({' or '.join(compilers)})"
     if missing is not None:
         raise ConfigError(
             f"policy.dtensor_cfg.compile_layers=true needs {missing} on every worker. Install it, or set "
@@ -76,13 +81,3 @@ def compile_layers(causal_lm: Any, device: torch.device) -> None:
     for layer in decoder_layers(causal_lm):
         # The bound method alone: FSDP2's hooks, which run around it, cannot be compiled, and names stay the same.
         layer.forward = torch.compile(layer.forward)
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """Return what inductor needs on this device and does not find, None if it is complete."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "the package triton"
-    names = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
-    if not any(shutil.which(name) for name in names):
-        return f"a C++ compiler ({' or '.join(names)})"
-    return None

@@ -191,8 +191,14 @@ def base_parameters(causal_lm: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of the model without adapters, by the names that they have in its files."""
     layers = adapted(causal_lm).values()
     skipped = {id(part.weight) for layer in layers for part in (layer.lora_A, layer.lora_B)}
-    named = causal_lm.named_parameters()
-    return {_plain(name, causal_lm): parameter for name, parameter in named if id(parameter) not in skipped}
+    parameters = {}
+    for name, parameter in causal_lm.named_parameters():
+        if id(parameter) not in skipped:
+            # The name of a parameter before its layer was adapted.
+            owner, base, last = name.rpartition(_BASE)
+            is_adapted = base and isinstance(causal_lm.get_submodule(owner), LoraLinear)
+            parameters[f"{owner}.{last}" if is_adapted else name] = parameter
+    return parameters
 
 
 def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mapping[str, LoraLinear]) -> Tensor:
@@ -202,12 +208,6 @@ def merged_weight(name: str, weights: Mapping[str, nn.Parameter], layers: Mappin
     """
     owner, _, last = name.rpartition(".")
     return layers[owner].merged() if last == "weight" and owner in layers else weights[name].detach()
-
-
-def _plain(name: str, causal_lm: nn.Module) -> str:
-    """Return the name of a parameter before its layer was adapted."""
-    owner, base, last = name.rpartition(_BASE)
-    return f"{owner}.{last}" if base and isinstance(causal_lm.get_submodule(owner), LoraLinear) else name
 
 
 def fill(parameter: Tensor, values: Tensor) -> None:

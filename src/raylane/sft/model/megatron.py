@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from raylane.sft.model.supervised import SupervisedModel
 from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 class MegatronModel(SupervisedModel):
     """Causal language model whose parameters are those of `causal_lm`, and whose layers are Megatron-core's."""
@@ -47,7 +44,12 @@ class MegatronModel(SupervisedModel):
         if problems := list(check_shape(causal_lm.config.to_dict())):
             raise ConfigError("; ".join(problems), problems=problems)
         if mesh.tp is not None:
-            _replicate_norms(causal_lm, mesh.tp)
+            # The undivided parameters become DTensors too: an optimizer takes only one kind in a group.
+            for module in causal_lm.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    if not isinstance(parameter, DTensor):
+                        same = DTensor.from_local(parameter.detach(), mesh.tp, [Replicate()], run_check=False)
+                        module.register_parameter(name, nn.Parameter(same))
         dtype = torch.bfloat16 if policy.precision == "bfloat16" else torch.float32
         engine = _gpt_model(causal_lm.config, mesh, dtype).to(device, dtype)
         # In a tuple, or it would be a submodule, whose parameters would be trained and saved too.
@@ -142,16 +144,17 @@ class _Return:
         for source, part in zip(weight.sources, parts, strict=True):
             if source.grad is not None:
                 own_part(source.grad).add_(part)
+            elif isinstance(source, DTensor):
+                source.grad = DTensor.from_local(
+                    part.contiguous(),
+                    source.device_mesh,
+                    source.placements,
+                    run_check=False,
+                    shape=source.shape,
+                    stride=source.stride(),
+                )
             else:
-                source.grad = _like(part.contiguous(), source)
-
-
-def _like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of one worker as a tensor that is divided as `parameter`."""
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+                source.grad = part.contiguous()
 
 
 class _SummedGradients:
@@ -186,15 +189,6 @@ def _sum(tensors: list[Tensor], group: Any) -> None:
     dist.all_reduce(flat, group=group)
     for tensor, summed in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(summed.view_as(tensor))
-
-
-def _replicate_norms(causal_lm: nn.Module, tp: DeviceMesh) -> None:
-    """Make the undivided parameters DTensors too: an optimizer takes only one kind in a group."""
-    for module in causal_lm.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
-                same = DTensor.from_local(parameter.detach(), tp, [Replicate()], run_check=False)
-                module.register_parameter(name, nn.Parameter(same))
 
 
 def _head_dim(config: Any) -> int:

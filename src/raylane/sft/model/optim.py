@@ -40,7 +40,7 @@ def learning_rate(step: int, peak: float, schedule: SchedulerConfig, total_steps
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the configured optimizer over all trained parameters.
+    """Return the configured optimizer over all trained parameters. Collective in a pipeline.
 
     `weight_decay_on` selects whether vectors (norms, biases) are decayed too; `groups` give single parameters another
     learning rate or decay. ConfigError if an entry of `groups` is the first match of no parameter.
@@ -50,19 +50,21 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
         # One pass over the memory of all parameters instead of a dozen operations on each; torch exists on no device
         # that raylane uses without this kernel.
         kwargs["fused"] = True
-    groups = _parameter_groups(model, settings)
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, **kwargs)
-    return MuonAdamW(groups, settings.muon, **kwargs)
-
-
-def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the trained parameters, grouped by their settings, in torch's form."""
     # The names that files have: without the wrapper's attribute.
     causal_lm = getattr(model, "causal_lm", model)
     named = {name: parameter for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
-    chosen = _first_matches(_all_names(model, list(named)), settings)
-    orthogonal = _layer_matrices(model) if settings.name == "muon" else set()
+    names = list(named)
+    pipeline = model.mesh.pp_group if isinstance(model, RunModel) else None
+    if pipeline is not None:
+        of_stages: list[list[str]] = [[]] * dist.get_world_size(pipeline)
+        dist.all_gather_object(of_stages, names, group=pipeline)
+        names = list(dict.fromkeys(name for some in of_stages for name in some))
+    chosen = _first_matches(names, settings)
+    orthogonal = set()
+    if settings.name == "muon":
+        # Muon trains the matrices of the decoder layers.
+        layers: nn.ModuleList = model.causal_lm.get_decoder().layers  # type: ignore[union-attr, operator]
+        orthogonal = {id(parameter) for parameter in layers.parameters() if parameter.ndim == 2}
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in named.items():
         group = chosen.get(name)
@@ -78,17 +80,9 @@ def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[
         if scale != 1.0:  # absent otherwise, so that checkpoints from before this key can be resumed
             values["lr_scale"] = scale
         groups.setdefault(tuple(values.items()), {"params": [], **values})["params"].append(parameter)
-    return list(groups.values())
-
-
-def _all_names(model: nn.Module, names: list[str]) -> list[str]:
-    """Return the names of the parameters of all pipeline stages. Collective in a pipeline."""
-    group = model.mesh.pp_group if isinstance(model, RunModel) else None
-    if group is None:
-        return names
-    of_stages: list[list[str]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(of_stages, names, group=group)
-    return list(dict.fromkeys(name for some in of_stages for name in some))
+    if settings.name == "adamw":
+        return torch.optim.AdamW(list(groups.values()), **kwargs)
+    return MuonAdamW(list(groups.values()), settings.muon, **kwargs)
 
 
 def _first_matches(names: list[str], settings: OptimizerConfig) -> dict[str, OptimizerGroup]:
@@ -107,12 +101,6 @@ def _first_matches(names: list[str], settings: OptimizerConfig) -> dict[str, Opt
             )
         chosen.update(dict.fromkeys(new, group))
     return chosen
-
-
-def _layer_matrices(model: nn.Module) -> set[int]:
-    """Return the ids of the two-dimensional parameters of the decoder layers, which Muon trains."""
-    layers: nn.ModuleList = model.causal_lm.get_decoder().layers  # type: ignore[union-attr, operator]
-    return {id(parameter) for parameter in layers.parameters() if parameter.ndim == 2}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -6,7 +6,7 @@ Made by `build`, called by `step` and `pipeline`. Knows nothing of Ray, data fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,8 +24,6 @@ from raylane.workers.batch import BatchDict
 
 _HOST = "host_"
 """Prefix of the names of tensors that a pipeline stage gets in CPU memory too."""
-
-Chunks = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,16 @@ class SupervisedModel(RunModel):
         on_host = batch if host is None else host.batch
         whole_rows = hidden_only or self.is_reference or self.mesh.cp_group is None
         chunks = [(0, batch["input_ids"].shape[1])] if whole_rows else self.mesh.chunks(batch["input_ids"].shape[1])
-        inputs = self._inputs(batch, on_host, chunks, whole_rows, incoming)
+        # With a key-value cache transformers does not look for restarting positions: documents would be connected.
+        inputs: dict[str, Any] = {"use_cache": False}
+        inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
+        if self._plans_attention and not self.is_reference:
+            group = None if whole_rows else self.mesh.cp_group
+            inputs["packed_rows"] = attention.PackedRows.of(on_host["position_ids"], chunks, group)
+        if incoming is None:
+            inputs["input_ids"] = attention.take_chunks(batch["input_ids"], chunks)
+        else:
+            inputs["inputs_embeds"] = incoming
         if hidden_only or not self.has_head:
             return self._hidden(inputs)
         if isinstance(loss_fn, CrossEntropy):
@@ -104,23 +111,17 @@ class SupervisedModel(RunModel):
         if self.mesh.tp is not None:
             words = self.causal_lm.get_output_embeddings().weight.shape[0]
             logits = tensor_parallel.whole_vocabulary(logits, self.mesh.tp, words)
-        return logits if loss_fn is None else loss_fn(logits.float(), _local(batch, chunks))
-
-    def _inputs(
-        self, batch: BatchDict, host: BatchDict, chunks: Chunks, whole_rows: bool, incoming: Tensor | None
-    ) -> dict[str, Any]:
-        """Return the arguments of transformers' model for this worker's part of the rows."""
-        # With a key-value cache transformers does not look for restarting positions: documents would be connected.
-        inputs: dict[str, Any] = {"use_cache": False}
-        inputs["position_ids"] = attention.take_chunks(batch["position_ids"], chunks)
-        if self._plans_attention and not self.is_reference:
-            group = None if whole_rows else self.mesh.cp_group
-            inputs["packed_rows"] = attention.PackedRows.of(host["position_ids"], chunks, group)
-        if incoming is None:
-            inputs["input_ids"] = attention.take_chunks(batch["input_ids"], chunks)
-        else:
-            inputs["inputs_embeds"] = incoming
-        return inputs
+        if loss_fn is None:
+            return logits
+        # This worker's part of every tensor that has a value for each token.
+        tokens = batch["input_ids"].shape
+        local = {
+            name: attention.take_chunks(values, chunks)
+            if isinstance(values, Tensor) and values.shape[:2] == tokens
+            else values
+            for name, values in batch.items()
+        }
+        return loss_fn(logits.float(), BatchDict(local))
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Return the output of the last norm, or of the last layer of a stage that has no head."""
@@ -153,19 +154,6 @@ class SupervisedModel(RunModel):
             return F.cross_entropy(logits, labels, reduction="sum")
         first = tensor_parallel.first_word(self.causal_lm.get_output_embeddings())
         return tensor_parallel.vocabulary_cross_entropy(logits, labels, first, self.mesh.tp.get_group())
-
-
-def _local(batch: BatchDict, chunks: Chunks) -> BatchDict:
-    """Return this worker's part of every tensor that has a value for each token."""
-    tokens = batch["input_ids"].shape
-    return BatchDict(
-        {
-            name: attention.take_chunks(values, chunks)
-            if isinstance(values, Tensor) and values.shape[:2] == tokens
-            else values
-            for name, values in batch.items()
-        }
-    )
 
 
 class StageModel(SupervisedModel):

@@ -55,7 +55,15 @@ def translate_data(section: Mapping[str, Any]) -> DataTranslation:
     """Return the translation of the section `data`; keys that are the same in raylane are kept as they are."""
     translation = DataTranslation()
     data = dict(section)
-    _sort_old_keys(data, translation)
+    # The keys of 2025 move from `data` to `data.train` and `data.validation`.
+    old_paths = {name: data.pop(old) for name, old in _OLD_FILES.items() if old in data}
+    if old_paths or "dataset_name" in data:
+        shared = {key: data.pop(key) for key in _OLD if key in data}
+        # A data set by name has its own validation part; files are named one by one.
+        for name in ("train", "validation") if "dataset_name" in shared and not old_paths else old_paths:
+            path = {"data_path": old_paths[name]} if name in old_paths else {}
+            data.setdefault(name, {**shared, **path})
+        translation.notes.append(("data.dataset_name", "replaced by data.train and data.validation"))
     default = data.pop("default", None) or {}
     if default:
         translation.notes.append(("data.default", "its values are used for data.train and data.validation"))
@@ -81,21 +89,8 @@ def translate_data(section: Mapping[str, Any]) -> DataTranslation:
     return translation
 
 
-def _sort_old_keys(data: dict[str, Any], translation: DataTranslation) -> None:
-    """Move the keys of 2025 from `data` to `data.train` and `data.validation`."""
-    paths = {name: data.pop(old) for name, old in _OLD_FILES.items() if old in data}
-    if not paths and "dataset_name" not in data:
-        return
-    shared = {key: data.pop(key) for key in _OLD if key in data}
-    # A data set by name has its own validation part; files are named one by one.
-    for name in ("train", "validation") if "dataset_name" in shared and not paths else paths:
-        path = {"data_path": paths[name]} if name in paths else {}
-        data.setdefault(name, {**shared, **path})
-    translation.notes.append(("data.dataset_name", "replaced by data.train and data.validation"))
-
-
 def _one_set(data_set: dict[str, Any], name: str, translation: DataTranslation) -> Iterator[str]:
-    """Yield the path of one data set if raylane can read it; record keys and problems in `made`."""
+    """Yield the path of one data set if raylane can read it; record keys and problems in `translation`."""
     where = f"data.{name}"
     kind, path = data_set.pop("dataset_name", None), data_set.pop("data_path", None)
     question, answer, chat = (
@@ -103,7 +98,16 @@ def _one_set(data_set: dict[str, Any], name: str, translation: DataTranslation) 
         data_set.pop("output_key", None),
         data_set.pop("chat_key", None),
     )
-    _translate_split(data_set.pop("split_validation_size", 0), name, translation)
+    # The size of the validation set that is held out from the training data.
+    size = data_set.pop("split_validation_size", 0)
+    if size and name == "train":
+        # NeMo-RL passes the value to train_test_split, for which 1 and above is a number of rows.
+        if isinstance(size, int | float) and 0 < size < 1:
+            _set(translation, "validation_fraction", size)
+            translation.notes.append((f"{where}.split_validation_size", "replaced by data.validation_fraction"))
+        else:
+            reason = f"{where}.split_validation_size={size} is no fraction: it must be less than 1"
+            translation.problems.append(("data.validation_fraction", reason))
     for key, value in data_set.items():
         if key in _WITHOUT_EFFECT and not (key == "tool_key" and value not in (None, "tools")):
             translation.notes.append((f"{where}.{key}", _WITHOUT_EFFECT[key]))
@@ -129,21 +133,6 @@ def _one_set(data_set: dict[str, Any], name: str, translation: DataTranslation) 
         elif chat:
             _set(translation, "messages_key", chat)
         yield path
-
-
-def _translate_split(size: Any, name: str, translation: DataTranslation) -> None:
-    """Translate the size of the validation set that is held out from the training data."""
-    old = f"data.{name}.split_validation_size"
-    if not size or name != "train":
-        return
-    # NeMo-RL passes the value to train_test_split, for which 1 and above is a number of rows.
-    if isinstance(size, int | float) and 0 < size < 1:
-        _set(translation, "validation_fraction", size)
-        translation.notes.append((old, "replaced by data.validation_fraction"))
-    else:
-        translation.problems.append(
-            ("data.validation_fraction", f"{old}={size} is no fraction: it must be less than 1")
-        )
 
 
 def _set(translation: DataTranslation, key: str, value: Any) -> None:

@@ -81,7 +81,11 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
     unknown = keys.unknown(plain, RunConfig, refusal)
     for key in unknown:
-        _delete(plain, key)
+        *parents, name = key.split(".")
+        section = plain
+        for parent in parents:
+            section = section[parent]
+        del section[name]
     refused += _unknown_problems(unknown)
     data = plain.get("data")
     # A required key stays in the file even without a value, so that the user sees where to write it.
@@ -132,14 +136,6 @@ def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
         for section, names in sections.items()
     ]
     return problems
-
-
-def _delete(document: dict[str, Any], key: str) -> None:
-    *parents, name = key.split(".")
-    section = document
-    for parent in parents:
-        section = section[parent]
-    del section[name]
 
 
 def _local_problems(document: Mapping[str, Any]) -> list[str]:

@@ -70,17 +70,8 @@ def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any])
         if key not in {*_TRANSLATED, *_HARMLESS, *_FLOAT32, *_OFF, "decoupled_weight_decay"}:
             raise ValueError(f"{key}={shown}: this key is not known, so its effect would be lost; remove it")
     kwargs = {new: section[old] for old, new in _ARGUMENTS.items() if section.get(old) is not None}
-    if (decay := _weight_decay(section, scheduler)) is not None:
-        kwargs["weight_decay"] = decay
-    betas = [section.get("adam_beta1", 0.9), section.get("adam_beta2", 0.999)]
-    # Megatron-core decays no biases and no norms.
-    return {"name": "adamw", "weight_decay_on": "matrices", "kwargs": {**kwargs, "betas": betas}}
-
-
-def _weight_decay(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> Any:
-    """Return the weight decay of every step, None for the default; InexactScheduleError if it changes."""
-    decay = section.get("weight_decay")
     # Megatron's scheduler overwrites the optimizer's value in every step. NeMo-RL's key may be null: not set.
+    decay = section.get("weight_decay")
     start, end = (
         decay if scheduler.get(f"{moment}_weight_decay") is None else scheduler[f"{moment}_weight_decay"]
         for moment in ("start", "end")
@@ -90,7 +81,11 @@ def _weight_decay(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> A
             f"a weight decay that changes during the run (start_weight_decay={start}, end_weight_decay={end}) cannot "
             "be expressed; set both to one value"
         )
-    return end
+    if end is not None:
+        kwargs["weight_decay"] = end
+    betas = [section.get("adam_beta1", 0.9), section.get("adam_beta2", 0.999)]
+    # Megatron-core decays no biases and no norms.
+    return {"name": "adamw", "weight_decay_on": "matrices", "kwargs": {**kwargs, "betas": betas}}
 
 
 def megatron_clipping(section: Mapping[str, Any]) -> float | None:

@@ -39,7 +39,20 @@ def translate_scheduler(value: Any, peak: float, steps: int | None) -> dict[str,
         raise InexactScheduleError("each entry must be {name: ..., kwargs: {...}} or {milestones: [...]}")
     # NeMo-RL takes the last entry with milestones; a second one would be ambiguous and fails the count below.
     milestones = [number for part in parts if "name" not in part for number in part.get("milestones", ())]
-    phases = [_phase(part) for part in parts if "name" in part]
+    phases = []
+    for part in [part for part in parts if "name" in part]:
+        name = str(part["name"]).removeprefix(_PREFIX)
+        set_kwargs = part.get("kwargs") or {}
+        if name not in _DEFAULTS:
+            raise InexactScheduleError(f"{part['name']} cannot be expressed; known are {', '.join(_DEFAULTS)}")
+        unknown = set(set_kwargs) - set(_DEFAULTS[name])
+        kwargs = {**_DEFAULTS[name], **set_kwargs}
+        wrong = [key for key, value in kwargs.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+        if unknown or wrong:
+            raise InexactScheduleError(
+                f"{name} with {dict(set_kwargs)}: {', '.join([*sorted(unknown), *wrong])} cannot be used"
+            )
+        phases.append((name, kwargs))
     if not all(isinstance(number, int) for number in milestones):
         raise InexactScheduleError(f"milestones must be numbers of steps, got {milestones}")
     if len(phases) not in (1, 2) or len(milestones) != len(phases) - 1:
@@ -66,22 +79,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # of torch 2.13, torch/optim/lr_schedu
     "ConstantLR": {"factor": 1 / 3, "total_iters": 5},
     "CosineAnnealingLR": {"T_max": None, "eta_min": 0.0},
 }
-
-
-def _phase(part: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return name and complete arguments of one scheduler."""
-    name = str(part["name"]).removeprefix(_PREFIX)
-    set_kwargs = part.get("kwargs") or {}
-    if name not in _DEFAULTS:
-        raise InexactScheduleError(f"{part['name']} cannot be expressed; known are {', '.join(_DEFAULTS)}")
-    unknown = set(set_kwargs) - set(_DEFAULTS[name])
-    kwargs = {**_DEFAULTS[name], **set_kwargs}
-    wrong = [key for key, value in kwargs.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    if unknown or wrong:
-        raise InexactScheduleError(
-            f"{name} with {dict(set_kwargs)}: {', '.join([*sorted(unknown), *wrong])} cannot be used"
-        )
-    return name, kwargs
 
 
 def _warmup(kwargs: dict[str, Any], milestone: int | None) -> dict[str, Any]:

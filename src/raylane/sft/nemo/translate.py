@@ -391,15 +391,13 @@ class _Translator:
             tokenizer["chat_template"] = _PASSTHROUGH
             self.notes.append(Note("policy.tokenizer.chat_template", "null joins the messages: replaced by a template"))
         asked = {problem.must_set for problem in self.problems}
+        trains_adapters = value_at(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True
         for key, (value, effect) in _THEIR_DEFAULTS.items():
             # A set policy.scheduler is complete, whichever of its keys it has.
             section = "policy.scheduler" if key.startswith("policy.scheduler.") else key
             # Noise in the log of a run without LoRA.
-            idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not self._trains_adapters()
+            idle = key.startswith("policy.dtensor_cfg.lora_cfg") and not trains_adapters
             if not _has(self.plain, section) and section not in asked and not idle:
                 _replace(self.plain, key, value)
                 shown = {None: "null", False: "false"}.get(value, value)
                 self.notes.append(Note(f"{key}={shown}", effect, is_set=True))
-
-    def _trains_adapters(self) -> bool:
-        return value_at(self.plain, "policy.dtensor_cfg.lora_cfg.enabled") is True

@@ -54,7 +54,15 @@ def plan(modules: Iterable[str]) -> dict[str, str]:
         **dict.fromkeys(ROWS, "rows"),
         **dict.fromkeys(_HEAD_NORMS, "head_norm"),
         **dict.fromkeys(_NORMS, "norm"),
-        **_of_adapters(),
+        # Adapters (`lora.LoraLinear`), whose inner size is never divided. Of columns, every worker computes the whole
+        # inner values and its own columns of the output. Of rows, every worker has its own part of the input, and the
+        # output has whole tokens or, like that of norms, divided ones.
+        **{f"{name}.base": "columns" for name in _COLUMNS},
+        **{f"{name}.lora_A": "whole" for name in _COLUMNS},
+        **{f"{name}.lora_B": "columns" for name in _COLUMNS},
+        **{f"{name}.base": "rows" for name in ROWS},
+        **{f"{name}.lora_A": "rows" for name in ROWS},
+        **{f"{name}.lora_B": "norm" for name in ROWS},
     }
     names = list(modules)
     if unknown := [name for name in names if name not in known]:
@@ -64,15 +72,6 @@ def plan(modules: Iterable[str]) -> dict[str, str]:
             "llama, qwen2, qwen3, gemma, gemma2, gemma3_text or mistral"
         )
     return {name: known[name] for name in names}
-
-
-def _of_adapters() -> dict[str, str]:
-    """Return the treatment of the modules of `lora.LoraLinear`, whose inner size is never divided."""
-    treatment = {f"{name}.base": "columns" for name in _COLUMNS} | {f"{name}.base": "rows" for name in ROWS}
-    # Of columns, every worker computes the whole inner values and its own columns of the output. Of rows, every worker
-    # has its own part of the input, and the output has whole tokens or, like that of norms, divided ones.
-    treatment |= {f"{name}.lora_A": "whole" for name in _COLUMNS} | {f"{name}.lora_B": "columns" for name in _COLUMNS}
-    return treatment | {f"{name}.lora_A": "rows" for name in ROWS} | {f"{name}.lora_B": "norm" for name in ROWS}
 
 
 def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:

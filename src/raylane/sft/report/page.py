@@ -75,36 +75,29 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     facts = read_facts(run_dir)
     document = facts["config"] if isinstance(facts["config"], dict) else None
     plots, note = _plots(records)
-    text = (
-        _environment()
-        .get_template("page.jinja")
-        .render(
-            title=f"Run {run_dir.resolve()}",
-            summary=_summary(records, facts),
-            plots=plots,
-            note=note,
-            steps=[] if plots else _steps(records),
-            columns=[*{**_COLUMNS, **TIMES}.values()],
-            notes=[(figure(step), text) for step, text in notes],
-            facts=facts,
-            answers=_answers(answers),
-            changed=document and yaml.safe_dump(differences(document), sort_keys=False),
-            whole=document and yaml.safe_dump(document, sort_keys=False),
-        )
-    )
-    path = run_dir / REPORT_FILE if out is None else Path(out)
-    write_file(path, text)
-    return path
-
-
-def _environment() -> jinja2.Environment:
-    """Return the environment of the page: every value in it is escaped, whoever wrote the template."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        # Every value is escaped, whoever wrote the template.
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else Markup(escape(value)),
         trim_blocks=True,
     )
+    page = environment.get_template("page.jinja").render(
+        title=f"Run {run_dir.resolve()}",
+        summary=_summary(records, facts),
+        plots=plots,
+        note=note,
+        steps=[] if plots else _steps(records),
+        columns=[*{**_COLUMNS, **TIMES}.values()],
+        notes=[(figure(step), text) for step, text in notes],
+        facts=facts,
+        answers=_answers(answers),
+        changed=document and yaml.safe_dump(differences(document), sort_keys=False),
+        whole=document and yaml.safe_dump(document, sort_keys=False),
+    )
+    path = run_dir / REPORT_FILE if out is None else Path(out)
+    write_file(path, page)
+    return path
 
 
 def escape(text: object) -> str:

@@ -79,8 +79,23 @@ def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) 
         for node in others
     }
     try:
-        if config.checkpointing.enabled:
-            _refuse_unshared(config, receivers)
+        place = storage.at(config.checkpointing.checkpoint_dir) if config.checkpointing.enabled else None
+        if isinstance(place, Path):
+            place.mkdir(parents=True, exist_ok=True)
+            probe = place.resolve() / f".shared-{secrets.token_hex(8)}"
+            probe.touch()
+            try:
+                answers = ray.get([receiver.sees.remote(str(probe)) for receiver in receivers.values()])
+            finally:
+                probe.unlink()
+            blind = sorted(host for host, sees in answers if not sees)
+            if blind:
+                raise ConfigError(
+                    f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir} is not shared: files that the "
+                    f"driver writes there are not seen on {', '.join(blind)}. Set it to a folder on storage that all "
+                    "nodes share, or to a URL such as s3://bucket/run",
+                    key="checkpointing.checkpoint_dir",
+                )
         folders = [_data_folder(prepared)]
         if config.policy.model_name is not None:
             folders.append(Path(config.policy.model_name))
@@ -123,17 +138,15 @@ def list_files(folder: Path) -> dict[str, tuple[int, str]]:
     A model that was trained further has the same names and sizes. The samples, both ends and 14 places between them,
     tell it from the old one without reading many gigabytes.
     """
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return {str(file.relative_to(folder)): (file.stat().st_size, _samples(file)) for file in files}
-
-
-def _samples(path: Path) -> str:
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as file:
-        for i in range(16):
-            file.seek(max(0, size - _SAMPLE_BYTES) * i // 15)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
+    listing = {}
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
+        digest, size = hashlib.sha256(), path.stat().st_size
+        with path.open("rb") as file:
+            for i in range(16):
+                file.seek(max(0, size - _SAMPLE_BYTES) * i // 15)
+                digest.update(file.read(_SAMPLE_BYTES))
+        listing[str(path.relative_to(folder))] = size, digest.hexdigest()[:16]
+    return listing
 
 
 def _blocks(folder: Path, listing: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, np.ndarray]]:
@@ -147,28 +160,6 @@ def _blocks(folder: Path, listing: Mapping[str, tuple[int, str]]) -> Iterator[tu
                 if not len(block):
                     break
                 sent += len(block)
-
-
-def _refuse_unshared(config: RunConfig, receivers: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a node does not see the files that the driver writes to checkpoint_dir."""
-    place = storage.at(config.checkpointing.checkpoint_dir)
-    if not isinstance(place, Path):
-        return
-    place.mkdir(parents=True, exist_ok=True)
-    probe = place.resolve() / f".shared-{secrets.token_hex(8)}"
-    probe.touch()
-    try:
-        answers = ray.get([receiver.sees.remote(str(probe)) for receiver in receivers.values()])
-    finally:
-        probe.unlink()
-    blind = sorted(host for host, sees in answers if not sees)
-    if blind:
-        raise ConfigError(
-            f"checkpointing.checkpoint_dir={config.checkpointing.checkpoint_dir} is not shared: files that the driver "
-            f"writes there are not seen on {', '.join(blind)}. Set it to a folder on storage that all nodes share, or "
-            "to a URL such as s3://bucket/run",
-            key="checkpointing.checkpoint_dir",
-        )
 
 
 class FolderReceiver:

@@ -131,10 +131,12 @@ class _Worker:
         self.in_backward = self.held if keeps else min(self.held, self.root + self.layer + ahead)
         self.copied = policy.megatron_cfg.enabled
         """True if Megatron keeps a copy of the weights all the time."""
-        self.shared_bytes = self._shared_bytes(config)
+        # Memory shared with other CPU workers: own slot, a part of the other slots, and the result.
+        alone = self.shards or config.cluster.gpus_per_node or not shares_gradients(self.trained, self.replicas)
+        shared = 0 if alone else 2 * self.trained + self.trained * (self.replicas - 1) // self.replicas
+        self.shared_bytes = _MASTER * shared
         self.tokens = policy.micro_batch_tokens // dims.cp
         self._measure_activations(config, shape, all_trained)
-        self.logits_bytes = self._logits_bytes(policy.loss_chunk_tokens, -(-shape.vocab_size // dims.tp), dims.tp > 1)
 
     @property
     def flat_bytes(self) -> int:
@@ -142,7 +144,11 @@ class _Worker:
         return _MASTER * self.trained_layer if self.shards else 0
 
     def _measure_activations(self, config: RunConfig, shape: ModelShape, all_trained: bool) -> None:
-        """Set the bytes that one token keeps: `inner` of a layer, `until_backward` of the whole stage, and others."""
+        """Set the bytes of activations.
+
+        One token keeps `inner` of a layer, `until_backward` of the whole stage, and others. The loss needs
+        `logits_bytes` at once, for the logits or for the head's gradient.
+        """
         settings = config.policy.dtensor_cfg
         tp, cp = settings.tensor_parallel_size, settings.context_parallel_size
         size, hidden = self.size, shape.hidden_size
@@ -180,23 +186,14 @@ class _Worker:
         # In the MLP: gradients of the product, of gate and up, and of the stream.
         self.temporary = size * (3 * mlp + hidden)
         self.last_norm = norm + size * hidden if self.stage.has_head else 0
-
-    def _logits_bytes(self, chunk_tokens: int | None, words: int, divided: bool) -> int:
-        """Return the bytes that the loss needs at once, for the logits or for the head's gradient."""
-        chunk = min(chunk_tokens or self.tokens, self.tokens)
+        chunk = min(config.policy.loss_chunk_tokens or self.tokens, self.tokens)
         several = chunk < self.tokens
+        words = -(-shape.vocab_size // tp)
         # Softmax, its gradient and the gradient of the logits; the loss over a divided vocabulary has one more.
-        logits = (4 if divided else 3) * 4 * chunk * words
+        logits = (4 if tp > 1 else 3) * 4 * chunk * words
         # autograd adds the gradients of the chunks out of place: old sum, new part, new sum.
-        parts = (3 if several else 1) * self.size * self.head + self.size * chunk * words
-        return max(logits + (self.size * self.head if several else 0), parts)
-
-    def _shared_bytes(self, config: RunConfig) -> int:
-        """Return the memory shared with other CPU workers: own slot, a part of the other slots, and the result."""
-        numel = self.trained
-        if self.shards or config.cluster.gpus_per_node or not shares_gradients(numel, self.replicas):
-            return 0
-        return _MASTER * (2 * numel + numel * (self.replicas - 1) // self.replicas)
+        parts = (3 if several else 1) * size * self.head + size * chunk * words
+        self.logits_bytes = max(logits + (size * self.head if several else 0), parts)
 
     def _memory(
         self, moment: str, *, reduced: int, unreduced_bytes: int, gathered: int, token_bytes: int, logits_bytes: int = 0
@@ -233,7 +230,19 @@ class _Worker:
             gathered=self.in_backward,
             token_bytes=self.inner + self.temporary,
         )
-        yield self._reduction()
+        # The last gradients are summed over the workers.
+        if not self.shards:
+            copied = _MASTER * self.trained if self.replicas > 1 else 0
+            yield self._memory("reduction", reduced=self.trained, unreduced_bytes=copied, gathered=0, token_bytes=0)
+        elif self.piped:
+            # All units are reduced after the last micro-batch, each from a copy.
+            largest = max(self.trained_layer, self.trained_root)
+            whole = _MASTER * (self.trained + largest)
+            yield self._memory("reduction", reduced=0, unreduced_bytes=whole, gathered=self.held, token_bytes=0)
+        else:
+            # Embedding and head come last, and FSDP2 sums them from a copy.
+            root = (self.size + _MASTER) * self.trained_root
+            yield self._memory("reduction", reduced=self.trained, unreduced_bytes=root, gathered=0, token_bytes=0)
 
     def _earlier_bytes(self, waiting: int) -> int:
         """Return the bytes of whole gradients of earlier micro-batches while so many wait for their backward pass."""
@@ -268,17 +277,3 @@ class _Worker:
             gathered=self.in_backward,
             token_bytes=waiting_bytes - self.freed + self.again + self.temporary,
         )
-
-    def _reduction(self) -> MemoryEstimate:
-        """Return the memory while the last gradients are summed over the workers."""
-        if not self.shards:
-            copied = _MASTER * self.trained if self.replicas > 1 else 0
-            return self._memory("reduction", reduced=self.trained, unreduced_bytes=copied, gathered=0, token_bytes=0)
-        if self.piped:
-            # All units are reduced after the last micro-batch, each from a copy.
-            largest = max(self.trained_layer, self.trained_root)
-            whole = _MASTER * (self.trained + largest)
-            return self._memory("reduction", reduced=0, unreduced_bytes=whole, gathered=self.held, token_bytes=0)
-        # Embedding and head come last, and FSDP2 sums them from a copy.
-        root = (self.size + _MASTER) * self.trained_root
-        return self._memory("reduction", reduced=self.trained, unreduced_bytes=root, gathered=0, token_bytes=0)

@@ -157,13 +157,19 @@ def training_flops(config: RunConfig, shape: ModelShape, positions: int) -> floa
 
 def render(plan: RunPlan, config: RunConfig) -> str:
     """Return the forecast as plain text, several lines."""
-    offloads = config.policy.dtensor_cfg.cpu_offload
+    policy, offloads = config.policy, config.policy.dtensor_cfg.cpu_offload
+    batch = policy.train_global_batch_size
+    micro = f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows"
+    if policy.dynamic_batching.enabled:
+        share = batch // plan.dims.readers
+        micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
+    positions = f"{batch * policy.max_total_sequence_length:,} positions a step"
     lines = [
         ("mesh", _mesh(plan, config)),
         ("model", _model(plan, config)),
         ("train", _set(plan.train, config)),
         *([("validation", _set(plan.validation, config))] if plan.validation else []),
-        ("batch", _batch(plan, config)),
+        ("batch", f"{batch} rows = {_readers(plan.dims)} x {micro}; {positions}"),
         ("steps", _steps(plan, config)),
         ("tokens", f"{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
         ("validate", _validate(plan)),
@@ -205,18 +211,6 @@ def _set(count: RowCount, config: RunConfig) -> str:
     return (
         f"{count.documents:,} documents, {count.tokens:,} tokens ({100 * count.supervised / count.tokens:.1f}% "
         f"supervised) in {count.rows:,} rows of {length} ({100 * count.efficiency:.1f}% full)"
-    )
-
-
-def _batch(plan: RunPlan, config: RunConfig) -> str:
-    policy = config.policy
-    micro = f"{plan.micro_batches} micro-batches x {policy.train_micro_batch_size} rows"
-    if policy.dynamic_batching.enabled:
-        share = policy.train_global_batch_size // plan.dims.readers
-        micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
-    return (
-        f"{policy.train_global_batch_size} rows = {_readers(plan.dims)} x {micro}; "
-        f"{policy.train_global_batch_size * policy.max_total_sequence_length:,} positions a step"
     )
 
 

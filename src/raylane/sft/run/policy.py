@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,42 +52,6 @@ def worker_options(config: RunConfig) -> WorkerOptions:
         workers_per_node=cluster.num_workers // cluster.num_nodes,
         start_timeout_s=cluster.start_timeout_s,
     )
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the configuration for the workers, whose working directory is another one."""
-    policy, sharding = config.policy, config.policy.dtensor_cfg
-    lora = sharding.lora_cfg
-    if lora.adapter_path is not None:
-        lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
-    name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
-    sharding = sharding.model_copy(update={"lora_cfg": lora})
-    return config.model_copy(update={"policy": policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})})
-
-
-def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a saved description with defaults added for keys that did not exist when it was written."""
-    plain = {key: value for key, value in saved.items() if key not in folders.NOT_CONFIGURED}
-    try:
-        return {**dump(build_config(plain)), **{key: saved.get(key) for key in folders.NOT_CONFIGURED}}
-    except ConfigError:  # a key of an older version that no longer exists
-        return saved
-
-
-def _refuse_unshifted(batch: BatchDict) -> None:
-    """Raise ValueError for labels that repeat their own tokens: the model would learn to copy its input.
-
-    transformers shifts labels inside its models, so its users have unshifted labels.
-    """
-    ids, labels = batch["input_ids"], batch["labels"]
-    learned = labels != IGNORED
-    unshifted = bool((labels == ids)[learned].all())
-    shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
-    if bool(learned.any()) and unshifted and not shifted:
-        raise ValueError(
-            "labels are not shifted: every label is the token at its own position. Pass labels[:, i] = "
-            "input_ids[:, i + 1], and -100 at positions without a loss"
-        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +102,7 @@ class Policy:
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
-        graph = config.policy.compiled_graph
+        policy, graph, sharding = config.policy, config.policy.compiled_graph, config.policy.dtensor_cfg
         self._group = CompiledWorkerGroup(
             SftWorker,
             self._dims.named_sharding,
@@ -147,7 +111,14 @@ class Policy:
             mode=graph.mode,
             inflight=graph.inflight or config.sft.steps_in_flight,
         )
-        self._setup = (_with_absolute_paths(config), prepared, total_steps)
+        # Absolute paths: the working directory of the workers is another one.
+        lora = sharding.lora_cfg
+        if lora.adapter_path is not None:
+            lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
+        name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
+        sharding = sharding.model_copy(update={"lora_cfg": lora})
+        policy = policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})
+        self._setup = (config.model_copy(update={"policy": policy}), prepared, total_steps)
         try:
             self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
@@ -192,7 +163,17 @@ class Policy:
     ) -> GroupFuture:
         """Send one step on a batch that the driver made, without waiting; `train` describes the arguments."""
         if loss_fn is None:
-            _refuse_unshifted(batch)
+            # Unshifted labels repeat their own tokens, and the model would learn to copy its input. transformers shifts
+            # labels inside its models, so its users have such labels.
+            ids, labels = batch["input_ids"], batch["labels"]
+            learned = labels != IGNORED
+            unshifted = bool((labels == ids)[learned].all())
+            shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
+            if bool(learned.any()) and unshifted and not shifted:
+                raise ValueError(
+                    "labels are not shifted: every label is the token at its own position. Pass labels[:, i] = "
+                    "input_ids[:, i + 1], and -100 at positions without a loss"
+                )
         if gbs is not None and gbs != batch.size:
             raise ValueError(f"gbs must be the number of rows in the batch ({batch.size}), got {gbs}; leave it out")
         future = self._send_batch(batch, loss_fn, mbs, eval_mode=eval_mode)
@@ -205,6 +186,16 @@ class Policy:
         check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
         parts = batch.shard(self._dims.readers)
         passes = () if how.get("eval_mode") else self._passes(batch.size, mbs)
+        loss_name = None  # cross-entropy
+        if loss_fn is not None:
+            # Functions are compared by identity and sent once: pickling one again with every step would be slow.
+            loss_name = next((name for name, sent in self._losses.items() if sent is loss_fn), None)
+            if loss_name is None:
+                loss_name = f"loss-{len(self._losses)}"
+                self._group.get_all_worker_results(
+                    self._group.run_all_workers_single_data("add_loss", loss_name, loss_fn)
+                )
+                self._losses[loss_name] = loss_fn
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
         return self._group.run_all_workers_sharded_data(
@@ -214,7 +205,7 @@ class Policy:
             output_is_replicated=AXES,
             common_kwargs={
                 "number": self._next,
-                "loss": self._loss_name(loss_fn),
+                "loss": loss_name,
                 "micro_batch_size": mbs,
                 "eval_mode": False,
                 "with_passes": bool(passes),
@@ -313,19 +304,6 @@ class Policy:
         # Reported with a step, because a call of its own would wait behind the steps in flight.
         self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
         return metrics
-
-    def _loss_name(self, loss_fn: LossFunction | None) -> str | None:
-        """Return the name of a loss function in the workers (None: cross-entropy); send the function on first use."""
-        if loss_fn is None:
-            return None
-        for name, known in self._losses.items():
-            if known is loss_fn:
-                return name
-        # Functions are compared by identity and sent once: pickling one again with every step would be slow.
-        name = f"loss-{len(self._losses)}"
-        self._group.get_all_worker_results(self._group.run_all_workers_single_data("add_loss", name, loss_fn))
-        self._losses[name] = loss_fn
-        return name
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -450,7 +428,12 @@ class Policy:
         """
         saved = folders.read(storage.at(path))
         folders.refuse_other_owner(saved.path, self._config.checkpointing)
-        before, now = _with_defaults(saved.config), self._description()
+        before = saved.config
+        plain = {key: value for key, value in before.items() if key not in folders.NOT_CONFIGURED}
+        with suppress(ConfigError):  # of a key of an older version that no longer exists
+            # With defaults for keys that did not exist when the checkpoint was written.
+            before = {**dump(build_config(plain)), **{key: before.get(key) for key in folders.NOT_CONFIGURED}}
+        now = self._description()
         if (change := folders.layout_change(before, now)) is not None:
             _log.warning("%s", change)
         for difference in folders.differences(before, now):

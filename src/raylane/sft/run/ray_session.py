@@ -40,7 +40,19 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
         cpus = max(needed_cpus, os.cpu_count() or 1)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level)
     else:
-        _refuse_unreachable(address, source)
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"{source}={address} is the address of a Ray client server, through which tensors would be copied "
+                "twice. Start the command on a node of the cluster (`ray job submit`, see docs/howto/cluster.md) with "
+                f"{source}=auto"
+            )
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal():  # unlike "auto"
+            # Ray itself would try for minutes.
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+            except (OSError, OverflowError) as error:
+                raise _unreachable(address, source, error) from error
         try:
             ray.init(address=address, logging_level=level)
         except (ConnectionError, ValueError) as error:  # "auto" without a cluster, a text that is no address
@@ -49,26 +61,6 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _refuse_unreachable(address: str, source: str) -> None:
-    """Raise ConfigError if nothing accepts connections at host:port.
-
-    Checked here because Ray itself retries for minutes.
-    """
-    if address.startswith("ray://"):
-        raise ConfigError(
-            f"{source}={address} is the address of a Ray client server, through which tensors would be copied twice. "
-            "Start the command on a node of the cluster (`ray job submit`, see docs/howto/cluster.md) with "
-            f"{source}=auto"
-        )
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal():  # e.g. "auto"
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _unreachable(address, source, error) from error
 
 
 def _unreachable(address: str, source: str, error: Exception) -> ConfigError:

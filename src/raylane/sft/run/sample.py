@@ -61,16 +61,13 @@ def answer(hf_dir: Path, prompt: np.ndarray, end_ids: tuple[int, ...], max_new_t
             pad_token_id=tokenizer.pad_token_id,
         )[0]
     new: list[int] = out[ids.shape[1] :].tolist()  # generate() returns the prompt too
-    return Sample(_question(prompt.tolist(), tokenizer), tokenizer.decode(new, skip_special_tokens=True).strip())
-
-
-def _question(prompt: list[int], tokenizer: Any) -> str:
-    """Return the longest text between special tokens, without its role name: the question, in most templates."""
+    # The question is in most templates the longest text between special tokens; its role name is left out.
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    parts = [list(part) for is_text, part in groupby(prompt, key=lambda token: token not in special) if is_text]
-    texts = []
-    for part in parts:
-        text = tokenizer.decode(part).strip()
-        role, _, rest = text.partition("\n")
-        texts.append(rest.strip() if role.strip() in _ROLES else text)
-    return max(texts, key=len, default="")
+    questions = []
+    for is_text, part in groupby(prompt.tolist(), key=lambda token: token not in special):
+        if is_text:
+            text = tokenizer.decode(list(part)).strip()
+            role, _, rest = text.partition("\n")
+            questions.append(rest.strip() if role.strip() in _ROLES else text)
+    question = max(questions, key=len, default="")
+    return Sample(question, tokenizer.decode(new, skip_special_tokens=True).strip())

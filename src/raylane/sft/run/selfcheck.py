@@ -84,7 +84,7 @@ def check_model(
             _check_losses(model, source, pack, device, precision)
     else:
         with torch.no_grad(), evaluating(model):
-            _check_loss(_whole(model), _few_tokens(source, model.mesh.dims.row_multiple).to(device), precision)
+            _check_loss(_whole(model), source, device, precision)
             _check_hidden(_whole(model), source, packs, device, precision, how)
     release_gathered(model)
 
@@ -159,8 +159,11 @@ def _by_transformers(model: RunModel, row: PackedRows | None = None) -> Iterator
 
     parts: list[SupervisedModel] = [*model.own_stages] if isinstance(model, PipelinedModel) else [_whole(model)]
     # Layers of a pipeline stage and their decoder have configurations of their own.
+    modules: list[Any] = [module for part in parts for module in part.causal_lm.modules()]
     configs = {
-        id(module.config): module.config for part in parts for module in part.causal_lm.modules() if _has_config(module)
+        id(module.config): module.config
+        for module in modules
+        if hasattr(getattr(module, "config", None), "_attn_implementation")
     }
     before = {key: config._attn_implementation for key, config in configs.items()}
     plans = model.swap_plans({}) if isinstance(model, PipelinedModel) else {}
@@ -189,10 +192,6 @@ def _whole(model: RunModel) -> SupervisedModel:
     return model
 
 
-def _has_config(module: Any) -> bool:
-    return hasattr(getattr(module, "config", None), "_attn_implementation")
-
-
 def _check_losses(
     model: PipelinedModel, source: RowSource, pack: tuple[int, ...], device: torch.device, precision: str
 ) -> None:
@@ -201,7 +200,7 @@ def _check_losses(
     rows = _with_packs(source, [chosen, *((document,) for document in chosen)])
     step = model.mesh.dims.row_multiple
     tokens = min(source.row_tokens, _REFERENCE_TOKENS // step * step)
-    batches = [_first_tokens(_row(rows, number), tokens) for number in range(rows.num_rows)]
+    batches = [_first_tokens(BatchDict.from_arrays(rows.rows([number])), tokens) for number in range(rows.num_rows)]
     totals = [forward_only(model, batches[0], FixedRows(1), CrossEntropy(), device)]
     with _by_transformers(model) if model.own_stages[0].has_reference else nullcontext():
         totals += [forward_only(model, batch, FixedRows(1), CrossEntropy(), device) for batch in batches[1:]]
@@ -218,31 +217,9 @@ def _check_losses(
         )
 
 
-def _row(source: RowSource, number: int) -> BatchDict:
-    return BatchDict.from_arrays(source.rows([number]))
-
-
 def _first_tokens(batch: BatchDict, tokens: int) -> BatchDict:
     """Return the first tokens of rows whose tensors all have a value for each token."""
     return BatchDict({name: values[:, :tokens] for name, values in batch.items()})
-
-
-def _few_tokens(source: RowSource, multiple: int) -> BatchDict:
-    """Return one row of at most `_LOSS_TOKENS` tokens around the first supervised token of the data.
-
-    If their number is no multiple of `multiple`, the last token is repeated, without a label.
-    """
-    tokens, supervised = source.cache.document(0)
-    first = int(np.argmax(supervised)) if supervised.any() else 0
-    start = max(0, min(first - _LOSS_TOKENS // 2, len(tokens) - _LOSS_TOKENS))
-    part = slice(start, start + _LOSS_TOKENS)
-    ids = torch.from_numpy(tokens[part].astype(np.int64))[None]
-    labels = torch.full_like(ids, IGNORED)
-    labels[:, :-1] = ids[:, 1:]  # all positions, supervised or not: the two losses can be compared on any labels
-    missing = -ids.shape[1] % multiple
-    ids = torch.cat([ids, ids[:, -1:].expand(1, missing)], dim=1)
-    labels = F.pad(labels, (0, missing), value=IGNORED)
-    return BatchDict(input_ids=ids, labels=labels, position_ids=torch.arange(ids.shape[1])[None])
 
 
 class _Extremes:
@@ -258,11 +235,24 @@ class _Extremes:
         return CrossEntropy()(logits, batch)
 
 
-def _check_loss(model: SupervisedModel, batch: BatchDict, precision: str) -> None:
+def _check_loss(model: SupervisedModel, source: RowSource, device: torch.device, precision: str) -> None:
     """Compare the loss from logits with the loss from hidden states, and the ranges of the logits.
 
-    Of a model with random weights the loss alone is nearly that of equal logits, whatever their scale.
+    Of a model with random weights the loss alone is nearly that of equal logits, whatever their scale. Compared on one
+    row of at most `_LOSS_TOKENS` tokens around the first supervised token of the data.
     """
+    tokens, supervised = source.cache.document(0)
+    first = int(np.argmax(supervised)) if supervised.any() else 0
+    start = max(0, min(first - _LOSS_TOKENS // 2, len(tokens) - _LOSS_TOKENS))
+    ids = torch.from_numpy(tokens[start : start + _LOSS_TOKENS].astype(np.int64))[None]
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, :-1] = ids[:, 1:]  # all positions, supervised or not: the two losses can be compared on any labels
+    # Tensor parallelism needs rows of certain lengths; the repeated last token has no label.
+    missing = -ids.shape[1] % model.mesh.dims.row_multiple
+    ids = torch.cat([ids, ids[:, -1:].expand(1, missing)], dim=1)
+    labels = F.pad(labels, (0, missing), value=IGNORED)
+    row = BatchDict(input_ids=ids, labels=labels, position_ids=torch.arange(ids.shape[1])[None])
+    batch = row.to(device)
     extremes = _Extremes(batch["labels"])
     by_logits = float(model(batch, extremes))
     by_hidden = float(model(batch, CrossEntropy()))
@@ -312,9 +302,7 @@ def _check_hidden(
             for place in compared_documents(source, packs[number]):
                 trained = hidden[row, edges[place] : edges[place + 1]][:_REFERENCE_TOKENS]
                 document = packs[number][place]
-                reference = _reference(model, source, document, len(trained), device, precision)
-                if reference is None:
-                    reference = _alone(model, source, document, shape, device)[: len(trained)]
+                reference = _reference(model, source, document, len(trained), shape, device, precision)
                 difference = _difference(trained, reference)
                 if not difference <= _TOLERANCE[precision]:  # also for NaN
                     raise ConfigError(
@@ -330,43 +318,45 @@ def _with_packs(source: RowSource, packs: Packs) -> RowSource:
 
 
 def _reference(
-    model: SupervisedModel, source: RowSource, document: int, tokens: int, device: torch.device, precision: str
-) -> Tensor | None:
-    """Return the hidden states float32 [tokens, H] of the start of a document by eager attention, unpadded.
-
-    None if nothing can be compared with them: in bfloat16, and for layers that are not transformers'. ConfigError if
-    the attention of the run computes something else on the same input.
-    """
-    if not model.has_reference:
-        return None
-    ids = torch.from_numpy(source.cache.document(document)[0][:tokens].astype(np.int64))[None]
-    # Tensor parallelism needs rows of certain lengths. Attention is causal, so more tokens change nothing.
-    ids = F.pad(ids, (0, -tokens % model.mesh.dims.row_multiple), value=source.pad_id)
-    batch = BatchDict(
-        input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=torch.arange(ids.shape[1])[None]
-    )
-    with _by_transformers(model, PackedRows.of(batch["position_ids"])) as eager:
-        hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0, :tokens].float()
-    if not eager.difference <= _TOLERANCE[precision]:
-        raise ConfigError(
-            f"attn_implementation={model.causal_lm.config._attn_implementation} is wrong for this model: the attention "
-            f"of a layer of {type(model.causal_lm).__name__} differs by {eager.difference:.2g} (relative) from "
-            "transformers' eager attention. Set policy.hf_config_overrides.attn_implementation=eager",
-            key="attn_implementation",
-        )
-    return hidden if precision == "float32" else None
-
-
-def _alone(
-    model: SupervisedModel, source: RowSource, document: int, shape: tuple[int, ...], device: torch.device
+    model: SupervisedModel,
+    source: RowSource,
+    document: int,
+    tokens: int,
+    shape: tuple[int, ...],
+    device: torch.device,
+    precision: str,
 ) -> Tensor:
-    """Return the hidden states float32 [T, H] of a document alone in rows of `shape` (B, T), with the run's attention.
+    """Return the hidden states float32 [tokens, H] of the start of a document alone.
 
-    Rows of another shape could be rounded in another way.
+    They are computed in float32 by eager attention, unpadded. In bfloat16, and for layers that are not transformers',
+    they are computed by the run's attention in rows of `shape` (B, T). ConfigError if the attention of the run computes
+    something else than eager attention on the same input.
     """
-    batch = _first_tokens(BatchDict.from_arrays(_with_packs(source, [(document,)]).rows([0] * shape[0])), shape[1])
-    hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0].float()
-    return hidden
+    if model.has_reference:
+        ids = torch.from_numpy(source.cache.document(document)[0][:tokens].astype(np.int64))[None]
+        # Tensor parallelism needs rows of certain lengths. Attention is causal, so more tokens change nothing.
+        ids = F.pad(ids, (0, -tokens % model.mesh.dims.row_multiple), value=source.pad_id)
+        batch = BatchDict(
+            input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=torch.arange(ids.shape[1])[None]
+        )
+        with _by_transformers(model, PackedRows.of(batch["position_ids"])) as eager:
+            hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0, :tokens].float()
+        if not eager.difference <= _TOLERANCE[precision]:
+            raise ConfigError(
+                f"attn_implementation={model.causal_lm.config._attn_implementation} is wrong for this model: the "
+                f"attention of a layer of {type(model.causal_lm).__name__} differs by {eager.difference:.2g} "
+                "(relative) from transformers' eager attention. Set "
+                "policy.hf_config_overrides.attn_implementation=eager",
+                key="attn_implementation",
+            )
+        if precision == "float32":
+            return hidden
+        del hidden, eager  # before the next forward pass, which needs the memory
+    # Rows of another shape could be rounded in another way.
+    rows = _with_packs(source, [(document,)]).rows([0] * shape[0])
+    batch = _first_tokens(BatchDict.from_arrays(rows), shape[1])
+    hidden = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0].float()
+    return hidden[:tokens]
 
 
 def _difference(values: Tensor, reference: Tensor) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
 from raylane.sft.checkpoint import folders
 from raylane.sft.checkpoint.folders import Saved
-from raylane.sft.config.schema import CheckpointingConfig, RunConfig
+from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.mixing import open_training_rows
@@ -93,45 +93,28 @@ def run(config: RunConfig) -> RunResult:
     check_places(config)
     config = fetch_models(config)
     with RunRecord(config) as record:
-        return _run_recorded(config, record)
-
-
-def _run_recorded(config: RunConfig, record: RunRecord) -> RunResult:
-    prepared = prepare(config)
-    rows = open_training_rows(prepared, config)
-    total = order.total_steps(
-        rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
-    )
-    to_lock = {"logger.log_dir": config.logger.log_dir}
-    # Storage behind a URL has no locks.
-    if config.checkpointing.enabled and not storage.is_url(config.checkpointing.checkpoint_dir):
-        to_lock["checkpointing.checkpoint_dir"] = str(storage.at(config.checkpointing.checkpoint_dir))
-    # The folders are locked before the search for a checkpoint: another run must not replace it in between.
-    with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
-        resumed = _checkpoint_to_resume(config.checkpointing) if config.checkpointing.enabled else None
-        record.open(log.run_dir, resumes=resumed is not None)
-        result = _run_locked(config, prepared, rows, total, resumed, log)
-        report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
-        return replace(result, report=report)
-
-
-def _checkpoint_to_resume(settings: CheckpointingConfig) -> Saved | None:
-    """Return the checkpoint that the run starts from, None for a new run. Repairs an interrupted replacement first."""
-    for path in folders.recover(storage.at(settings.checkpoint_dir)):
-        _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
-    resumed = folders.find(settings)
-    folders.refuse_later(settings, resumed.step if resumed else 0)
-    return resumed
-
-
-@contextmanager
-def _advise_on_lost_worker(config: RunConfig) -> Iterator[None]:
-    """Replace the advice in a WorkerLostError: the group's advice is for programs that call a group directly."""
-    try:
-        yield
-    except WorkerLostError as error:
-        reason = str(error.fields.get("reason", error))
-        raise WorkerLostError(f"{reason} The run has ended. {resume_advice(config)}", **error.fields) from error
+        prepared = prepare(config)
+        rows = open_training_rows(prepared, config)
+        total = order.total_steps(
+            rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
+        )
+        settings = config.checkpointing
+        to_lock = {"logger.log_dir": config.logger.log_dir}
+        # Storage behind a URL has no locks.
+        if settings.enabled and not storage.is_url(settings.checkpoint_dir):
+            to_lock["checkpointing.checkpoint_dir"] = str(storage.at(settings.checkpoint_dir))
+        # The folders are locked before the search for a checkpoint: another run must not replace it in between.
+        with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
+            resumed = None
+            if settings.enabled:
+                for path in folders.recover(storage.at(settings.checkpoint_dir)):
+                    _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+                resumed = folders.find(settings)
+                folders.refuse_later(settings, resumed.step if resumed else 0)
+            record.open(log.run_dir, resumes=resumed is not None)
+            result = _run_locked(config, prepared, rows, total, resumed, log)
+            report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
+            return replace(result, report=report)
 
 
 def resume_advice(config: RunConfig) -> str:
@@ -160,16 +143,21 @@ def _run_locked(
             stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
         prompts = Prompts(config, prepared)
-        with _advise_on_lost_worker(config), Policy(config, prepared, total) as policy:
-            way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
-            _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
-            trainer = Trainer(config, policy, rows, log, total, stop, prompts)
-            trainer.resume_from(resumed)
-            if (reason := policy.group.fallback_reason) is not None:
-                log.note(trainer.done, f"plain Ray calls instead of compiled graphs: {reason}")
-            trainer.warm_up()
-            trainer.fit()
-            parameters = int(policy.facts["parameters"])
+        try:
+            with Policy(config, prepared, total) as policy:
+                way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
+                _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
+                trainer = Trainer(config, policy, rows, log, total, stop, prompts)
+                trainer.resume_from(resumed)
+                if (reason := policy.group.fallback_reason) is not None:
+                    log.note(trainer.done, f"plain Ray calls instead of compiled graphs: {reason}")
+                trainer.warm_up()
+                trainer.fit()
+                parameters = int(policy.facts["parameters"])
+        except WorkerLostError as error:
+            # The group's advice is for programs that call a group directly.
+            cause = str(error.fields.get("reason", error))
+            raise WorkerLostError(f"{cause} The run has ended. {resume_advice(config)}", **error.fields) from error
         return _result(prepared, trainer, parameters)
 
 
@@ -251,7 +239,16 @@ class Trainer:
             try:
                 if lost is not None:
                     self._restart(lost)
-                self._run_steps()
+                if self._config.sft.val_at_start and self.done == 0:
+                    self._validate()
+                while self.done < self.total_steps and not self._stop.requested:
+                    self._step()
+                self._wait_for_steps()
+                finished = self.done >= self.total_steps
+                if finished and self._config.sft.val_at_end:
+                    self._validate()
+                if self._config.checkpointing.enabled:
+                    self._save(with_hf=finished and self._config.checkpointing.save_hf)
                 return
             except WorkerLostError as error:
                 self._finish_last_save()
@@ -300,18 +297,6 @@ class Trainer:
             self._discard_partial()
         self._validations = {step: loss for step, loss in self._validations.items() if step <= self.done}
         self.warm_up()
-
-    def _run_steps(self) -> None:
-        if self._config.sft.val_at_start and self.done == 0:
-            self._validate()
-        while self.done < self.total_steps and not self._stop.requested:
-            self._step()
-        self._wait_for_steps()
-        finished = self.done >= self.total_steps
-        if finished and self._config.sft.val_at_end:
-            self._validate()
-        if self._config.checkpointing.enabled:
-            self._save(with_hf=finished and self._config.checkpointing.save_hf)
 
     def _step(self) -> None:
         """Send one step, and validate or save after it if that is due."""

@@ -33,7 +33,7 @@ def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
     state = {parameter: _copies(values) for parameter, values in optimizer.state.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    generators = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
@@ -44,7 +44,11 @@ def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[N
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
         optimizer.zero_grad(set_to_none=True)
-        _set_generator_states(generators)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, dict[str, Any]]) -> None:
@@ -68,12 +72,3 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a copy in host memory: the device may have no room for a second model."""
     return tensor.detach().to("cpu", copy=True)
-
-
-def _set_generator_states(states: tuple[Any, ...]) -> None:
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
