@@ -122,14 +122,6 @@ _KEY = struct.Struct("<Q")
 _KEY_AT = 4088
 
 
-def _is_segment(fd: int) -> bool:
-    """Return True if a descriptor is memory from `Segment.make`: a memfd of that name whose size is sealed."""
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
-        return False
-    seals: int = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    return seals & _SEALS == _SEALS
-
-
 class Segment:
     """A memfd that this process maps. Its maker passes `path` to other processes, which map it with `open`.
 
@@ -193,7 +185,11 @@ class Segment:
         try:
             nbytes = os.fstat(fd).st_size
             # Map only files of a sealed size: access to memory that another process truncated raises SIGBUS.
-            if nbytes >= _KEY_AT + _KEY.size and _is_segment(fd):
+            if (
+                nbytes >= _KEY_AT + _KEY.size
+                and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}")
+                and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            ):
                 segment = cls(fd, nbytes, private=private)
                 if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
                     return segment

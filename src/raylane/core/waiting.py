@@ -96,31 +96,25 @@ class Patience:
         delayed_before, self._delayed_ns = self._delayed_ns, self._run_delay()
         for length, worst in waits:
             self._lengths.append(length)
-            if worst > SLOW_NS:
-                # A stopped process or a paused machine loses time too, but not to another process: it was not runnable.
-                if self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns:
-                    self._pause(now_ns, worst)
-            # Waits that slept at once say nothing about yielding.
-            elif worst:
-                self._forgive_waits(now_ns)
+            if not worst:  # waits that slept at once say nothing about yielding
+                continue
+            if worst <= SLOW_NS:
+                self._quick += 1
+                if self._quick >= FORGIVE_WAITS and now_ns - self._lost_at_ns >= FORGIVE_WAITS_NS:
+                    self._quick = 0
+                    self.level = max(0, self.level - 1)
+            # A stopped process or a paused machine loses time too, but not to another process: it was not runnable.
+            elif self._delayed_ns - delayed_before >= worst // 2 or not self._delayed_ns:
+                # Time without a slow yield counts only after the pause, because nothing yields during a pause.
+                quiet_ns = now_ns - self.resume_ns
+                if self.level and quiet_ns > 0:
+                    self.level = max(0, self.level - quiet_ns // FORGIVE_NS)
+                self._quick = 0
+                self._lost_at_ns = now_ns
+                self.resume_ns = now_ns + min(worst, MAX_LOSS_NS) * PENALTY * (1 << self.level)
+                self.level = min(self.level + 1, MAX_LEVEL)
         self.budget_ns = best_budget_ns(self._lengths)
         return self.budget_ns, self.resume_ns
-
-    def _forgive_waits(self, now_ns: int) -> None:
-        self._quick += 1
-        if self._quick >= FORGIVE_WAITS and now_ns - self._lost_at_ns >= FORGIVE_WAITS_NS:
-            self._quick = 0
-            self.level = max(0, self.level - 1)
-
-    def _pause(self, now_ns: int, lost_ns: int) -> None:
-        # Time without a slow yield counts only after the pause, because nothing yields during a pause.
-        quiet_ns = now_ns - self.resume_ns
-        if self.level and quiet_ns > 0:
-            self.level = max(0, self.level - quiet_ns // FORGIVE_NS)
-        self._quick = 0
-        self._lost_at_ns = now_ns
-        self.resume_ns = now_ns + min(lost_ns, MAX_LOSS_NS) * PENALTY * (1 << self.level)
-        self.level = min(self.level + 1, MAX_LEVEL)
 
     def __repr__(self) -> str:
         return f"Patience(budget {self.budget_ns / US:.0f} us, level {self.level})"

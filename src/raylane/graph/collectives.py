@@ -110,10 +110,28 @@ reducescatter = ReduceScatter()
 
 
 def _bind(kind: str, inputs: Sequence[Any], op: Any, transport: Any) -> list[Any]:
-    lists, nested = _lists(kind, inputs)
+    if not isinstance(inputs, list | tuple) or not inputs:
+        raise ValueError(f"{kind}: the inputs must be a list with a node of each actor, got {inputs!r}")
+    nested = isinstance(inputs[0], list | tuple)
+    lists = [list(items) for items in inputs] if nested else [list(inputs)]
+    # As in Ray: the parts of several lists would be ambiguous.
+    if nested and kind != "allreduce":
+        raise ValueError(f"{kind}: only allreduce takes several lists; bind one {kind} for each list")
     actors = [_actor_of(kind, node) for node in lists[0]]
-    for place, inputs_of_list in enumerate(lists):
-        _check_actors(kind, inputs_of_list, actors, place)
+    # Handles of one actor may be different objects.
+    actor_keys = [_key(actor) for actor in actors]
+    for place, listed in enumerate(lists):
+        keys = [_key(_actor_of(kind, node)) for node in listed]
+        twice = next((node for node, key in zip(listed, keys, strict=True) if keys.count(key) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"{kind}: each actor may give one input, but the actor of {twice!r} gives several: {listed!r}"
+            )
+        if keys != actor_keys:
+            raise ValueError(
+                f"{kind}: every list must name the same actors in the same order; list {place} is {listed!r}, of "
+                f"{len(listed)} actors, list 0 has {len(actors)}"
+            )
     per_actor = [tuple(inputs_of_list[rank] for inputs_of_list in lists) for rank in range(len(actors))]
     combined = bind_collective(kind, "" if op is None else operation(kind, op), actors, per_actor, transport)
     if not nested:
@@ -163,18 +181,6 @@ def operation(kind: str, op: Any) -> str:
     return canonical
 
 
-def _lists(kind: str, inputs: Any) -> tuple[list[list[Any]], bool]:
-    """Return the lists of inputs, and True if the user gave several."""
-    if not isinstance(inputs, list | tuple) or not inputs:
-        raise ValueError(f"{kind}: the inputs must be a list with a node of each actor, got {inputs!r}")
-    nested = isinstance(inputs[0], list | tuple)
-    lists = [list(items) for items in inputs] if nested else [list(inputs)]
-    # As in Ray: the parts of several lists would be ambiguous.
-    if nested and kind != "allreduce":
-        raise ValueError(f"{kind}: only allreduce takes several lists; bind one {kind} for each list")
-    return lists, nested
-
-
 def _actor_of(kind: str, node: Any) -> Any:
     """Return the actor that computes a node."""
     while isinstance(node, nodes.ItemNode | nodes.PartNode):
@@ -182,19 +188,6 @@ def _actor_of(kind: str, node: Any) -> Any:
     if not isinstance(node, nodes.CallNode):
         raise ValueError(f"{kind}: each input must be the result of an actor's method, got {node!r}")
     return node.actor
-
-
-def _check_actors(kind: str, actors: Sequence[Any], first: Sequence[Any], place: int) -> None:
-    # Handles of one actor may be different objects.
-    keys = [_key(_actor_of(kind, node)) for node in actors]
-    twice = next((node for node, key in zip(actors, keys, strict=True) if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{kind}: each actor may give one input, but the actor of {twice!r} gives several: {actors!r}")
-    if keys != [_key(actor) for actor in first]:
-        raise ValueError(
-            f"{kind}: every list must name the same actors in the same order; list {place} is {actors!r}, of "
-            f"{len(actors)} actors, list 0 has {len(first)}"
-        )
 
 
 def _key(actor: Any) -> Any:

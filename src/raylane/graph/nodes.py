@@ -222,7 +222,8 @@ def bind(method: Any, /, *args: Any, **kwargs: Any) -> Any:
 def edge_transport(name: Any) -> str:
     """Return the name of a transport of edges. Errors as of `Node.with_tensor_transport`."""
     lower = str(name).lower()
-    if lower == "accelerator" and not _sees_gpu():
+    torch = sys.modules.get("torch")
+    if lower == "accelerator" and (torch is None or not torch.cuda.is_available()):
         return "auto"
     if lower in EDGE_TRANSPORTS:
         return lower
@@ -258,11 +259,6 @@ def connects_hosts(transport: str) -> bool:
     from raylane.transport.backends.registry import backends
 
     return backends()[transport].capability.across_hosts
-
-
-def _sees_gpu() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_available()
 
 
 def scatter(node: Node, count: int, axis: int = 0) -> list[Node]:

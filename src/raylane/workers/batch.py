@@ -66,7 +66,14 @@ class BatchDict(dict[str, Any]):
 
         ValueError for a row outside the batch, TypeError for a mask or fractions.
         """
-        picked = _indices(rows)
+        # Without this check a mask would select only the rows 0 and 1, and a fraction the row below it.
+        listed = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
+        for row in listed:
+            if isinstance(row, (bool, np.bool_)) or not hasattr(row, "__index__"):
+                raise TypeError(
+                    f"rows are integers, got {row!r}. For a mask pass mask.nonzero().flatten(), which lists its rows"
+                )
+        picked = [int(row) for row in listed]
         size = self.size
         outside = [row for row in picked if not 0 <= row < size]
         if outside:
@@ -212,18 +219,6 @@ def plan_token_budget(
     return [tuple(group) for group in groups]
 
 
-def _indices(rows: Sequence[int] | torch.Tensor) -> list[int]:
-    """Return row numbers as integers. TypeError for booleans and fractions."""
-    # Without this check a mask would select only the rows 0 and 1, and a fraction the row below it.
-    listed = rows.tolist() if isinstance(rows, torch.Tensor) else list(rows)
-    for row in listed:
-        if isinstance(row, (bool, np.bool_)) or not hasattr(row, "__index__"):
-            raise TypeError(
-                f"rows are integers, got {row!r}. For a mask pass mask.nonzero().flatten(), which lists its rows"
-            )
-    return [int(row) for row in listed]
-
-
 def _rows(key: str, value: Any) -> int:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0:
@@ -244,15 +239,14 @@ def _join(key: str, values: list[Any], pad_value: float) -> Any:
     if len({value.dtype for value in values}) > 1 or len({value.ndim for value in values}) > 1:
         raise ValueError(f"{key!r} differs between batches: {[(value.dtype, tuple(value.shape)) for value in values]}")
     shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    return torch.cat([_padded(value, shape, pad_value) for value in values])
-
-
-def _padded(value: torch.Tensor, shape: Sequence[int], pad_value: float) -> torch.Tensor:
-    if list(value.shape[1:]) == list(shape):
-        return value
-    wide = value.new_full((value.shape[0], *shape), pad_value)
-    wide[tuple(slice(0, size) for size in value.shape)] = value
-    return wide
+    padded = []
+    for value in values:
+        if list(value.shape[1:]) != shape:
+            wide = value.new_full((value.shape[0], *shape), pad_value)
+            wide[tuple(slice(0, size) for size in value.shape)] = value
+            value = wide
+        padded.append(value)
+    return torch.cat(padded)
 
 
 def _divided(size: int, by: int, what: str, *, sized: bool = False) -> int:

@@ -48,7 +48,7 @@ from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
 from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
-from raylane.workers.dispatch import DispatchPlan, WorkerCall
+from raylane.workers.dispatch import DispatchPlan
 from raylane.workers.future import PendingCalls, lost, translated
 from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
 from raylane.workers.host import Arguments, Head
@@ -89,7 +89,17 @@ class CallGraph:
                     method = actor.run_share if answers else actor.run_share_quietly
                     nodes[call] = bind(method, x[0], x[1 + self.paths.index(call.path)])
             if plan.passes:
-                nodes = _bind_passes(plan, actors, nodes)
+                heads = {call.rank: node for call, node in nodes.items()}
+                last: dict[int, Any] = {}
+                values: list[Any] = []
+                for bound_pass in plan.passes:
+                    rank = bound_pass.rank
+                    source = () if bound_pass.source is None else (values[bound_pass.source],)
+                    node = bind(actors[rank].run_pass, heads[rank], bound_pass.method, *bound_pass.args, *source)
+                    heads[rank] = node[0]
+                    values.append(node[1])
+                    last[rank] = node[1]
+                nodes = {call: last[call.rank] for call in plan.calls}
         returning = [node for call, node in nodes.items() if call.returns]
         silent = [node for call, node in nodes.items() if not call.returns]
         # `first` makes the calls of silent ranks count: their errors fail the output, their values stay where they are.
@@ -102,22 +112,6 @@ class CallGraph:
             return self.graph.execute((head, common), *(slices[path] for path in self.paths))
         args, kwargs = slices[self.paths[0]]
         return self.graph.execute((head, (args, {**kwargs, **common})))
-
-
-def _bind_passes(plan: DispatchPlan, actors: Sequence[Any], begun: Mapping[WorkerCall, Any]) -> dict[WorkerCall, Any]:
-    """Return the nodes of the last results of all workers; `begun` are the nodes of their first calls."""
-    heads = {call.rank: node for call, node in begun.items()}
-    last: dict[int, Any] = {}
-    values: list[Any] = []
-    for bound_pass in plan.passes:
-        source = () if bound_pass.source is None else (values[bound_pass.source],)
-        node = bind(
-            actors[bound_pass.rank].run_pass, heads[bound_pass.rank], bound_pass.method, *bound_pass.args, *source
-        )
-        heads[bound_pass.rank] = node[0]
-        values.append(node[1])
-        last[bound_pass.rank] = node[1]
-    return {call: last[call.rank] for call in plan.calls}
 
 
 class GraphCalls:
@@ -277,12 +271,14 @@ class CompiledWorkerGroup(WorkerGroup):
                 return super()._deliver(label, method, plan, slices, common)
             if not self._actors:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")
-            self._put_ended_graphs_aside()
             if dead := self._settle(label, plan):
                 return FailedCalls(dead)
             graph = self._graphs.get(plan) or self._compile(plan)
             self._wait_for_turn(label, graph)
-            arguments = {path: _with_values(values_of_path) for path, values_of_path in slices.items()}
+            arguments = {
+                path: (tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()})
+                for path, (args, kwargs) in slices.items()
+            }
             head = (self._failures.count, method)
             result = graph.execute(head, arguments, {name: _value(value) for name, value in common.items()})
             return GraphCalls(graph, result, self._rank_of_actor)
@@ -291,7 +287,14 @@ class CompiledWorkerGroup(WorkerGroup):
         except GraphError as error:
             may_fall_back = self._calling is Calling.UNTRIED and self.mode == "preferred"
             if may_fall_back and not isinstance(error, GraphActorDiedError):
-                self._fall_back(error)
+                self._enter(CallingEvent.FALL_BACK)
+                self.fallback_reason = f"{type(error).__name__}: {error}"
+                _log.warning(
+                    "%r: compiled graphs cannot be used, so calls are plain Ray calls, about a millisecond for each "
+                    "worker. Reason: %s",
+                    self,
+                    self.fallback_reason,
+                )
                 return super()._deliver(label, method, plan, slices, common)
             if isinstance(error, GraphPlanError):
                 raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
@@ -314,29 +317,24 @@ class CompiledWorkerGroup(WorkerGroup):
             old.graph.teardown(0.0)
         return graph
 
-    def _put_ended_graphs_aside(self) -> None:
-        """Take graphs that have ended out of use, and let their workers refuse what waits in their rings.
-
-        A graph ends with one of its workers, or by Ctrl-C during a call.
-        """
-        ended = [plan for plan, graph in self._graphs.items() if graph.graph.ended_by is not None]
-        if not ended:
-            return
-        self._failures.count += 1  # calls from now on are of a generation that the workers accept
-        self._failures.last = "a graph"
-        for plan in ended:
-            self._unsettled.update(plan.called_ranks)
-            self._ended.append(self._graphs.pop(plan))
-        self._enter(CallingEvent.GRAPH_ENDED)
-        # Ray's thread of each worker is free. Errors of dead workers are raised by the calls that need them.
-        for rank in self._unsettled:
-            self._actors[rank].fence.remote(self._failures.count, 0.0)
-
     def _settle(self, label: str, plan: DispatchPlan) -> WorkerLostError | None:
-        """Wait until workers of the plan have ended the calls of graphs that were put aside, but not forever.
+        """Put graphs that have ended aside, and wait until workers of the plan have ended the calls of such graphs.
 
-        Return the error if one of them has died; WorkerGroupError if one is still in its method after STUCK_S.
+        A graph ends with one of its workers, or by Ctrl-C during a call. Return the error if a worker of the plan has
+        died; WorkerGroupError if one is still in its method after STUCK_S.
         """
+        ended = [known for known, graph in self._graphs.items() if graph.graph.ended_by is not None]
+        if ended:
+            self._failures.count += 1  # calls from now on are of a generation that the workers accept
+            self._failures.last = "a graph"
+            for ended_plan in ended:
+                self._unsettled.update(ended_plan.called_ranks)
+                self._ended.append(self._graphs.pop(ended_plan))
+            self._enter(CallingEvent.GRAPH_ENDED)
+            # Workers refuse what waits in the rings. Ray's thread of each worker is free. Errors of dead workers are
+            # raised by the calls that need them.
+            for rank in self._unsettled:
+                self._actors[rank].fence.remote(self._failures.count, 0.0)
         if self._calling is not Calling.UNSETTLED:
             return None
         ranks = sorted(self._unsettled.intersection(plan.called_ranks))
@@ -376,16 +374,6 @@ class CompiledWorkerGroup(WorkerGroup):
                     "workers are still in it. They probably wait in a collective. Call recover(), which starts all "
                     "workers again, or shutdown()"
                 )
-
-    def _fall_back(self, error: GraphError) -> None:
-        self._enter(CallingEvent.FALL_BACK)
-        self.fallback_reason = f"{type(error).__name__}: {error}"
-        _log.warning(
-            "%r: compiled graphs cannot be used, so calls are plain Ray calls, about a millisecond for each worker. "
-            "Reason: %s",
-            self,
-            self.fallback_reason,
-        )
 
     def shutdown(self, timeout_s: float = 30.0, cleanup_method: str | None = None) -> bool:
         """End all workers, as `WorkerGroup.shutdown`."""
@@ -431,8 +419,3 @@ def _value(argument: Any) -> Any:
     if _ray.has_modules_by_value() and not isinstance(argument, torch.Tensor | np.ndarray | BatchDict | int | str):
         return _PickledByValue(argument)
     return argument
-
-
-def _with_values(arguments: Arguments) -> Arguments:
-    args, kwargs = arguments
-    return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}

@@ -242,8 +242,29 @@ class WorkerGroup:
             raise WorkerGroupError(f"{self!r}: {method!r} was not sent: {reason}. Call recover() or shutdown()")
         self._check_not_stuck(method, plan)
         # Workers with the same path share one slice, so that its tensors travel only once.
-        slices = {path: _slice_of(args, kwargs, path) for path in dict.fromkeys(call.path for call in plan.calls)}
+        slices = {
+            path: (tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()})
+            for path in dict.fromkeys(call.path for call in plan.calls)
+        }
         return self._future(method, plan, slices, common)
+
+    def _check_not_stuck(self, method: str, plan: DispatchPlan) -> None:
+        """Raise WorkerGroupError if a worker of the plan is still in a call that was sent before a failure was read.
+
+        It probably waits for the worker that failed in a collective, so a new call would wait behind it forever.
+        """
+        self._under_way = [future for future in self._under_way if not future.done()]
+        deadline = Deadline(STUCK_S)
+        for future in [call for call in self._under_way if call.generation < self._failures.count]:
+            while late := sorted(set(future.late_ranks()).intersection(plan.called_ranks)):
+                if deadline.left_s() == 0:
+                    raise WorkerGroupError(
+                        f"{self!r}: {method} was not sent: ranks {late} are still in {future.label}, {STUCK_S:g} s "
+                        f"after {self._failures.last} failed. They probably wait for another rank in a "
+                        "collective. Call recover(), which starts all workers again, or shutdown()",
+                        ranks=late,
+                    )
+                time.sleep(0.01)  # there is no event for several kinds of futures
 
     def _future(
         self, method: str, plan: DispatchPlan, slices: Mapping[Path, Arguments], common: Mapping[str, Any]
@@ -291,24 +312,6 @@ class WorkerGroup:
                 self._broken = f"{label} was interrupted while it was sent, so some workers have it and others do not"
             raise
         return RefCalls(refs)
-
-    def _check_not_stuck(self, method: str, plan: DispatchPlan) -> None:
-        """Raise WorkerGroupError if a worker of the plan is still in a call that was sent before a failure was read.
-
-        It probably waits for the worker that failed in a collective, so a new call would wait behind it forever.
-        """
-        self._under_way = [future for future in self._under_way if not future.done()]
-        deadline = Deadline(STUCK_S)
-        for future in [call for call in self._under_way if call.generation < self._failures.count]:
-            while late := sorted(set(future.late_ranks()).intersection(plan.called_ranks)):
-                if deadline.left_s() == 0:
-                    raise WorkerGroupError(
-                        f"{self!r}: {method} was not sent: ranks {late} are still in {future.label}, {STUCK_S:g} s "
-                        f"after {self._failures.last} failed. They probably wait for another rank in a "
-                        "collective. Call recover(), which starts all workers again, or shutdown()",
-                        ranks=late,
-                    )
-                time.sleep(0.01)  # there is no event for several kinds of futures
 
     # Life -----------------------------------------------------------------------------------------------------------
 
@@ -432,8 +435,13 @@ class WorkerGroup:
             ray.kill(actor)
         if placement is not None:
             remove_placement_group(placement)
-        # `&` instead of `and`: wait for the placement group even if an actor is late.
-        return _wait_dead(actors, deadline) & _wait_removed(placement, deadline)
+        all_dead = _wait_dead(actors, deadline)
+        # Wait for the placement group even if an actor is late.
+        while placement is not None and placement_group_table(placement).get("state") != "REMOVED":
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)  # Ray has no event for this
+        return all_dead
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -446,11 +454,6 @@ class WorkerGroup:
     def __repr__(self) -> str:
         axes = " x ".join(f"{name}={size}" for name, size in self._sharding.shape.items())
         return f"{type(self).__name__}({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
-
-
-def _slice_of(args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> Arguments:
-    """Return the (args, kwargs) of the calls with one path."""
-    return tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()}
 
 
 def unpicklable(label: str, error: Exception) -> TypeError:
@@ -542,28 +545,15 @@ def _wait_dead(actors: Sequence[Any], deadline: float) -> bool:
     while alive:
         probes = {actor.take_seat.remote(False): actor for actor in alive}
         done, late = ray.wait(list(probes), num_returns=len(probes), timeout=max(0.0, deadline - time.monotonic()))
-        alive = [probes[ref] for ref in done if not _is_dead(ref)]
+        alive = []
+        for ref in done:
+            try:
+                ray.get(ref)
+            except RayActorError:
+                continue
+            alive.append(probes[ref])
         if late or (alive and time.monotonic() > deadline):
             return False
-    return True
-
-
-def _is_dead(ref: Any) -> bool:
-    try:
-        ray.get(ref)
-    except RayActorError:
-        return True
-    return False
-
-
-def _wait_removed(placement: PlacementGroup | None, deadline: float) -> bool:
-    """Wait until Ray has removed the placement group. Returns False if the deadline passed first."""
-    while placement is not None:
-        if placement_group_table(placement).get("state") == "REMOVED":
-            break
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)  # Ray has no event for this
     return True
 
 

@@ -75,7 +75,20 @@ class WorkerHost:
         # again later can be taken by another process in between.
         address = ray.util.get_node_ip_address()
         if opens_store and self._store is None:
-            self._store = _open_store(address)
+            # By default TCPStore listens on every interface, and it does not authenticate its clients: listen on this
+            # node's address only. torch owns the socket from here on, so it is detached (torch 2.13, TCPStore's
+            # master_listen_fd).
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.create_server((address, 0), family=family, backlog=512) as listening:
+                self._store = TCPStore(
+                    address,
+                    listening.getsockname()[1],
+                    None,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=60),
+                    master_listen_fd=listening.detach(),
+                )
         port = self._store.port if self._store else None
         return Seat(ray.get_runtime_context().get_node_id(), address, os.getpid(), port)
 
@@ -134,7 +147,15 @@ class WorkerHost:
         generation, method = head
         self._idle.clear()
         try:
-            self._refuse_old(generation, method)
+            # The driver sends calls before it has read the results of earlier ones. After a failure such calls must not
+            # run here: this rank would take part in the collectives of one step while its peers wait in another.
+            refused = None
+            if generation < self._oldest_accepted:
+                refused = "it was sent before the group lost a graph"
+            elif self._failed is not None and generation <= self._failed[0] and method != CONSTRUCT:
+                refused = f"an earlier call, {self._failed[1]}, raised here. Read its result first, then call again"
+            if refused is not None:
+                raise WorkerCallError(f"rank {self._rank} refused {method}: {refused}", rank=self._rank, from_host=True)
             if method == CONSTRUCT:
                 self._construct(*args, **kwargs)
                 return None
@@ -156,20 +177,6 @@ class WorkerHost:
         finally:
             self._idle.set()
 
-    def _refuse_old(self, generation: int, method: str) -> None:
-        """Raise WorkerCallError for a call that was sent before the driver knew of a failure.
-
-        The driver sends calls before it has read the results of earlier ones. After a failure such calls must not run
-        here: this rank would take part in the collectives of one step while its peers wait in another.
-        """
-        if generation < self._oldest_accepted:
-            reason = "it was sent before the group lost a graph"
-        elif self._failed is not None and generation <= self._failed[0] and method != CONSTRUCT:
-            reason = f"an earlier call, {self._failed[1]}, raised here. Read its result first, then call again"
-        else:
-            return
-        raise WorkerCallError(f"rank {self._rank} refused {method}: {reason}", rank=self._rank, from_host=True)
-
     def _construct(self, env: Mapping[str, str], packed: bytes) -> None:
         """Set the rank variables in this process and construct the worker.
 
@@ -181,24 +188,6 @@ class WorkerHost:
             held, self._held = self._held, []
             worker_class, args, kwargs = references.unpack(packed, held)
             self._worker = worker_class(*args, **kwargs)
-
-
-def _open_store(address: str) -> TCPStore:
-    """Return a rendezvous store that listens on a free port of this node's address only."""
-    # By default TCPStore listens on every interface, and it does not authenticate its clients. torch owns the socket
-    # from here on, so it is detached (torch 2.13, TCPStore's master_listen_fd).
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=512) as listening:
-        port: int = listening.getsockname()[1]
-        return TCPStore(
-            address,
-            port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listening.detach(),
-        )
 
 
 @contextmanager

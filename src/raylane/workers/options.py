@@ -59,8 +59,34 @@ class WorkerOptions:
         # `frozen` protects the fields only; copy the mappings and make them read-only as well.
         for name in ("resources", "env_vars", "runtime_env"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        _check_amounts(self)
-        _check_environment(self)
+        amounts = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.resources}
+        negative = {name: amount for name, amount in amounts.items() if amount < 0}
+        if negative:
+            raise ValueError(f"resources of a worker must not be negative, got {negative}")
+        if not self.bundle():
+            raise ValueError(
+                "a worker needs at least one resource for its placement. Set num_cpus, num_gpus or resources above 0"
+            )
+        if self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        if self.workers_per_node is not None and self.workers_per_node < 1:
+            raise ValueError(f"workers_per_node must be at least 1, or None, got {self.workers_per_node}")
+        if self.max_restarts < -1:
+            raise ValueError(f"max_restarts must be a number of restarts, or -1 for no limit, got {self.max_restarts}")
+        if self.start_timeout_s <= 0:
+            raise ValueError(f"start_timeout_s must be more than 0 seconds, got {self.start_timeout_s}")
+        inner = self.runtime_env.get("env_vars", {})
+        for name, value in (*inner.items(), *self.env_vars.items()):
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"environment variables must be strings: {name!r} has the value {value!r}")
+        twice = sorted(name for name in inner if name in self.env_vars and inner[name] != self.env_vars[name])
+        if twice:
+            raise ValueError(
+                f"{twice} have different values in env_vars and runtime_env['env_vars']. Pass each variable once"
+            )
+        reserved = sorted(name for name in (*inner, *self.env_vars) if name in RANK_VARIABLES)
+        if reserved:
+            raise ValueError(f"{reserved} are set by the group for each worker. Remove these names from env_vars")
         if self.placement_strategy not in _STRATEGIES:
             raise ValueError(
                 f"placement_strategy must be one of {', '.join(_STRATEGIES)}, got {self.placement_strategy!r}"
@@ -105,37 +131,3 @@ class WorkerOptions:
         if self.name_prefix:
             options["name"] = f"{self.name_prefix}-{rank}"
         return options
-
-
-def _check_amounts(options: WorkerOptions) -> None:
-    amounts = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus, **options.resources}
-    negative = {name: amount for name, amount in amounts.items() if amount < 0}
-    if negative:
-        raise ValueError(f"resources of a worker must not be negative, got {negative}")
-    if not options.bundle():
-        raise ValueError(
-            "a worker needs at least one resource for its placement. Set num_cpus, num_gpus or resources above 0"
-        )
-    if options.max_concurrency < 1:
-        raise ValueError(f"max_concurrency must be at least 1, got {options.max_concurrency}")
-    if options.workers_per_node is not None and options.workers_per_node < 1:
-        raise ValueError(f"workers_per_node must be at least 1, or None, got {options.workers_per_node}")
-    if options.max_restarts < -1:
-        raise ValueError(f"max_restarts must be a number of restarts, or -1 for no limit, got {options.max_restarts}")
-    if options.start_timeout_s <= 0:
-        raise ValueError(f"start_timeout_s must be more than 0 seconds, got {options.start_timeout_s}")
-
-
-def _check_environment(options: WorkerOptions) -> None:
-    inner = options.runtime_env.get("env_vars", {})
-    for name, value in (*inner.items(), *options.env_vars.items()):
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"environment variables must be strings: {name!r} has the value {value!r}")
-    twice = sorted(name for name in inner if name in options.env_vars and inner[name] != options.env_vars[name])
-    if twice:
-        raise ValueError(
-            f"{twice} have different values in env_vars and runtime_env['env_vars']. Pass each variable once"
-        )
-    reserved = sorted(name for name in (*inner, *options.env_vars) if name in RANK_VARIABLES)
-    if reserved:
-        raise ValueError(f"{reserved} are set by the group for each worker. Remove these names from env_vars")

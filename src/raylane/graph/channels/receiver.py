@@ -157,7 +157,14 @@ class Receiver:
             self._confirm(sock, header)
             return
         if header.channel == self._alarm_channel:  # its messages may have gaps: the oldest are not sent again
-            self._receive_report(reader, header)
+            if header.body > MAX_REPORT_BYTES:
+                raise ProtocolError(f"an alarm of {header.body} bytes; at most {MAX_REPORT_BYTES} are allowed")
+            data = reader.exactly(header.body)
+            self._expected[header.channel] = header.sequence + 1
+            if header.kind == messages.ERROR:
+                self._on_failure(data)
+            else:
+                self._on_alarm(data.decode(errors="replace"))
             return
         if header.sequence > expected:
             raise ProtocolError(f"message {header.sequence} of channel {header.channel} in the place of {expected}")
@@ -172,16 +179,6 @@ class Receiver:
             _deliver(channel, header.sequence, message, flags)
         else:
             self._receive_large(sock, reader, header, sizes, channel, flags)
-
-    def _receive_report(self, reader: FrameReader, header: FrameHeader) -> None:
-        if header.body > MAX_REPORT_BYTES:
-            raise ProtocolError(f"an alarm of {header.body} bytes; at most {MAX_REPORT_BYTES} are allowed")
-        data = reader.exactly(header.body)
-        self._expected[header.channel] = header.sequence + 1
-        if header.kind == messages.ERROR:
-            self._on_failure(data)
-        else:
-            self._on_alarm(data.decode(errors="replace"))
 
     def _receive_large(
         self,

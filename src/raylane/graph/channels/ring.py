@@ -161,9 +161,29 @@ class RingWriter:
         kind, body, buffers, _ = message
         if not buffers and len(body) <= ROOM_BYTES:
             self.write_small(sequence, kind, flags, body)
-        else:
-            self._write_large(sequence, message, flags)
-            self._slot_writer.notify(flags)
+            return
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        nbytes = sum(sizes) + len(body)
+        parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
+        if lent := _lent_flags(len(body), sizes):
+            regions = _handed_over(buffers)
+            copied = [buffer for buffer, place in zip(buffers, regions, strict=True) if place is None]
+            with_body = bool(lent & LENT_BODY)
+            copied += [body] if with_body else []
+            # The lease may wait or fail: nothing of the slot has been written by then.
+            place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
+            # Something needs no copy: the message names its place instead.
+            if len(copied) < len(buffers) + with_body:
+                place = place, [None if region is None else tuple(region[0]) for region in regions]
+                flags |= HANDED_OVER
+                for region in regions:
+                    if region is not None:
+                        self._pool.hand_over(region[1], len(self._spec.readers))
+            parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
+            flags |= lent
+        self._fill(sequence, kind, parts, body, flags)
+        self._large_bytes += nbytes
+        self._slot_writer.notify(flags)
 
     def leased_bytes(self, message: Message) -> int:
         """Return the bytes that must be leased to send a message; 0 if the message fits into a slot."""
@@ -204,30 +224,6 @@ class RingWriter:
         place = pickle.dumps(tuple(reservation.descriptor), 5)
         self._fill(sequence, kind, [place], body, flags | (LENT_BUFFERS if body else LENT_BODY))
         self._slot_writer.notify(flags)
-
-    def _write_large(self, sequence: int, message: Message, flags: int) -> None:
-        kind, body, buffers, _ = message
-        sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        nbytes = sum(sizes) + len(body)
-        parts: list[Any] = [memoryview(buffer).cast("B") for buffer in buffers]
-        if lent := _lent_flags(len(body), sizes):
-            regions = _handed_over(buffers)
-            copied = [buffer for buffer, place in zip(buffers, regions, strict=True) if place is None]
-            with_body = bool(lent & LENT_BODY)
-            copied += [body] if with_body else []
-            # The lease may wait or fail: nothing of the slot has been written by then.
-            place: Any = tuple(self._pool.lend(copied, self._spec.readers)) if copied else None
-            # Something needs no copy: the message names its place instead.
-            if len(copied) < len(buffers) + with_body:
-                place = place, [None if region is None else tuple(region[0]) for region in regions]
-                flags |= HANDED_OVER
-                for region in regions:
-                    if region is not None:
-                        self._pool.hand_over(region[1], len(self._spec.readers))
-            parts, body = [pickle.dumps(place, 5)], b"" if with_body else body
-            flags |= lent
-        self._fill(sequence, kind, parts, body, flags)
-        self._large_bytes += nbytes
 
     def _fill(self, sequence: int, kind: int, parts: Sequence[Any], body: Any, flags: int) -> None:
         at = self._slots_offset + sequence % self._slots * SLOT_BYTES

@@ -118,8 +118,15 @@ class AsyncioBridge:
         The caller resolves the future when the result is done; the timer resolves it after `timeout_s`.
         """
         # Attached at the first await, not at compile: only then is it known which event loop waits.
-        if self._loop is not loop and not self._attach(loop):
-            return None
+        if self._loop is not loop:
+            # A second running loop is refused: messages are read on the thread of one loop only.
+            if not self.active or (self._loop is not None and not self._loop.is_closed()):
+                return None
+            if self._loop is not None:
+                event_loops.detach(self._loop, self)
+            event_loops.attach(loop, self)
+            self._loop, self._timer = loop, None
+            self._deadlines.clear()
         self.waiting = True
         future: asyncio.Future[None] = loop.create_future()
         if self._timeout_s is not None:
@@ -145,17 +152,6 @@ class AsyncioBridge:
         # The queue of asyncio's own loops (BaseEventLoop in CPython 3.4 to 3.14).
         ready = getattr(asyncio._get_running_loop(), "_ready", True)
         return not ready
-
-    def _attach(self, loop: asyncio.AbstractEventLoop) -> bool:
-        # A second running loop is refused: messages are read on the thread of one loop only.
-        if not self.active or (self._loop is not None and not self._loop.is_closed()):
-            return False
-        if self._loop is not None:
-            event_loops.detach(self._loop, self)
-        event_loops.attach(loop, self)
-        self._loop, self._timer = loop, None
-        self._deadlines.clear()
-        return True
 
     def wake(self) -> None:
         """Read messages if futures are pending. Call on the loop's thread, after the eventfd was reset."""

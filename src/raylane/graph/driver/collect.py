@@ -225,14 +225,23 @@ class Collector:
             return False
         completed = False
         try:
-            for edge in self._flagged() if not self._fetching else self._with_fetched():
+            edges = self._flagged()
+            if self._fetching:
+                # Their flag may be taken already: messages that came behind the tensors are read after them.
+                edges = list(dict.fromkeys([*self._fetching, *edges]))
+            for edge in edges:
                 if edge.fetching is not None:
                     completed |= self._take_fetched(edge)
                 # An edge may have messages of several executions: read all, so that none waits for a later post.
                 while executions.pending and edge.fetching is None and (message := edge.poll()) is not None:
                     completed |= self.read(edge, *message)
-            if executions.early_failures:
-                completed |= self._fail_early()
+            while executions.early_failures:
+                execution, body = executions.early_failures.popleft()
+                # A report may come after its execution has ended with the same error; then the index is negative.
+                index = execution - executions.completed
+                if 0 <= index < len(executions.pending) and not (failed := executions.pending[index])._done:
+                    failed.fail(self._decode_error(body))
+                    completed = True
         except BaseException as error:  # Ctrl-C too
             self.interrupted(error)
             raise
@@ -248,11 +257,6 @@ class Collector:
                 result.end()
             completed = True
         return completed
-
-    def _with_fetched(self) -> list[CollectedEdge]:
-        """Return the edges that may have messages, and those that wait for tensors, each once."""
-        # Their flag may be taken already: messages that came behind the tensors are read after them.
-        return list(dict.fromkeys([*self._fetching, *self._flagged()]))
 
     def _take_fetched(self, edge: CollectedEdge) -> bool:
         """Take over the tensors of a message if they have arrived. Return True if that completed a result."""
@@ -356,19 +360,6 @@ class Collector:
             # see `channels.layout.report_slots`.
             self._control.poll(all_channels=True)
         return True
-
-    def _fail_early(self) -> bool:
-        """Fail the results whose failure actors have reported. Return True if there were any."""
-        executions = self.executions
-        failed = False
-        while executions.early_failures:
-            execution, body = executions.early_failures.popleft()
-            # A report may come after its execution has ended with the same error; then the index is negative.
-            index = execution - executions.completed
-            if 0 <= index < len(executions.pending) and not (result := executions.pending[index])._done:
-                result.fail(self._decode_error(body))
-                failed = True
-        return failed
 
     def _decode_error(self, body: Any) -> BaseException:
         # Every reader gets an object of its own: tracebacks grow when an exception is raised.

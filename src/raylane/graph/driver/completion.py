@@ -16,7 +16,17 @@ log = logging.getLogger("raylane.graph")
 def complete_result(plan: Plan, result: GraphResult, values: list[Any]) -> None:
     """Complete a result from its values, unless it has failed before. Errors of leaves are logged and kept with it."""
     if plan.leaves:
-        _report_leaves(plan, result, values)
+        errors = []
+        for value, task in plan.leaves:
+            if type(values[value]) is Failure:
+                errors.append(values[value].error)
+                log.error(
+                    "execution %d: %s failed; no output needs its result: %s",
+                    result.number,
+                    plan.labels[task],
+                    errors[-1],
+                )
+        result.leaf_errors = tuple(errors)
     if result._done:
         return
     # The first error in the order of the output, so that the same failure gives the same error each time.
@@ -30,14 +40,3 @@ def complete_result(plan: Plan, result: GraphResult, values: list[Any]) -> None:
         except Exception as failure:  # for example a gather of arrays whose shapes do not fit together
             output, error = None, failure
     result.complete(output, error)
-
-
-def _report_leaves(plan: Plan, result: GraphResult, values: list[Any]) -> None:
-    errors = []
-    for value, task in plan.leaves:
-        if type(values[value]) is Failure:
-            errors.append(values[value].error)
-            log.error(
-                "execution %d: %s failed; no output needs its result: %s", result.number, plan.labels[task], errors[-1]
-            )
-    result.leaf_errors = tuple(errors)

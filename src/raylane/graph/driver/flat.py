@@ -81,16 +81,12 @@ def submit_function(submitter: Submitter, collector: Collector) -> Callable[...,
 
 def shorten_wait(collector: Collector) -> None:
     """Give the collector a shorter way to wait, if the output is the value of the one edge to the driver."""
-    collector.short_wait = _short_wait(collector)
-
-
-def _short_wait(collector: Collector) -> Callable[..., bool] | None:
     if collector.edge_count != 1 or collector.output_value is None:
-        return None
+        return
     executions, lock, doorbell, (edge,) = collector.executions, collector.lock, collector.doorbell, collector.edges
     # The driver may also read values that only mark the end of a call, and values of which it has to fetch a part.
     if edge.value != collector.output_value or edge.fetched is not None:
-        return None
+        return
     empty = [None] * len(collector.plan.values)
     pending, early_failures, records = executions.pending, executions.early_failures, executions.records
     wait, poll, loads, clock = doorbell.wait, edge.poll, pickle.loads, time.perf_counter
@@ -145,4 +141,4 @@ def _short_wait(collector: Collector) -> Callable[..., bool] | None:
         left_s = None if timeout_s is None else max(0.0, timeout_s - (clock() - start))
         return collector.collect_until(result._is_done, Deadline(left_s))
 
-    return short_wait
+    collector.short_wait = short_wait

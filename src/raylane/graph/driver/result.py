@@ -124,23 +124,17 @@ class GraphResult:
             if source.overstayed():
                 yield  # other coroutines and timers run
             source.glance(self)
-        if not self._done:
-            yield from self._wait_until_done()
+        if not self._done and source is not None:
+            yield from self._wait(source, self._is_done)
+            if not self._done:
+                raise GraphTimeoutError(
+                    f"execution {self.number} did not end within {source.timeout_s} s: "
+                    f"{source.describe_wait(self.number)}. Its result is not lost: await it again",
+                    execution=self.number,
+                )
         if self._error is None:
             return self._value
         return self._raise()
-
-    def _wait_until_done(self) -> Generator[Any, Any, None]:
-        source = self._source
-        if source is None:
-            return
-        yield from self._wait(source, self._is_done)
-        if not self._done:
-            raise GraphTimeoutError(
-                f"execution {self.number} did not end within {source.timeout_s} s: "
-                f"{source.describe_wait(self.number)}. Its result is not lost: await it again",
-                execution=self.number,
-            )
 
     def wait_until_ended(self, source: ResultSource) -> Generator[Any, Any, None]:
         """Wait in asyncio until every message of the execution was read, or `timeout_s` has passed. For the graph."""

@@ -101,7 +101,14 @@ def draw(plan: Plan, channels: Channels | None = None, *, max_inflight: int | No
 
 
 def _boxes(plan: Plan) -> dict[int, _Box]:
-    columns = _columns(plan)
+    # The column of a task is the length of the longest path to it. Column 0 is the driver's.
+    before = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
+    for tasks in plan.order:
+        for earlier, later in itertools.pairwise(tasks):
+            before[later].add(earlier)
+    columns = [1] * len(before)
+    for _ in before:  # the longest possible path; a plan with cycles ends here too
+        columns = [1 + max((columns[task] for task in earlier_tasks), default=0) for earlier_tasks in before]
     boxes = {}
     if plan.edges_from(DRIVER):
         boxes[ENTRY] = _Box(DRIVER, 0, "execute", "")
@@ -120,18 +127,6 @@ def _boxes(plan: Plan) -> dict[int, _Box]:
     for box in boxes.values():
         box.outs.sort(key=lambda edge: (edge.readers[0], edge.index))
     return boxes
-
-
-def _columns(plan: Plan) -> list[int]:
-    """Return the column of each task: the length of the longest path to it. Column 0 is the driver's."""
-    before = [{s for value in task.reads if (s := plan.values[value].source) != INPUT} for task in plan.tasks]
-    for tasks in plan.order:
-        for earlier, later in itertools.pairwise(tasks):
-            before[later].add(earlier)
-    columns = [1] * len(before)
-    for _ in before:  # the longest possible path; a plan with cycles ends here too
-        columns = [1 + max((columns[earlier_task] for earlier_task in earlier), default=0) for earlier in before]
-    return columns
 
 
 def _begin(plan: Plan, edge: Edge) -> int:
@@ -247,7 +242,10 @@ class _Page:
         colour = COLOURS[edge.index % len(COLOURS)]
         start = source.exit(edge)
         trunk = f"M{source.x + source.width:.1f} {start:.1f}H{self._track_x(source.column, edge):.1f}"
-        yield f"<g><title>{_escaped(self._edge_title(edge))}</title>"
+        readers = ", ".join(self.plan.members[reader] for reader in edge.readers)
+        first = f"e{edge.index}: {self.plan.source_label(edge.value)}, {self.plan.members[edge.writer]} to {readers}"
+        title = "\n".join([first, *(f"{kind}: {note}" if note else kind for kind, note in self.ways[edge.index])])
+        yield f"<g><title>{_escaped(title)}</title>"
         for target in self._targets(edge):
             x, y = target.x, target.entry(edge)
             way = trunk
@@ -258,11 +256,6 @@ class _Page:
             yield f'<path d="M{x:.1f} {y:.1f}l-8 -3.5v7z" fill="{colour}"/>'
             yield _text(x - 11, y - 3, self._label(edge), 10, fill=colour, anchor="end")
         yield "</g>"
-
-    def _edge_title(self, edge: Edge) -> str:
-        readers = ", ".join(self.plan.members[reader] for reader in edge.readers)
-        first = f"e{edge.index}: {self.plan.source_label(edge.value)}, {self.plan.members[edge.writer]} to {readers}"
-        return "\n".join([first, *(f"{kind}: {note}" if note else kind for kind, note in self.ways[edge.index])])
 
     def box(self, box: _Box) -> str:
         """Return the element of a box."""

@@ -73,20 +73,19 @@ def where_time_went(plan: Plan, spent: Mapping[int, Sequence[float]], arrivals: 
     of each actor; `arrivals` the records of its last calls, which name the members that it waited for.
     """
     waits = arrivals.waits()
-    return {
-        plan.members[member]: _words(plan, member, spent[member], waits.get(member, {})) for member in sorted(spent)
-    }
-
-
-def _words(plan: Plan, member: int, spent: Sequence[float], waits: Mapping[int, float]) -> str:
-    total_s = sum(spent)
-    if not total_s:
-        return "no call yet"
-    waited, computed, sent = (seconds / total_s for seconds in spent)
-    recorded_s = sum(waits.values()) or 1.0
-    # A wait for the actor itself is a late wake-up or other work of the actor: nobody to name.
-    shares = {other: waited * seconds / recorded_s for other, seconds in waits.items() if other != member}
-    largest = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
-    named = [f"for {plan.members[other]} {share:.0%}" for other, share in largest if share >= WORTH_NAMING]
-    waited_for = f" ({', '.join(named)})" if named else ""
-    return f"waited {waited:.0%} of the time{waited_for}, computed {computed:.0%}, sent {sent:.0%}"
+    words = {}
+    for member in sorted(spent):
+        name, total_s = plan.members[member], sum(spent[member])
+        if not total_s:
+            words[name] = "no call yet"
+            continue
+        waited, computed, sent = (seconds / total_s for seconds in spent[member])
+        waits_of_member = waits.get(member, {})
+        recorded_s = sum(waits_of_member.values()) or 1.0
+        # A wait for the actor itself is a late wake-up or other work of the actor: nobody to name.
+        shares = {other: waited * seconds / recorded_s for other, seconds in waits_of_member.items() if other != member}
+        largest = sorted(shares.items(), key=lambda item: (-item[1], item[0]))
+        named = [f"for {plan.members[other]} {share:.0%}" for other, share in largest if share >= WORTH_NAMING]
+        waited_for = f" ({', '.join(named)})" if named else ""
+        words[name] = f"waited {waited:.0%} of the time{waited_for}, computed {computed:.0%}, sent {sent:.0%}"
+    return words

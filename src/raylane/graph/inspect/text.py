@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from raylane.graph.plan.ir import (
     DRIVER,
-    Build,
     Const,
     Edge,
     Expression,
@@ -70,33 +69,26 @@ def _count(number: int, what: str) -> str:
 
 def _actors(plan: Plan) -> str:
     """Return one table for all actors, so that their columns are aligned, with each name before the actor's calls."""
-    rows = {
-        (member, place): _call_row(plan, place, plan.tasks[task])
-        for member in range(1, len(plan.members))
-        for place, task in enumerate(plan.order[member], 1)
-    }
+    rows = {}
+    for member in range(1, len(plan.members)):
+        for place, index in enumerate(plan.order[member], 1):
+            task = plan.tasks[index]
+            incoming = [edge for edge in plan.edges_to(member) if reading_task(plan, edge.index, member) == index]
+            taken = {edge.value for edge in incoming}
+            has = [plan.source_label(value) for value in task.reads if value not in taken]
+            outgoing = [edge for edge in plan.edges if plan.values[edge.value].source == index]
+            inputs = [f"takes {_edge_list(incoming)}" if incoming else "", f"has {', '.join(has)}" if has else ""]
+            rows[member, place] = [
+                f"{place}.",
+                f"{_method(plan, task)}({arguments_text(plan, task)})",
+                ", ".join(filter(None, inputs)) or "takes nothing",
+                f"sends {_edge_list(outgoing) or 'nothing'}" + (" (leaf)" if task.leaf else ""),
+            ]
     widths = _widths(list(rows.values()))
     lines = []
     for (member, place), row in rows.items():
         lines += [*([plan.members[member]] if place == 1 else []), *_wrapped(row, widths)]
     return "\n".join(lines)
-
-
-def _call_row(plan: Plan, place: int, task: Task) -> list[str]:
-    incoming = [
-        edge for edge in plan.edges_to(task.member) if reading_task(plan, edge.index, task.member) == task.index
-    ]
-    taken = {edge.value for edge in incoming}
-    has = [plan.source_label(value) for value in task.reads if value not in taken]
-    outgoing = [edge for edge in plan.edges if plan.values[edge.value].source == task.index]
-    inputs = [f"takes {_edge_list(incoming)}" if incoming else "", f"has {', '.join(has)}" if has else ""]
-    sent = f"sends {_edge_list(outgoing) or 'nothing'}" + (" (leaf)" if task.leaf else "")
-    return [
-        f"{place}.",
-        f"{_method(plan, task)}({arguments_text(plan, task)})",
-        ", ".join(filter(None, inputs)) or "takes nothing",
-        sent,
-    ]
 
 
 def _method(plan: Plan, task: Task) -> str:
@@ -128,10 +120,6 @@ def expression_text(plan: Plan, expression: Expression) -> str:
     items = [expression_text(plan, item) for item in expression.items]
     if isinstance(expression, Join):
         return f"{expression.how}({', '.join(items)}{'' if expression.axis is None else f', axis={expression.axis}'})"
-    return _built_text(expression, items)
-
-
-def _built_text(expression: Build, items: Sequence[str]) -> str:
     if expression.kind == "dict":
         pairs = zip(expression.keys, items, strict=True)
         return "{" + ", ".join(f"{_constant_text(key)}: {item}" for key, item in pairs) + "}"

@@ -128,19 +128,17 @@ class _Trace:
             ends = self.submitted if reader == DRIVER else self.called[reading_task(self.plan, edge.index, reader)]
             # Records are kept for a limited number of executions, so one end may be missing.
             for number in begins.keys() & ends.keys():
-                self._arrow(edge, reader, number, begins[number][0], ends[number])
-
-    def _arrow(self, edge: Edge, reader: int, number: int, begin: int, end: Span) -> None:
-        """Add one arrow. A message reaches the driver when it is sent, and a call when the call starts."""
-        at = max(begin, end[0])
-        if at >= end[1]:  # clocks of two hosts differ: the reader ended before the writer had sent
-            return
-        self.arrow_count += 1
-        common = {"name": self.plan.source_label(edge.value), "cat": "edge", "id": self.arrow_count}
-        args = {"edge": edge.index, "execution": number, "transport": edge.transport}
-        for phase, member, time in (("s", edge.writer, begin), ("f", reader, at)):
-            event = {**common, "ph": phase, "ts": _us(time), **self._thread(member, number), "args": args}
-            self.events.append(event if phase == "s" else {**event, "bp": "e"})
+                begin, end = begins[number][0], ends[number]
+                # A message reaches the driver when it is sent, and a call when the call starts.
+                at = max(begin, end[0])
+                if at >= end[1]:  # clocks of two hosts differ: the reader ended before the writer had sent
+                    continue
+                self.arrow_count += 1
+                common = {"name": self.plan.source_label(edge.value), "cat": "edge", "id": self.arrow_count}
+                args = {"edge": edge.index, "execution": number, "transport": edge.transport}
+                for phase, member, time in (("s", edge.writer, begin), ("f", reader, at)):
+                    event = {**common, "ph": phase, "ts": _us(time), **self._thread(member, number), "args": args}
+                    self.events.append(event if phase == "s" else {**event, "bp": "e"})
 
     def _slice(self, name: str, category: str, member: int, span: Span, number: int, row: int | None = None) -> None:
         start, end = span

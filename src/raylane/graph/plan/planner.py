@@ -89,7 +89,12 @@ def _find(output: n.Node) -> tuple[list[n.CallNode], bool]:
         waiting.extend(parts)
         if isinstance(node, CollectiveNode):  # its calls in all actors belong to the graph, used or not
             waiting.extend(node.calls)
-    _refuse_cycles(seen)
+    try:
+        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in seen.items()}).prepare()
+    except graphlib.CycleError as error:
+        cycle = [seen[key] for key in error.args[1]]
+        shown = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
+        raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(shown)}. Remove the cycle") from None
     if len(inputs) > 1:
         raise GraphPlanError(
             f"the graph has {len(inputs)} InputNodes; use one, and x[0], x[1], x.name for several inputs"
@@ -142,7 +147,13 @@ class _Planner:
             result = self._expression(output)
         used = {self.numbered[value].source for draft in drafts for value in draft[2]}
         used |= {self.numbered[value].source for value in values_in(result)}
-        needed = self._needed_by(result, drafts)
+        needed: set[int] = set()  # tasks that the output depends on
+        waiting = [self.numbered[value].source for value in values_in(result)]
+        while waiting:
+            task = waiting.pop()
+            if task != INPUT and task not in needed:
+                needed.add(task)
+                waiting.extend(self.numbered[value].source for value in drafts[task][2])
         # The driver must learn that a leaf has ended, or its slots would be written again too early: it collects a
         # value without content, which also carries the error of a leaf that failed.
         leaves = tuple((self._value(task, DONE), task) for task in range(len(self.calls)) if task not in used)
@@ -184,24 +195,28 @@ class _Planner:
         # A call without values would run at any time: the mere arrival of the input starts it once per execution.
         return args, kwargs, reads or (self._value(INPUT, DONE),)
 
-    def _needed_by(self, result: Expression, drafts: Sequence[tuple[Any, Any, tuple[int, ...]]]) -> set[int]:
-        """Return the tasks that the output depends on."""
-        needed: set[int] = set()
-        waiting = [self.numbered[value].source for value in values_in(result)]
-        while waiting:
-            task = waiting.pop()
-            if task != INPUT and task not in needed:
-                needed.add(task)
-                waiting.extend(self.numbered[value].source for value in drafts[task][2])
-        return needed
-
     def _wanted(self, order: Mapping[Any, Sequence[n.Node]], member_of: Sequence[int]) -> dict[int, list[int]]:
         orders = {}
         for actor, methods in order.items():
             member = self.keys.get(self.identify(actor))
             if member is None:
                 raise GraphPlanError(f"order names {actor!r}, which has no call in this graph. Remove it from order")
-            tasks = [task for node in methods for task in self._tasks_of(node)]
+            tasks: list[int] = []
+            for listed in methods:
+                node = listed
+                while isinstance(node, n.ItemNode):  # the result of bind for a method with several returns
+                    node = node.base
+                if id(node) not in self.task_of:
+                    raise GraphPlanError(
+                        f"order lists {node!r}, which is no call of this graph. List results of raylane.bind"
+                    )
+                # A collective stands for the two calls of its actor.
+                calls = (
+                    [call for call in node.calls if call.actor is node.actor]
+                    if isinstance(node, CollectiveNode)
+                    else [node]
+                )
+                tasks += [self.task_of[id(call)] for call in calls]
             mine = [task for task, owner in enumerate(member_of) if owner == member]
             if sorted(tasks) != mine:
                 raise GraphPlanError(
@@ -210,17 +225,6 @@ class _Planner:
                 )
             orders[member] = tasks
         return orders
-
-    def _tasks_of(self, node: Any) -> list[int]:
-        """Return the task of a call, or of a collective the two of its actor."""
-        while isinstance(node, n.ItemNode):  # the result of bind for a method with several returns
-            node = node.base
-        if id(node) not in self.task_of:
-            raise GraphPlanError(f"order lists {node!r}, which is no call of this graph. List results of raylane.bind")
-        calls = (
-            [call for call in node.calls if call.actor is node.actor] if isinstance(node, CollectiveNode) else [node]
-        )
-        return [self.task_of[id(call)] for call in calls]
 
     # Expressions
 
@@ -318,15 +322,6 @@ def _is_mutable(value: Any) -> bool:
 def _nodes_of(node: n.Node) -> list[n.Node]:
     """Return the nodes that a node is made from."""
     return [inner for part in n.parts_of(node) for inner in n.nodes_in(part)]
-
-
-def _refuse_cycles(call_nodes: Mapping[int, n.Node]) -> None:
-    try:
-        graphlib.TopologicalSorter({key: map(id, _nodes_of(node)) for key, node in call_nodes.items()}).prepare()
-    except graphlib.CycleError as error:
-        cycle = [call_nodes[key] for key in error.args[1]]
-        calls = [repr(node) if isinstance(node, n.CallNode) else type(node).__name__ for node in cycle]
-        raise GraphPlanError(f"these nodes are made from each other: {' -> '.join(calls)}. Remove the cycle") from None
 
 
 def _edges(

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from raylane.errors import GraphPlanError
 from raylane.graph.nodes import connects_hosts
-from raylane.graph.plan.ir import DRIVER, Edge, Plan
+from raylane.graph.plan.ir import DRIVER, Plan
 
 ARITY = 4
 CONTROL_LEVEL = 0
@@ -125,26 +125,25 @@ class Routes:
 
 def routes(plan: Plan, hosts: Sequence[Hashable]) -> Routes:
     """Return the routes of all channels of a plan. `hosts` has the host of each member, the driver's first."""
+    edges = []
+    for edge in plan.edges:
+        # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
+        apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
+        edge_route = route(edge.index, edge.writer, edge.readers, apart)
+        if edge_route.relays and not connects_hosts(edge.transport):
+            writer, reader = plan.members[edge.writer], plan.members[edge_route.relays[0].member]
+            raise GraphPlanError(
+                f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, but {writer} and {reader} are "
+                "on different hosts, which share no memory. Use 'auto' or 'tcp'"
+            )
+        edges.append(edge_route)
     count = len(plan.edges) - 2
     actors = range(1, len(plan.members))
     return Routes(
-        edges=tuple(_edge_route(edge, plan, hosts) for edge in plan.edges),
+        edges=tuple(edges),
         orders=tuple(route(count + 2 * actor, DRIVER, (actor,), hosts, control=True) for actor in actors),
         reports=tuple(route(count + 2 * actor + 1, actor, (DRIVER,), hosts, control=True) for actor in actors),
     )
-
-
-def _edge_route(edge: Edge, plan: Plan, hosts: Sequence[Hashable]) -> Route:
-    # Over tcp every member is a host of its own. Ring and doorbell of a reader stay as they are.
-    apart = [(host, member) for member, host in enumerate(hosts)] if edge.transport == "tcp" else hosts
-    edge_route = route(edge.index, edge.writer, edge.readers, apart)
-    if edge_route.relays and not connects_hosts(edge.transport):
-        writer, reader = plan.members[edge.writer], plan.members[edge_route.relays[0].member]
-        raise GraphPlanError(
-            f"{plan.source_label(edge.value)} has the transport {edge.transport!r}, but {writer} and {reader} are on "
-            "different hosts, which share no memory. Use 'auto' or 'tcp'"
-        )
-    return edge_route
 
 
 def kind(channel_route: Route) -> str:

@@ -95,27 +95,23 @@ def waits_of(plan: Plan) -> list[list[Wait]]:
     """Return for each task its waits for other tasks of the same execution."""
     waits: list[list[Wait]] = [[] for _ in plan.tasks]
     for tasks in plan.order:
-        for before, task in pairwise(tasks):
-            waits[task].append(Wait(task, before, None))
+        for earlier, later in pairwise(tasks):
+            waits[later].append(Wait(later, earlier, None))
     for reader in plan.tasks:
         sources = ((value, plan.values[value].source) for value in reader.reads)
         waits[reader.index] += [Wait(reader.index, source, value) for value, source in sources if source != INPUT]
-    _add_meetings(plan, waits)
-    return waits
-
-
-def _add_meetings(plan: Plan, waits: list[list[Wait]]) -> None:
-    """Add the waits of process groups, whose members meet: each waits for what the others run before."""
+    # The members of a process group meet: each waits for what the others run before.
     meeting: dict[int, list[int]] = {}
     for task in plan.tasks:
         collective = task.collective
         if collective is not None and collective.role == "combine" and collective.transport in GROUPS:
             meeting.setdefault(collective.number, []).append(task.index)
-    before = {task: earlier for tasks in plan.order for earlier, task in pairwise(tasks)}
+    before = {later: earlier for tasks in plan.order for earlier, later in pairwise(tasks)}
     for meet in meeting.values():
         for member_task in meet:
             others = [before[other] for other in meet if other != member_task and other in before]
             waits[member_task] += [Wait(member_task, other, None) for other in others]
+    return waits
 
 
 def find_deadlock(plan: Plan, max_inflight: int, slots: int) -> list[str] | None:

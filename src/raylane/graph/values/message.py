@@ -155,29 +155,25 @@ class Encoder:
         self.renew()  # drop references to the value, and the memory of a large pickle
         # A class of a script is pickled as `__main__.Name`, which no other process can import: cloudpickle sends
         # the class itself. The text may also be the user's own; then cloudpickle is only slower.
-        if any(_SCRIPT in part for part in _without_contents(parts)):
-            return _by_cloudpickle(value)
-        if len(buffers) > MAX_BUFFERS:
-            return _with_few_buffers(value)
+        # Contents of large strings are skipped, they name no class: the pickler writes such a content by itself, after
+        # its opcode and length.
+        header = b""
+        for part in parts:
+            size = len(part)
+            is_content = size >= _PAYLOAD_BYTES and (
+                (header[-9:-8] in _LONG_OPCODES and header[-8:] == size.to_bytes(8, "little"))
+                or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
+            )
+            if not is_content and _SCRIPT in part:
+                return _by_cloudpickle(value)
+            header = part[-9:]
+        if len(buffers) > MAX_BUFFERS:  # pickle again, with the arrays beyond the limit in the body
+            buffers, file = [], io.BytesIO()
+            pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
+            pickler.dispatch_table = _table()
+            pickler.dump(value)
+            body = file.getvalue()
         return Message(VALUE, body, [buffer.raw() for buffer in buffers], value)
-
-
-def _without_contents(parts: list[bytes]) -> list[bytes]:
-    """Return the parts of a pickle without the contents of large strings, which name no class.
-
-    The pickler writes such a content by itself, after its opcode and length.
-    """
-    buffers, header = [], b""
-    for part in parts:
-        size = len(part)
-        is_content = size >= _PAYLOAD_BYTES and (
-            (header[-9:-8] in _LONG_OPCODES and header[-8:] == size.to_bytes(8, "little"))
-            or (header[-5:-4] in _SHORT_OPCODES and header[-4:] == (size & 0xFFFFFFFF).to_bytes(4, "little"))
-        )
-        if not is_content:
-            buffers.append(part)
-        header = part[-9:]
-    return buffers
 
 
 def _table() -> dict[type, Callable[[Any], Any]]:
@@ -200,16 +196,6 @@ def _limited(buffers: list[pickle.PickleBuffer]) -> Callable[[pickle.PickleBuffe
         return False
 
     return take
-
-
-def _with_few_buffers(value: Any) -> Message:
-    """Encode a value of more than MAX_BUFFERS arrays: those beyond the limit are copied into the body."""
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, 5, buffer_callback=_limited(buffers))
-    pickler.dispatch_table = _table()
-    pickler.dump(value)
-    return Message(VALUE, file.getvalue(), [buffer.raw() for buffer in buffers], value)
 
 
 def _by_cloudpickle(value: Any) -> Message:
@@ -262,22 +248,18 @@ def _with_tensors(value: Any) -> Message:
     specs, held = layout.specs, layout
     buffers: list[Any] = [bytes_at(block.start, block.nbytes) for block in layout.blocks]
     if len(buffers) > MAX_BUFFERS:
-        specs, buffers = _in_one(specs, buffers)
+        # Copy all blocks into one, and let the specs point into it.
+        starts, end = segment_offsets([block.nbytes for block in buffers])
+        joined = bytearray(end)
+        for start, block in zip(starts, buffers, strict=True):
+            joined[start : start + block.nbytes] = block
+        specs = [
+            # A negative block number marks a leaf without bytes.
+            spec if spec.block < 0 else msgspec.structs.replace(spec, block=0, offset=spec.offset + starts[spec.block])
+            for spec in specs
+        ]
+        buffers = [joined]
     return Message(TENSORS, pickle.dumps((skeleton, msgspec.msgpack.encode(specs)), 5), buffers, held)
-
-
-def _in_one(specs: Sequence[Any], blocks: Sequence[memoryview]) -> tuple[list[Any], list[Any]]:
-    """Copy more than MAX_BUFFERS blocks into one block, and return specs that point into it."""
-    starts, end = segment_offsets([block.nbytes for block in blocks])
-    joined = bytearray(end)
-    for start, block in zip(starts, blocks, strict=True):
-        joined[start : start + block.nbytes] = block
-    moved = [
-        # A negative block number marks a leaf without bytes.
-        spec if spec.block < 0 else msgspec.structs.replace(spec, block=0, offset=spec.offset + starts[spec.block])
-        for spec in specs
-    ]
-    return moved, [joined]
 
 
 def _unpicklable(value: Any, error: BaseException) -> GraphValueError:

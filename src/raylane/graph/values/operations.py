@@ -87,13 +87,23 @@ def select(value: Any, steps: Sequence[Step]) -> Any:
     for step in steps:
         how = step[0]
         if how == "item":
-            value = _item(value, step[1])
+            try:
+                value = value[step[1]]
+            except (LookupError, TypeError) as error:
+                kinds = (KeyError, IndexError, LookupError, TypeError)
+                kind = next(known for known in kinds if isinstance(error, known))
+                raise kind(f"[{step[1]!r}] of {_described(value)}: {error}") from error
         elif how == "part":
             value = split(value, step[1], step[2], step[3])
         elif how == "return":
             value = _returned(value, step[1], step[2])
         elif how == "attr":
-            value = _attribute(value, step[1])
+            name = step[1]
+            try:
+                value = getattr(value, name)
+            except AttributeError as error:
+                hint = f"; for its key write node[{name!r}]" if isinstance(value, dict) and name in value else ""
+                raise AttributeError(f".{name} of {_described(value)}: {error}{hint}", name=name, obj=value) from error
         else:
             assert how == "done", f"the step {step!r} is not for select"
             value = None
@@ -109,22 +119,6 @@ def _returned(value: Any, index: int, count: int) -> Any:
     if size != count:
         raise ValueError(f"the method declares num_returns={count} and returned {size} values")
     return value[index]
-
-
-def _item(value: Any, key: int | str) -> Any:
-    try:
-        return value[key]
-    except (LookupError, TypeError) as error:
-        kind = next(known for known in (KeyError, IndexError, LookupError, TypeError) if isinstance(error, known))
-        raise kind(f"[{key!r}] of {_described(value)}: {error}") from error
-
-
-def _attribute(value: Any, name: str) -> Any:
-    try:
-        return getattr(value, name)
-    except AttributeError as error:
-        hint = f"; for its key write node[{name!r}]" if isinstance(value, dict) and name in value else ""
-        raise AttributeError(f".{name} of {_described(value)}: {error}{hint}", name=name, obj=value) from error
 
 
 # Splitting
@@ -220,7 +214,19 @@ def gather(values: Sequence[Any], axis: int | None = None) -> Any:
     if isinstance(first, dict):
         return _by_key("gather", values, lambda items: gather(items, axis))
     if _is_array(first):
-        return _concatenated(values, _checked_axis("gather", first, axis))
+        place = _checked_axis("gather", first, axis)
+        try:
+            if hasattr(first, "__torch_function__"):
+                return sys.modules["torch"].cat(list(values), place)
+            if _is_of("numpy", "ndarray", first):
+                numpy = sys.modules["numpy"]
+                # numpy.concatenate drops masks.
+                masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
+                return (numpy.ma if masked else numpy).concatenate(values, place)
+            return first.__array_namespace__().concat(list(values), axis=place)
+        except (ValueError, TypeError, RuntimeError) as error:
+            shown = ", ".join(_described(value) for value in values)
+            raise ValueError(f"gather along axis {place} of {shown}: {error}") from error
     if isinstance(first, str | bytes):
         _only_axis_0("gather", first, axis)
         return first[:0].join(values)
@@ -233,22 +239,6 @@ def gather(values: Sequence[Any], axis: int | None = None) -> Any:
         "arrays, tensors or dicts of those, or objects whose type has from_batches(list); "
         "axis=None gives a list of the values"
     )
-
-
-def _concatenated(values: Sequence[Any], axis: int) -> Any:
-    first = values[0]
-    try:
-        if hasattr(first, "__torch_function__"):
-            return sys.modules["torch"].cat(list(values), axis)
-        if _is_of("numpy", "ndarray", first):
-            numpy = sys.modules["numpy"]
-            # numpy.concatenate drops masks.
-            masked = any(isinstance(value, numpy.ma.MaskedArray) for value in values)
-            return (numpy.ma if masked else numpy).concatenate(values, axis)
-        return first.__array_namespace__().concat(list(values), axis=axis)
-    except (ValueError, TypeError, RuntimeError) as error:
-        shown = ", ".join(_described(value) for value in values)
-        raise ValueError(f"gather along axis {axis} of {shown}: {error}") from error
 
 
 # Averaging
@@ -276,27 +266,29 @@ def mean(values: Sequence[Any]) -> Any:
             raise ValueError(f"mean of arrays of the shapes {', '.join(map(str, shapes))}: they must be equal")
         return _mean_array(values)
     if isinstance(first, list | tuple):
-        return _mean_sequence(values)
+        lengths = [len(value) for value in values]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"mean of {_kind(first)}s of the lengths {lengths}: they must be equal")
+        items = [_at(index, mean, item) for index, item in enumerate(zip(*values, strict=True))]
+        if isinstance(first, list):
+            return items
+        return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
     raise TypeError(
         f"mean of {_described(first)}: such values have no mean. Pass numbers, arrays, tensors, or dicts, lists and "
         "tuples of those"
     )
 
 
-def _mean_sequence(values: Sequence[Any]) -> Any:
-    first = values[0]
-    lengths = [len(value) for value in values]
-    if len(set(lengths)) > 1:
-        raise ValueError(f"mean of {_kind(first)}s of the lengths {lengths}: they must be equal")
-    items = [_at(index, mean, item) for index, item in enumerate(zip(*values, strict=True))]
-    if isinstance(first, list):
-        return items
-    return type(first)(*items) if hasattr(first, "_fields") else tuple(items)
-
-
 def _mean_array(values: Sequence[Any]) -> Any:
     if _is_of("torch", "Tensor", values[0]):
-        return _mean_tensor(values)
+        torch = sys.modules["torch"]
+        common = functools.reduce(torch.promote_types, (value.dtype for value in values))
+        inexact = common.is_floating_point or common.is_complex
+        wide = (torch.float32 if common.itemsize < 4 else common) if inexact else torch.int64  # a sum of ints is exact
+        total = values[0].to(wide, copy=True)
+        for value in values[1:]:
+            total += value.to(wide)
+        return (total / len(values)).to(common) if inexact else torch.true_divide(total, len(values))
     if not _is_of("numpy", "ndarray", values[0]):
         return sum(values[1:], values[0]) / len(values)
     np = sys.modules["numpy"]
@@ -318,17 +310,6 @@ def _mean_array(values: Sequence[Any]) -> Any:
         np.add(total, value, out=total)
     np.true_divide(total, len(values), out=total)
     return total.astype(dtype, copy=False)
-
-
-def _mean_tensor(values: Sequence[Any]) -> Any:
-    torch = sys.modules["torch"]
-    dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
-    inexact = dtype.is_floating_point or dtype.is_complex
-    wide = (torch.float32 if dtype.itemsize < 4 else dtype) if inexact else torch.int64  # a sum of ints is exact
-    total = values[0].to(wide, copy=True)
-    for value in values[1:]:
-        total += value.to(wide)
-    return (total / len(values)).to(dtype) if inexact else torch.true_divide(total, len(values))
 
 
 # Kinds of values

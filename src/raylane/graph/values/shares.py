@@ -109,7 +109,9 @@ def combine(collective: Collective, names: Sequence[str], group: Any, shares: Se
                 [tensors[place] for place in places],
             )
         elif collective.kind == "allgather":
-            results = _gathered(spec, _flat(spec, shares, number), shapes)
+            parts = [cut(array, shapes) for array in _flat(spec, shares, number)]
+            join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
+            results = [join(list(pieces)) for pieces in zip(*parts, strict=True)]
         else:
             results = cut(_reduced(spec, collective.op, _flat(spec, shares, number)), shapes)
         for place, result in zip(places, results, strict=True):
@@ -217,11 +219,15 @@ def _check(collective: Collective, spec: Spec) -> None:
         raise TypeError(f"{text}: the mean of integers is none; convert them to a float dtype")
     if collective.op and not _is_reducible(spec.module, spec.dtype, collective.op):
         raise TypeError(f"{text}: {spec.module} has no {collective.op} of {spec.dtype}; convert it to another dtype")
-    if collective.transport in GROUPS and not _is_known_to_groups(spec.dtype, collective.op):
-        raise TypeError(
-            f"{text}: {collective.transport} cannot take {spec.dtype}; use the transport 'auto', or convert it to "
-            "another dtype"
-        )
+    if collective.transport in GROUPS:
+        # torch has no dtypes for long doubles, and its process groups reduce some dtypes not at all.
+        no_dtype = spec.dtype in ("longdouble", "float128", "clongdouble", "complex256")
+        no_order = spec.dtype.startswith("complex") and collective.op not in ("sum", "avg")
+        if no_dtype or (collective.op and (spec.dtype == "uint64" or no_order)):
+            raise TypeError(
+                f"{text}: {collective.transport} cannot take {spec.dtype}; use the transport 'auto', or convert it to "
+                "another dtype"
+            )
     if collective.kind != "allreduce" and not spec.shape:
         raise ValueError(f"{text}: it has no dimensions; reshape it to (1,)")
     if collective.kind == "reducescatter" and spec.shape[0] % collective.size:
@@ -247,13 +253,6 @@ def _is_reducible(module: str, dtype: str, op: str) -> bool:
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     return True
-
-
-def _is_known_to_groups(dtype: str, op: str) -> bool:
-    """Return True if process groups of torch take this dtype for a reduction (empty: for an allgather)."""
-    if dtype in ("longdouble", "float128", "clongdouble", "complex256"):  # torch has no such dtypes
-        return False
-    return not op or not (dtype == "uint64" or (dtype.startswith("complex") and op not in ("sum", "avg")))
 
 
 def _check_equal(collective: Collective, names: Sequence[str], shares: Sequence[Share]) -> None:
@@ -312,19 +311,20 @@ def plain(tensor: Any) -> Any:
 
 
 def _flat(spec: Spec, shares: Sequence[Share], number: int) -> list[Any]:
-    return [_typed(spec, member_share.arrays[number]) for member_share in shares]
-
-
-def _typed(spec: Spec, data: Any) -> Any:
-    """Return the bytes as a flat tensor or array on the same memory, which must not be written."""
+    """Return array `number` of each share as a flat tensor or array on the same memory, which must not be written."""
+    arrays = [member_share.arrays[number] for member_share in shares]
     if spec.module == "numpy":
-        return data.view(spec.dtype)
+        return [data.view(spec.dtype) for data in arrays]
     torch = sys.modules["torch"]
     dtype = getattr(torch, spec.dtype)
-    if not data.nbytes:
-        return torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
-    # By address: torch warns about memory that is read-only, as that of other members is. `data` outlives the tensor.
-    return torch.frombuffer(bytes_at(data.ctypes.data, data.nbytes), dtype=dtype)
+    return [
+        # By address: torch warns about memory that is read-only, as that of other members is. The shares outlive the
+        # tensors.
+        torch.frombuffer(bytes_at(data.ctypes.data, data.nbytes), dtype=dtype)
+        if data.nbytes
+        else torch.empty(0, dtype=dtype, device="cpu")  # the user may have set another default device
+        for data in arrays
+    ]
 
 
 def _rows(tensor: Any, rank: int, size: int) -> Any:
@@ -348,12 +348,6 @@ def cut(flat: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
 
 
 # Reductions
-
-
-def _gathered(spec: Spec, flat: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    parts = [cut(array, shapes) for array in flat]
-    join = sys.modules["numpy"].concatenate if spec.module == "numpy" else sys.modules["torch"].cat
-    return [join(list(pieces)) for pieces in zip(*parts, strict=True)]
 
 
 def _reduced(spec: Spec, op: str, flat: Sequence[Any]) -> Any:

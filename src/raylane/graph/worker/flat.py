@@ -22,32 +22,25 @@ from raylane.graph.values.message import VALUE, Message
 from raylane.graph.worker.executor import Executor
 
 
-def shorten(executor: Executor) -> None:
-    """Let an executor run its task by the short path where that applies."""
-    step = _flat_step(executor)
-    if step is not None:
-        executor.use_for_ready(step)
-
-
 def _message(body: bytes, value: Any) -> Message:
     """Return the message of a value that is pickled already."""
     return Message(VALUE, body)
 
 
-def _flat_step(executor: Executor) -> Callable[[], bool] | None:
-    """Return a function like `Executor.run_next` for the usual case, or None where that does not apply.
+def shorten(executor: Executor) -> None:
+    """Let an executor run its task by the short path in the usual case.
 
     The usual case is one task whose one argument is the one message that it needs, and whose result goes as it is to
     readers of this host.
     """
     if len(executor.tasks) != 1 or executor.lock is not None:
-        return None
+        return
     task = executor.tasks[0]
     if len(task.inputs) != 1 or len(task.outputs) != 1 or task.local or task.single_argument != task.inputs[0].value:
-        return None
+        return
     (inbound,), (edge,) = task.inputs, task.outputs
     if inbound.edge in executor.fetches.edges or edge.steps or not isinstance(edge.writer, RingWriter):
-        return None
+        return
     # Looked up once: locals of the closure are found without a dictionary.
     poll, call, loads, write = inbound.poll, task.call, pickle.loads, edge.writer.write_small
     number, encoder, modules = task.index, executor.encoder, sys.modules
@@ -107,4 +100,4 @@ def _flat_step(executor: Executor) -> Callable[[], bool] | None:
         executor.end_task()
         return True
 
-    return step
+    executor.use_for_ready(step)

@@ -158,8 +158,15 @@ class GraphLoop:
         doorbell = self.doorbell
         while True:
             # `_arriving` is read without the lock: `add` posts the doorbell afterwards, so no entry is missed for long.
-            if (self._arriving or not self.sessions) and not self._start_sessions():
-                return
+            if self._arriving or not self.sessions:
+                with self._lock:
+                    while self._arriving:
+                        self._arriving.popleft()()
+                    if not self.sessions:
+                        self._applied = None  # the next thread has default settings
+                        # Under the lock: `add` either finds this thread still serving, or starts a new one.
+                        self._thread = None
+                        return
             # A single session needs no search for its flag.
             sessions: Sequence[LoopSession] = self.sessions if len(self.sessions) == 1 else self._flagged()
             # One task of each at a time: no graph keeps the others waiting for more than a task.
@@ -216,18 +223,6 @@ class GraphLoop:
             session.fail(error)
         except BaseException:
             log.exception("graph %s in %s could not report its error", session.name, session.actor_name)
-
-    def _start_sessions(self) -> bool:
-        """Start arrived sessions. Return False, after which `add` starts a new thread, if there is no session left."""
-        with self._lock:
-            while self._arriving:
-                self._arriving.popleft()()
-            if self.sessions:
-                return True
-            self._applied = None  # the next thread has default settings
-            # Under the lock: `add` either finds this thread still serving, or starts a new one.
-            self._thread = None
-            return False
 
     def _check_owners(self) -> None:
         """Remove the sessions whose driver has ended. Does nothing within OWNER_CHECK_S after the last check."""

@@ -304,7 +304,18 @@ class _Member:
                 break
             if self._closed.wait(ASK_S) or deadline.left_s() == 0:
                 raise RuntimeError("not all members came")
-        self._group = self._process_group(keys)
+        if self._transport == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
+            options._devices = [gloo.create_device(hostname=_ray.node_ip())]
+            options._threads = 1  # one collective at a time; more threads would only sleep
+            group_class = gloo
+        else:
+            group_class = dist.ProcessGroupNCCL
+            options = group_class.Options()
+        options._timeout = self._timeout
+        self._group = group_class(keys, self._rank, self._size, options)
         return self._group
 
     def leave(self, error: BaseException) -> None:
@@ -327,20 +338,6 @@ class _Member:
                 store = TCPStore(self._host, self._port, self._size, False, self._timeout, wait_for_workers=False)
             self._keys = PrefixStore(self._prefix, store)
         return self._keys
-
-    def _process_group(self, keys: Any) -> Any:
-        if self._transport == "gloo":
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            # By address: gloo would otherwise resolve the name of the host, which need not lead to this node.
-            options._devices = [gloo.create_device(hostname=_ray.node_ip())]
-            options._timeout = self._timeout
-            options._threads = 1  # one collective at a time; more threads would only sleep
-            return gloo(keys, self._rank, self._size, options)
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = self._timeout
-        return nccl(keys, self._rank, self._size, options)
 
 
 def _serve(member: _Member, work: queue.SimpleQueue[Any]) -> None:

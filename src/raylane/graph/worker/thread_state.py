@@ -79,7 +79,15 @@ def apply(state: ThreadState) -> None:
     if torch is None:
         return
     if state.inference != torch.is_inference_mode_enabled():
-        _toggle_inference(torch, state.inference)
+        # torch has no function that sets the mode: it is a context manager, and leaving it restores the opposite. So
+        # leave the mode that was entered last, or enter one if there is none.
+        modes = _entered.__dict__.setdefault("modes", [])
+        if modes:
+            modes.pop().__exit__(None, None, None)
+        if torch.is_inference_mode_enabled() != state.inference:
+            mode = torch.inference_mode(state.inference)
+            mode.__enter__()
+            modes.append(mode)
     torch.set_grad_enabled(state.grad)
     if state.device != str(torch.get_default_device()):
         torch.set_default_device(state.device)
@@ -90,17 +98,3 @@ def apply(state: ThreadState) -> None:
     for device, enabled, dtype in state.autocast:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-
-
-def _toggle_inference(torch: Any, enabled: bool) -> None:
-    """Switch inference mode by leaving the mode that was entered last, or by entering one if there is none.
-
-    torch has no function that sets the mode: it is a context manager, and leaving it restores the opposite.
-    """
-    modes = _entered.__dict__.setdefault("modes", [])
-    if modes:
-        modes.pop().__exit__(None, None, None)
-    if torch.is_inference_mode_enabled() != enabled:
-        mode = torch.inference_mode(enabled)
-        mode.__enter__()
-        modes.append(mode)
