@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raylane.bench import environment, graph, graph_cases, graph_workloads, vllm_queue
+from raylane.bench import environment, graph, graph_cases, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import CASES, Case, blocks_of, cases, contender_names, group_by_graph, step_times_us
 from raylane.bench.measure import Tally
@@ -36,7 +36,7 @@ def test_cases_and_who_takes_part() -> None:
         assert ("raylane:block" in case.contenders) == bool(case.busy)
         assert ("raylane:beside" in case.contenders) == bool(case.idle_graphs)
     assert "loop" in CASES["step-20ms"].contenders
-    assert CASES["broadcast-8"].contenders == ("raylane", "ray:compiled", "ray:calls", "vllm")
+    assert CASES["broadcast-8"].contenders == ("raylane", "ray:compiled", "ray:calls")
 
 
 def test_cases_with_the_same_graph_share_it() -> None:
@@ -52,7 +52,6 @@ def test_cases_with_the_same_graph_share_it() -> None:
         "ray:compiled",
         "ray:calls",
         "loop",
-        "vllm",
         "raylane:block",
     ]
     assert contender_names(cases("million")) == ["raylane"]
@@ -207,22 +206,6 @@ def test_the_actors_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_run_without_vllm_leaves_it_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: "it is not here")
-    possible = graph._possible(cases("echo,beside-150"))
-    assert [case.name for case in possible] == ["echo", "beside-150"]
-    assert possible[0].contenders == ("raylane", "ray:compiled", "ray:calls", "loop")
-    assert capsys.readouterr().out.splitlines() == [
-        "contender vllm: left out, because it is not here",
-    ]
-
-
-def test_run_with_vllm_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph.vllm_queue, "why_unavailable", lambda: None)
-    wanted = cases("echo,array-10MB-4-empty")
-    assert graph._possible(wanted) == wanted
-
-
 def test_report_names_the_native_module() -> None:
     assert environment.machine()["native"] is NATIVE
 
@@ -244,8 +227,7 @@ def test_a_quick_run_writes_what_it_should(tmp_path: Path) -> None:
     records = report["records"]
     for name in only.split(","):
         found = [record["contender"] for record in records if record["case"] == name]
-        possible = set(graph_cases.CASES[name].contenders) - ({"vllm"} if vllm_queue.why_unavailable() else set())
-        assert sorted(found) == sorted(possible)
+        assert sorted(found) == sorted(graph_cases.CASES[name].contenders)
     for record in records:
         extra = {"driver_rss_bytes", "actor_rss_bytes", "p50_first_tenth_us", "p50_last_tenth_us"}
         assert set(record) == (FIELDS | extra if record["case"] == "million" else FIELDS)

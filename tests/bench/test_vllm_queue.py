@@ -10,8 +10,18 @@ from typing import Any
 
 import pytest
 import ray
+from benchmarks.vllm_queue import (
+    FILE,
+    LOADED,
+    WHEEL_VARIABLE,
+    Broadcast,
+    QueuePeer,
+    load,
+    why_unavailable,
+    with_queue,
+)
 
-from raylane.bench.vllm_queue import FILE, LOADED, WHEEL_VARIABLE, Broadcast, QueuePeer, load, why_unavailable
+from raylane.bench.graph_cases import cases
 
 OWN = """
 from __future__ import annotations
@@ -78,6 +88,16 @@ def test_why_unavailable_names_the_cause(folder: Path, wheel: Path, monkeypatch:
     monkeypatch.delenv(WHEEL_VARIABLE)
     installed.add("vllm")
     assert why_unavailable() is None
+
+
+def test_cases_get_the_queue_only_where_it_is_available(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "zmq" or None)
+    monkeypatch.setenv(WHEEL_VARIABLE, str(folder))
+    (case,) = with_queue(cases("echo"))
+    assert case.contenders == ("raylane", "ray:compiled", "ray:calls", "loop", "vllm")
+    monkeypatch.delenv(WHEEL_VARIABLE)
+    with pytest.raises(RuntimeError, match="vllm is not installed"):
+        with_queue(cases("echo"))
 
 
 @pytest.mark.slow

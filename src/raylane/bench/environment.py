@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from raylane.core.native import NATIVE
@@ -35,6 +38,12 @@ def versions() -> dict[str, str | None]:
             versions_by_name[name] = version(name)
         except PackageNotFoundError:
             versions_by_name[name] = None
-    if wheel := os.environ.get("RAYLANE_VLLM_WHEEL"):
-        versions_by_name["vllm"] = os.path.basename(os.path.normpath(wheel))
     return versions_by_name
+
+
+def write_report(path: Path, records: Sequence[Mapping[str, Any]], *, quick: bool) -> None:
+    """Write machine, versions and records to a JSON file, and print its path. Creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine(), "versions": versions(), "quick": quick, "records": records}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path}")

@@ -12,14 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from raylane.bench import measure, vllm_queue
-from raylane.bench.graph_cases import CALLS, COMPILED, VLLM, Blocks, Case, blocks_of, group_by_graph
+from raylane.bench import measure
+from raylane.bench.graph_cases import CALLS, COMPILED, Blocks, Case, blocks_of, group_by_graph
 from raylane.bench.graph_contenders import Contender, start
 
 WARM_S, WARM_CALLS = 0.05, 4
@@ -33,7 +33,6 @@ BUSY_PROGRAM = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: 
 
 def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Start Ray, run every case, and shut Ray down; return one record per case and contender."""
-    selected = _possible(selected)
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     try:
         records = [record for group in group_by_graph(selected) for record in _run_cases(group, quick=quick)]
@@ -43,24 +42,13 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: names.index(record["case"]))
 
 
-def table(records: Sequence[dict[str, Any]]) -> str:
-    """Return the records as text, with ratios to Ray's compiled graph (time, CPU time) and to Ray's calls (time)."""
+def table(records: Sequence[dict[str, Any]], more: Mapping[str, tuple[str, str]] | None = None) -> str:
+    """Return the records as text, with ratios to Ray's compiled graph (time, CPU time) and to Ray's calls (time).
+
+    `more` adds columns as `measure.table` takes them.
+    """
     columns = {"x compiled": (COMPILED, "p50"), "x its CPU": (COMPILED, "cpu"), "x calls": (CALLS, "p50")}
-    if any(record["contender"] == VLLM for record in records):
-        columns["x vllm"] = (VLLM, "p50")
-    return measure.table(records, columns)
-
-
-def _possible(selected: Sequence[Case]) -> list[Case]:
-    """Return the cases and contenders that can run here; print a line for each thing left out."""
-    reason = vllm_queue.why_unavailable() if any(VLLM in case.contenders for case in selected) else None
-    if reason is None:
-        return list(selected)
-    print(f"contender {VLLM}: left out, because {reason}", flush=True)
-    return [
-        dataclasses.replace(case, contenders=tuple(name for name in case.contenders if name != VLLM))
-        for case in selected
-    ]
+    return measure.table(records, columns | dict(more or {}))
 
 
 def _run_cases(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:

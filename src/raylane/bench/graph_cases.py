@@ -16,8 +16,6 @@ BLOCKING = "raylane:block"
 """raylane's graph with processes that always sleep while they wait (RAYLANE_WAIT=block)."""
 BESIDE = "raylane:beside"
 """raylane's graph on an actor that has idle graphs as well (`Case.idle_graphs`)."""
-VLLM = "vllm"
-"""vLLM's message queues, used as its executor uses them; optional (`vllm_queue`)."""
 GLOO, IN_METHOD = "raylane:gloo", "raylane:in-method"
 """raylane's graph with a collective through gloo, and with methods that call torch.distributed themselves."""
 _GRAPHS = (RAYLANE, COMPILED, CALLS)
@@ -64,21 +62,19 @@ class Blocks:
 
 
 _WITH_LOOP = (*_GRAPHS, LOOP)
-_WITH_VLLM = (*_GRAPHS, VLLM)
 _AGAINST_BLOCKING = (RAYLANE, BLOCKING, COMPILED, CALLS)
 _ALL = [
-    Case("echo", contenders=(*_WITH_LOOP, VLLM)),
-    Case("echo-1ms", gap_s=1e-3, contenders=(*_WITH_LOOP, VLLM)),
-    Case("echo-10ms", gap_s=10e-3, contenders=(*_WITH_LOOP, VLLM)),
+    Case("echo", contenders=_WITH_LOOP),
+    Case("echo-1ms", gap_s=1e-3, contenders=_WITH_LOOP),
+    Case("echo-10ms", gap_s=10e-3, contenders=_WITH_LOOP),
     Case("async", workload="asyncio"),
     Case("chain-4", 4),
-    Case("scatter-4", 4, "fan", contenders=_WITH_VLLM),
+    Case("scatter-4", 4, "fan"),
     Case("scatter-8", 8, "fan"),
     # The calls of scatter-8, which keeps its contenders: its figures stay comparable with earlier ones.
-    Case("broadcast-8", 8, "fan", contenders=_WITH_VLLM),
+    Case("broadcast-8", 8, "fan"),
     Case("array-10MB-4", 4, "fan", "touch"),
     Case("array-10MB-4-empty", 4, "fan", "touch", empty=True),
-    # Without vLLM's queue: its readers spin for a second after a call, and a block here has 2.5 seconds.
     Case("idle-8", 8, "fan", workload="idle"),
     Case("step-20ms", 2, "fan", "step", workload="steps", in_flight=2, contenders=_WITH_LOOP),
     Case("throughput-8", workload="stream", in_flight=8, contenders=_WITH_LOOP),

@@ -1,6 +1,6 @@
-"""Contenders of `raylane bench graph`: raylane's graph, Ray's graph, vLLM's queue, plain calls, a loop in the worker.
+"""Contenders of `raylane bench graph`: raylane's graph, Ray's graph, plain calls, a loop in the worker.
 
-All make the same calls, each with actors of its own. Called by `graph`.
+All make the same calls, each with actors of its own. Called by `graph`; `benchmarks.vllm_queue` adds a contender.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import ray
 from ray import dag
 
 import raylane
-from raylane.bench import graph_collectives, graph_workloads, vllm_queue
+from raylane.bench import graph_collectives, graph_workloads
 from raylane.bench.graph_actors import Peer, Stepper
 from raylane.bench.graph_cases import (
     BESIDE,
@@ -28,7 +28,6 @@ from raylane.bench.graph_cases import (
     IN_METHOD,
     LOOP,
     RAYLANE,
-    VLLM,
     Blocks,
     Case,
     contender_names,
@@ -50,6 +49,9 @@ class Contender:
     `block` serves any case with the same graph. Subclasses define the way: `submit` starts a call and `finish` waits
     for its answer.
     """
+
+    actor: type[Peer] | None = None
+    """Class of the actors, where the case does not decide."""
 
     def __init__(self, name: str, case: Case, actors: Sequence[Any], runner: asyncio.Runner) -> None:
         self.name = name
@@ -255,29 +257,6 @@ class RayCalls(Contender):
         return await self.submit()
 
 
-class Vllm(Contender):
-    """vLLM's message queues: one to all actors, and one from each."""
-
-    queues: vllm_queue.Broadcast | None = None
-
-    def open(self) -> None:
-        self.queues = vllm_queue.Broadcast(self.actors, TIMEOUT_S)
-
-    def submit(self) -> Any:
-        assert self.queues is not None
-        self.queues.submit(self.case.method, self.value)
-
-    def finish(self, token: Any) -> Any:
-        assert self.queues is not None
-        answers = self.queues.finish()
-        return answers if self.case.shape == "fan" else answers[0]
-
-    def close(self) -> None:
-        if self.queues is not None:
-            self.queues.close()
-        super().close()
-
-
 class Loop(Contender):
     """Loop inside the actors, started by one plain call: the cost of the method alone."""
 
@@ -302,7 +281,7 @@ class Loop(Contender):
         return Tally(samples, len(samples))
 
 
-KINDS: dict[str, Callable[..., Contender]] = {
+KINDS: dict[str, type[Contender]] = {
     RAYLANE: Raylane,
     BLOCKING: RaylaneBlocking,
     COMPILED: RayCompiled,
@@ -311,7 +290,6 @@ KINDS: dict[str, Callable[..., Contender]] = {
     BESIDE: RaylaneBeside,
     GLOO: RaylaneGloo,
     IN_METHOD: RaylaneInMethod,
-    VLLM: Vllm,
 }
 
 
@@ -322,7 +300,7 @@ def start(group: Sequence[Case], runner: asyncio.Runner) -> list[Contender]:
     # Almost no logical CPU, so that Ray places the actors of all contenders at once; only one set runs at a time.
     actors = {}
     for name in contender_names(group):
-        remote = ray.remote(num_cpus=0.01)(vllm_queue.QueuePeer if name == VLLM else kind)
+        remote = ray.remote(num_cpus=0.01)(KINDS[name].actor or kind)
         actors[name] = [remote.options(**_options(name)).remote() for _ in range(case.actors)]
     if case.method == "step":
         # The same work per step for all: about STEP_S seconds if all actors of one contender work at once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     transfer.add_argument("--plot", type=Path, metavar="FILE", help="draw size against time (PNG; needs matplotlib)")
     summary = "calls through compiled graphs, one at a time and several in flight"
     examples = ("raylane bench graph --only echo,chain-4", "raylane bench graph --quick --json graph.json")
-    notes = (
-        f"cases: {', '.join(graph_cases.CASES)}\n"
-        "The contender vllm takes part if vLLM and pyzmq are installed, or pyzmq alone and RAYLANE_VLLM_WHEEL names a\n"
-        "wheel of vLLM (or the folder that it was unpacked to)."
-    )
+    notes = f"cases: {', '.join(graph_cases.CASES)}"
     graph = commands.add_parser("graph", help=summary, **describe(summary, *examples, notes=notes))
     summary = "steps of a worker group: what the driver adds to them, and training against plain torch"
     examples = ("raylane bench sft --only noop-8-worker-fed,train-2", "raylane bench sft --quick --json sft.json")
@@ -55,15 +50,7 @@ def run(args: argparse.Namespace) -> int:
     records, text = measure(args)
     print(text)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        report = {
-            "machine": environment.machine(),
-            "versions": environment.versions(),
-            "quick": args.quick,
-            "records": records,
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"written to {args.json}")
+        environment.write_report(args.json, records, quick=args.quick)
     return 0
 
 

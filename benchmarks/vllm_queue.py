@@ -1,4 +1,6 @@
-"""vLLM's message queue, used as vLLM's executor uses it: an optional contender of `raylane bench graph`.
+"""Run `raylane bench graph` with vLLM's message queue, used as vLLM's executor uses it, as one more contender.
+
+    python -m benchmarks.vllm_queue [--only CASE[,CASE]] [--quick] [--json FILE]
 
     driver   --one broadcast queue-->       all actors     (method, arguments)
     driver   <--one queue for each actor--  actor          (status, result)
@@ -6,11 +8,13 @@
 The queue is `MessageQueue` of vllm/distributed/device_communicators/shm_broadcast.py; its use follows `collective_rpc`
 and `worker_busy_loop` of vllm/v1/executor/multiproc_executor.py (vLLM 0.33). It comes from an installed vLLM, or from a
 wheel or an unpacked folder named by RAYLANE_VLLM_WHEEL: then only that one module is loaded, with stand-ins for the
-modules of vLLM that it imports. Both need pyzmq and torch. Called by `graph` and `graph_contenders`.
+modules of vLLM that it imports. Both need pyzmq and torch.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import enum
 import importlib
 import importlib.util
@@ -28,8 +32,14 @@ from typing import Any
 
 import ray
 
+from raylane.bench import environment, graph
 from raylane.bench.graph_actors import Peer
+from raylane.bench.graph_cases import Case, cases
+from raylane.bench.graph_contenders import KINDS, TIMEOUT_S, Contender
 
+VLLM = "vllm"
+CASES = "echo,echo-1ms,echo-10ms,scatter-4,broadcast-8"
+"""Without idle-8: readers of the queue spin for a second after a call, and a block there has 2.5 seconds."""
 WHEEL_VARIABLE = "RAYLANE_VLLM_WHEEL"
 """Environment variable with the path of a vLLM wheel, or of the folder that holds the folder `vllm`."""
 FILE = "vllm/distributed/device_communicators/shm_broadcast.py"
@@ -179,3 +189,52 @@ class Broadcast:
         self.answers.clear()
         del self.calls
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Vllm(Contender):
+    """vLLM's message queues: one to all actors, and one from each."""
+
+    actor = QueuePeer
+    queues: Broadcast | None = None
+
+    def open(self) -> None:
+        self.queues = Broadcast(self.actors, TIMEOUT_S)
+
+    def submit(self) -> Any:
+        assert self.queues is not None
+        self.queues.submit(self.case.method, self.value)
+
+    def finish(self, token: Any) -> Any:
+        assert self.queues is not None
+        answers = self.queues.finish()
+        return answers if self.case.shape == "fan" else answers[0]
+
+    def close(self) -> None:
+        if self.queues is not None:
+            self.queues.close()
+        super().close()
+
+
+def with_queue(selected: Sequence[Case]) -> list[Case]:
+    """Return the cases with vLLM's queue as one more contender. RuntimeError if it cannot be used here."""
+    if (reason := why_unavailable()) is not None:
+        raise RuntimeError(f"vLLM's queue cannot take part: {reason}")
+    return [dataclasses.replace(case, contenders=(*case.contenders, VLLM)) for case in selected]
+
+
+def main() -> None:
+    """Run the benchmark and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=CASES, metavar="CASE[,CASE]", help="run these cases only")
+    parser.add_argument("--quick", action="store_true", help="make few calls: a test that it runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
+    args = parser.parse_args()
+    KINDS[VLLM] = Vllm
+    records = graph.run(with_queue(cases(args.only)), quick=args.quick)
+    print(graph.table(records, {"x vllm": (VLLM, "p50")}))
+    if args.json is not None:
+        environment.write_report(args.json, records, quick=args.quick)
+
+
+if __name__ == "__main__":
+    main()
