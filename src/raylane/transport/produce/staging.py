@@ -130,9 +130,10 @@ class EdgeStage:
         if copies is None or copies.shape != shape:
             self._copies = copies = None  # before new memory is taken: the old one may serve
             blocks = take_blocks(sizes, process.pool, layout.devices)
-            copies = _StageCopies(
-                shape, blocks, codec.build_leaves(layout.specs, blocks) if _lie_in_place(layout) else None
-            )
+            tensors = [spec for spec in layout.specs if spec.kind != ARRAY and spec.block >= 0]
+            # torch has no tensors at odd addresses: those are no views of their blocks.
+            aligned = all(spec.offset % itemsize_of(spec) == 0 for spec in tensors)
+            copies = _StageCopies(shape, blocks, codec.build_leaves(layout.specs, blocks) if aligned else None)
         for number, (target, block) in enumerate(zip(copies.blocks, layout.blocks, strict=True)):
             if number in layout.devices:
                 target.copy_(on_device[number])  # on the current stream, after the kernels that wrote the tensor
@@ -141,12 +142,6 @@ class EdgeStage:
         self._copies = copies
         # A leaf that cannot lie in its block is a copy of what is in the block now.
         return codec.build_leaves(layout.specs, copies.blocks) if copies.leaves is None else copies.leaves
-
-
-def _lie_in_place(layout: Layout) -> bool:
-    """Return True if all leaves are views of their blocks; torch has no tensors at odd addresses."""
-    tensors = [spec for spec in layout.specs if spec.kind != ARRAY and spec.block >= 0]
-    return all(spec.offset % itemsize_of(spec) == 0 for spec in tensors)
 
 
 def _in_place(leaves: Sequence[Any]) -> tuple[Layout, dict[int, torch.Tensor]]:

@@ -271,7 +271,7 @@ def _find(
     if transport is None and ticket.groups and not process.groups().keys() & set(ticket.groups):
         process.counts["outside_group"] += 1
         name = AUTO
-    elif transport is None and _lacks_device(name):
+    elif transport is None and (backend := find(name)) and backend.capability.needs_device and not has_cuda():
         # The producer chose it for readers with a GPU; a driver without one wants the value all the same.
         process.counts["without_device"] += 1
         name = AUTO
@@ -314,12 +314,6 @@ def _choice(
             choices.clear()
         names = choices[key] = choice.names
     return names
-
-
-def _lacks_device(name: str) -> bool:
-    """Return True if a transport of this name needs a CUDA device and this process has none."""
-    backend = find(name)
-    return backend is not None and backend.capability.needs_device and not has_cuda()
 
 
 def _own(process: Endpoint, entry: Entry, ticket: Ticket, skeleton: bytes) -> Present:

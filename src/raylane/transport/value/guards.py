@@ -207,33 +207,26 @@ def guard_ranges(leaves: Iterable[Any]) -> list[GuardRange] | None:
     distinct: dict[GuardRange, None] = {}
     for leaf in leaves:
         for owner in owners_of(leaf):
-            ranges = _tensor_guards(owner) if isinstance(owner, torch.Tensor) else _array_guards(owner)
-            if ranges is None:
+            if isinstance(owner, torch.Tensor):
+                layout = torch_layout()
+                if layout is None:
+                    return None
+                storage = owner.untyped_storage()._cdata
+                distinct[owner._cdata + layout.storage_at, 8] = None
+                distinct[storage + layout.data_at, layout.size_at + 8 - layout.data_at] = None
+                continue
+            if not array_layout_known():
                 return None
-            distinct.update(dict.fromkeys(ranges))
+            header = id(owner) + _ARRAY_HEADER
+            # Only an array that owns its memory can shrink by a resize, and one without dimensions has none to compare.
+            if not owner.flags.owndata or not owner.ndim:
+                distinct[header, 8] = None
+                continue
+            dims = _array_header(owner)
+            if dims is None:
+                return None
+            distinct[header, _ARRAY_BYTES] = distinct[dims, 8 * owner.ndim] = None
     return list(distinct)
-
-
-def _tensor_guards(tensor: torch.Tensor) -> list[GuardRange] | None:
-    layout = torch_layout()
-    if layout is None:
-        return None
-    storage: int = tensor.untyped_storage()._cdata
-    return [
-        (tensor._cdata + layout.storage_at, 8),
-        (storage + layout.data_at, layout.size_at + 8 - layout.data_at),
-    ]
-
-
-def _array_guards(array: np.ndarray[Any, Any]) -> list[GuardRange] | None:
-    if not array_layout_known():
-        return None
-    header = id(array) + _ARRAY_HEADER
-    # Only an array that owns its memory can shrink by a resize, and one without dimensions has none to compare.
-    if not array.flags.owndata or not array.ndim:
-        return [(header, 8)]
-    dims = _array_header(array)
-    return None if dims is None else [(header, _ARRAY_BYTES), (dims, 8 * array.ndim)]
 
 
 def digest(content: bytes) -> bytes:

@@ -16,7 +16,7 @@ import collections
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,14 +192,10 @@ class Registrations:
 
     def _limit(self) -> None:
         # Only here, and not when one is made: those of a running transfer must stay, however many they are.
-        for registration in list(self._unused(len(self._live) - MAX_UNUSED)):
+        excess = max(0, len(self._live) - MAX_UNUSED)
+        unused = [registration for registration in self._live.values() if not registration.uses]
+        for registration in unused[:excess]:
             self._forget(registration)
-
-    def _unused(self, most: int) -> Iterator[Registration]:
-        if most > 0:
-            yield from itertools.islice(
-                (registration for registration in self._live.values() if not registration.uses), most
-            )
 
     def __repr__(self) -> str:
         return f"Registrations({len(self)} of {self.made} made, epoch {self.epoch})"

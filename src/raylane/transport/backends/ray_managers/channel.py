@@ -128,7 +128,11 @@ class ManagerChannel(Channel):
         # After the write: callbacks run in the order in which they were added.
         result.add_done_callback(lambda _: os.close(done))
         if end is not None:
-            raise ManagerError(self._reason() or end)
+            if _has_data(self._connection.socket):
+                message = self._connection.receive()
+                if isinstance(message, wire.Refusal):
+                    end = message.reason or end
+            raise ManagerError(end)
         if (error := result.exception()) is not None:
             raise self._refused(error) from error
         return result.result()
@@ -144,13 +148,6 @@ class ManagerChannel(Channel):
             if wait([result], ABORT_S).done:
                 return
         log.warning("a thread waits in %s for a transfer whose other end is gone", type(manager).__name__)
-
-    def _reason(self) -> str | None:
-        """Return why the source ended the transfer, if it has told that."""
-        if not _has_data(self._connection.socket):
-            return None
-        message = self._connection.receive()
-        return message.reason if isinstance(message, wire.Refusal) else None
 
     def _refused(self, error: BaseException) -> ManagerError:
         return ManagerError(f"{type(self._manager).__name__}: {type(error).__name__}: {error}")

@@ -42,13 +42,9 @@ class RelayWait:
 
     def left_s(self, now: float) -> float:
         """Return the seconds to wait for the next word; 0 to stop waiting and read from the source."""
-        if self._comes_too_late(now):
-            return 0.0
-        return max(0.0, min(self._heard + self._silent_s, self._deadline) - now)
-
-    def _comes_too_late(self, now: float) -> bool:
-        """Return True if the rest takes longer than the time that is left, at the speed so far."""
         spent, got = self._heard - self._began, self._done - self._first
-        if spent < _JUDGE_AFTER_S or got <= 0:
-            return False
-        return now + (self._nbytes - self._done) * spent / got > self._deadline
+        if spent >= _JUDGE_AFTER_S and got > 0:
+            rest_s = (self._nbytes - self._done) * spent / got  # at the speed so far
+            if now + rest_s > self._deadline:
+                return 0.0
+        return max(0.0, min(self._heard + self._silent_s, self._deadline) - now)
