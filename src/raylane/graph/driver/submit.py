@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
+from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import Writer
-from raylane.graph.channels.published import PublishingWriter
+from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
 from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
@@ -30,7 +30,7 @@ from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import error_message
 from raylane.graph.values.message import Encoder, Message
 
-InputMessage: TypeAlias = tuple[Writer | PublishingWriter, Message, int]
+InputMessage: TypeAlias = tuple[EdgeWriter, Message, int]
 """(writer, message, index of the value)."""
 Prepared: TypeAlias = tuple[list[InputMessage], list[Any]]
 """(messages, initial values of the result)."""
@@ -67,17 +67,15 @@ class Submitter:
         connections: Connections,
         executions: Executions,
         collector: Collector,
-        *,
-        max_inflight: int,
-        timeout_s: float | None,
+        options: GraphOptions,
     ) -> None:
         self.lock = RecoverableLock()
         self._connections = connections
         self.lifecycle = connections.lifecycle
         self.executions = executions
         self._collector = collector
-        self.max_inflight = max_inflight
-        self._timeout_s = timeout_s
+        self.max_inflight = options.max_inflight
+        self._timeout_s = options.timeout_s
         self._arguments = Arguments(plan)
         self.encoder = Encoder()  # guarded by _lock
         self._fatal = plan.fatal_values
