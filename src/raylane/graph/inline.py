@@ -60,7 +60,12 @@ class InlineGraph:
         """Pickled errors that the executors have reported ahead of their messages."""
         self._exited: list[int] = []
         """Members whose method has asked to exit."""
-        self._loop = _EventLoopThread() if any(map(_has_coroutines, objects)) else None
+        has_coroutines = any(
+            inspect.iscoroutinefunction(inspect.getattr_static(kind, name, None))
+            for kind in map(type, objects)
+            for name in dir(kind)
+        )
+        self._loop = _EventLoopThread() if has_coroutines else None
         """Event loop of coroutine methods, as an asyncio actor has one."""
         if self._loop is not None:
             weakref.finalize(self, self._loop.stop)  # a graph that is dropped without teardown must not leave a thread
@@ -259,12 +264,6 @@ class InlineGraph:
     def __repr__(self) -> str:
         state = "ready" if self._end is None else "ended"
         return f"InlineGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} objects, {state})"
-
-
-def _has_coroutines(instance: Any) -> bool:
-    """Return True if the object would be an asyncio actor: its class has a coroutine method."""
-    kind = type(instance)
-    return any(inspect.iscoroutinefunction(inspect.getattr_static(kind, name, None)) for name in dir(kind))
 
 
 class _EventLoopThread:

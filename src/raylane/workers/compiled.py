@@ -82,11 +82,8 @@ class CallGraph:
         with InputNode() as x:
             for call in plan.calls:
                 actor, answers = actors[call.rank], call.returns and not plan.passes
-                if len(self.paths) == 1:
-                    nodes[call] = bind(actor.run if answers else actor.run_quietly, x)
-                else:
-                    method = actor.run_share if answers else actor.run_share_quietly
-                    nodes[call] = bind(method, x[0], x[1 + self.paths.index(call.path)])
+                inputs = [x] if len(self.paths) == 1 else [x[0], x[1 + self.paths.index(call.path)]]
+                nodes[call] = bind(actor.run if answers else actor.run_quietly, *inputs)
             if plan.passes:
                 heads = {call.rank: node for call, node in nodes.items()}
                 last: dict[int, Any] = {}
@@ -109,8 +106,7 @@ class CallGraph:
         """Start one call. Raises GraphValueError if an argument cannot be pickled; then nothing was sent."""
         if len(self.paths) > 1:
             return self.graph.execute((head, common), *(slices[path] for path in self.paths))
-        args, kwargs = slices[self.paths[0]]
-        return self.graph.execute((head, (args, {**kwargs, **common})))
+        return self.graph.execute(((head, common), slices[self.paths[0]]))
 
 
 class GraphCalls:

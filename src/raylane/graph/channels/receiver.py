@@ -150,7 +150,10 @@ def _receive_large(
     try:
         reservation = channel.ring.reserve(header.body, sizes)
     except GraphError as error:  # too large, or no memory in time: the readers get that error instead
-        _skip(reader, sum(sizes) + header.body)
+        scratch = memoryview(bytearray(1 << 16))
+        skipped_bytes = sum(sizes) + header.body
+        for start in range(0, skipped_bytes, len(scratch)):
+            reader.fill(scratch[: skipped_bytes - start])
         sock.sendall(receipt)
         _deliver(channel, header.sequence, messages.encode_error(error), flags)
         return
@@ -180,11 +183,3 @@ def _deliver(channel: InboundChannel, sequence: int, message: Message, flags: in
     channel.ring.write(sequence, message, flags)
     if channel.onward is not None:
         channel.onward.forward(sequence, message, flags)
-
-
-def _skip(reader: FrameReader, nbytes: int) -> None:
-    scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
-    while nbytes:
-        piece = scratch[: min(nbytes, len(scratch))]
-        reader.fill(piece)
-        nbytes -= len(piece)
