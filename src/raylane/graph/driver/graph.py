@@ -20,9 +20,8 @@ from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
 from raylane.graph.driver.deploy import deploy, wait_until_alive
-from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.metrics import Publisher
-from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.driver.submit import NoMemory, NotAdmitted, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord

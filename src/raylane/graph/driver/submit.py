@@ -21,9 +21,8 @@ from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
 from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.locks import RecoverableLock, entered_twice
-from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.plan.ir import INPUT, Plan
 from raylane.graph.values import message as messages
 from raylane.graph.values.arguments import Arguments
