@@ -76,7 +76,7 @@ def main(address: str) -> None:
     until = time.monotonic() + 1.5  # meanwhile a cable is pulled and put back
     while time.monotonic() < until:
         run(3)
-    say(f"went on, {sum(link.reconnections for link in g._connections.network.links.values())} reconnections")
+    say("went on")
     two.__ray_call__.remote(die)
     began = time.monotonic()
     try:

@@ -40,7 +40,7 @@ def test_graph_over_three_nodes_survives_a_pulled_cable(secured: bool, tmp_path:
                 f"cd {root}; export PYTHONPATH={paths}; until {start} >/dev/null 2>&1; do sleep 0.2; done; cat",
             )
         heard: list[str] = []
-        timer = threading.Timer(100, driver.kill)
+        timer = threading.Timer(150, driver.kill)
         timer.start()
         assert driver.stdout is not None
         for line in driver.stdout:
@@ -60,8 +60,7 @@ def test_graph_over_three_nodes_survives_a_pulled_cable(secured: bool, tmp_path:
         timer.cancel()
     text = "\n".join(heard)
     assert "said: done" in text, text
-    assert re.search(r"said: lost, .* the connection from .* to Worker#.* broke and could not be opened again", text), (
-        text
-    )
+    assert "said: went on" in text, text
+    assert re.search(r"said: lost, .* the connection from .* to Worker#.* broke: .*recompile", text), text
     assert "relayed by" in text
     print(text)  # figures, shown with -s

@@ -56,14 +56,19 @@ def cut_links(instance: Any) -> int:
     return len(links)
 
 
-def cut_inbound(instance: Any) -> int:
-    """Break every connection that arrives at this actor. Runs in the actor."""
-    receivers = [receiver for network in _networks() for receiver in network.receivers]
+def cut_links_to(instance: Any, member: int) -> int:
+    """Break the connections from this actor to a member of its graphs. Runs in the actor."""
+    links = [link for network in _networks() for link in network.links.values() if link.member == member]
+    for link in links:
+        link.cut()
+    return len(links)
+
+
+def cut_inbound(instance: Any, member: int) -> int:
+    """Break the connections that arrive at this actor from a member of its graphs. Runs in the actor."""
+    receivers = [
+        receiver for network in _networks() for (to, _), receiver in network._receivers.items() if to == member
+    ]
     for receiver in receivers:
-        receiver.cut()
+        receiver.close()
     return len(receivers)
-
-
-def reconnections(instance: Any) -> int:
-    """Count the reconnections of this actor's links. Runs in the actor."""
-    return sum(link.reconnections for network in _networks() for link in network.links.values())

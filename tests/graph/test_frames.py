@@ -68,9 +68,3 @@ def test_small_frames_are_copies_and_large_ones_lend() -> None:
     assert lent
     large[0] = 1
     assert pieces[1][0] == 1
-
-
-def test_receipts() -> None:
-    packed = frames.pack_receipt(3, 1 << 40)
-    assert len(packed) == frames.RECEIPT_BYTES
-    assert frames.unpack_receipt(packed) == (3, 1 << 40)

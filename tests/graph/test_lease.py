@@ -199,14 +199,6 @@ def test_the_same_memory_serves_different_numbers_of_readers(pool: LeasePool) ->
             borrow(reader, descriptor, index, writable=False)
 
 
-def test_cancel_returns_a_reservation(pool: LeasePool) -> None:
-    reserved = pool.reserve([100, 40 * KB], TWO)
-    assert [len(part) for part in reserved.parts] == [100, 40 * KB]
-    assert in_use(pool) == (1, 0)
-    pool.cancel(reserved)
-    assert in_use(pool) == (0, 1)
-
-
 def test_memory_may_be_filled_after_it_was_lent(pool: LeasePool) -> None:
     reserved = pool.reserve([3, 5], ONE)
     reserved.parts[0][:] = b"abc"

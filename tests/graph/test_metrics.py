@@ -14,8 +14,7 @@ import pytest
 
 import raylane
 from raylane.graph.driver import metrics
-from raylane.graph.driver.metrics import Publisher
-from raylane.graph.inspect.counters import COUNTERS, CounterKey, counters_of
+from raylane.graph.driver.metrics import COUNTERS, CounterKey, Publisher, counters_of
 
 CALL = {"wait_s": 3.0, "compute_s": 2.0, "send_s": 0.5}
 STATS = {

@@ -1,9 +1,10 @@
-"""Graphs whose actors are on different (pretended) hosts: the same results, over connections that may break."""
+"""Graphs whose actors are on different (pretended) hosts: the same results, and an error when a connection breaks."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -182,52 +183,67 @@ def test_many_threads_and_several_graphs(workers: list[Any], graph: Compile) -> 
 
 
 @pytest.mark.faults
-def test_cut_links_lose_nothing_and_keep_the_order(workers: list[Any], graph: Compile) -> None:
+def test_messages_of_all_sizes_keep_the_order(workers: list[Any], graph: Compile) -> None:
     a, b = workers[:2]
     g = graph(lambda x: raylane.bind(b.record, i=x["i"], data=raylane.bind(a.echo, x["data"])), max_inflight=4)
-    stop = threading.Event()
-    cuts = 0
-
-    def cut() -> None:
-        nonlocal cuts
-        while not stop.wait(0.02):
-            for link in g._connections.network.links.values():
-                link.cut()
-            ray.get([a.__ray_call__.remote(hosts.cut_links), b.__ray_call__.remote(hosts.cut_inbound)])
-            cuts += 1
-
-    cutter = threading.Thread(target=cut)
-    cutter.start()
-    try:
-        results = []
-        for i in range(300):
-            data = np.full((10, 30_000, 200_000)[i % 3], i)
-            results.append((i, len(data), g.execute(i=i, data=data)))
-        for i, size, result in results:
-            got = result.get(timeout=60)
-            assert (got["i"], len(got["data"]), got["data"].min(), got["data"].max()) == (i, size, i, i)
-    finally:
-        stop.set()
-        cutter.join()
+    results = []
+    for i in range(300):
+        data = np.full((10, 30_000, 200_000)[i % 3], i)
+        results.append((i, len(data), g.execute(i=i, data=data)))
+    for i, size, result in results:
+        got = result.get(timeout=60)
+        assert (got["i"], len(got["data"]), got["data"].min(), got["data"].max()) == (i, size, i, i)
     counts = {edge: numbers["count"] for edge, numbers in g.stats()["edges"].items()}
     assert set(counts.values()) == {300}
-    assert cuts
-    assert sum(link.reconnections for link in g._connections.network.links.values())
-    assert sum(ray.get([w.__ray_call__.remote(hosts.reconnections) for w in (a, b)]))
+
+
+def cut_of_driver(g: Any, a: Any, b: Any) -> str:
+    """Break what the driver sends over."""
+    for link in g._connections.network.links.values():
+        link.cut()
+    return r"the connection from driver .* to Worker#\d .* broke"
+
+
+def cut_to_driver(g: Any, a: Any, b: Any) -> str:
+    """Break what the second actor sends over: its connections to the driver."""
+    assert ray.get(b.__ray_call__.remote(hosts.cut_links)) == 2
+    return r"the connection from Worker#2 .* to driver .* broke"
+
+
+def cut_between(g: Any, a: Any, b: Any) -> str:
+    """Break the connection from the first actor to the second one, at its sending end."""
+    assert ray.get(a.__ray_call__.remote(hosts.cut_links_to, 2)) == 1
+    return r"the connection from Worker#1 .* to Worker#2 .* broke"
+
+
+def cut_arriving(g: Any, a: Any, b: Any) -> str:
+    """Break the same connection at its receiving end."""
+    assert ray.get(b.__ray_call__.remote(hosts.cut_inbound, 1)) == 1
+    return r"the connection from Worker#1 .* to Worker#2 .* broke"
 
 
 @pytest.mark.faults
-def test_a_connection_cut_while_nobody_writes_is_mended(workers: list[Any], graph: Compile) -> None:
-    """What a broken connection has lost is sent again although its sender has nothing more to say."""
-    a = workers[0]
-    ray.get(a.hold_again.remote())
-    g = graph(lambda x: raylane.bind(a.wait, x))
-    result = g.execute("kept")
-    ray.get(a.__ray_call__.remote(hosts.cut_inbound))
-    ray.get(a.__ray_call__.remote(hosts.cut_links))
-    ray.get(a.release.remote())
-    assert result.get(timeout=20) == "kept"
-    assert g.execute("more").get(timeout=20) == "more"
+@pytest.mark.parametrize("cut", [cut_of_driver, cut_to_driver, cut_between, cut_arriving])
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_cut_link_ends_the_graph_and_names_both_ends(
+    workers: list[Any], graph: Compile, cut: Callable[..., str], size: int
+) -> None:
+    """A broken connection is noticed at once, also while nobody writes; the graph can be compiled again."""
+    a, b = workers[:2]
+    ray.get(b.hold_again.remote())
+    g = graph(lambda x: raylane.bind(b.wait, raylane.bind(a.echo, x)), max_inflight=4)
+    results = [g.execute(np.full(size, 1.0)) for _ in range(3)]
+    began = time.monotonic()
+    broken = cut(g, a, b)
+    for result in results:
+        with pytest.raises(GraphTimeoutError, match=broken + r".*recompile\(\) starts the graph again"):
+            result.get(timeout=30)
+    assert time.monotonic() - began < 10  # of which this machine's load takes most
+    ray.get(b.release.remote())
+    g.teardown()
+    again = g.recompile()
+    assert again.execute("more").get(timeout=20) == "more"
+    again.teardown()
 
 
 def test_memory_that_cannot_be_opened_is_told_with_the_remedy() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from raylane.graph.channels.layout import GraphLayout
+from raylane.graph.channels.layout import GraphLayout, GraphOptions
+from raylane.graph.channels.lease import LeasePool
 from raylane.graph.channels.peer_network import PeerNetwork
 from raylane.graph.channels.receiver import MAX_REPORT_BYTES, Receiver
 from raylane.graph.values.message import ERROR, VALUE
@@ -26,11 +27,11 @@ class Fixture:
     def __init__(self) -> None:
         self.alarms: list[str] = []
         self.failures: list[bytes] = []
-        self.receiver = Receiver("a peer", {}, ALARM, self.alarms.append, self.failures.append)
+        self.receiver: Receiver | None = None
 
     def connect(self) -> socket.socket:
         one, two = socket.socketpair()
-        self.receiver.serve(two)
+        self.receiver = Receiver(two, "a peer", {}, ALARM, self.alarms.append, self.failures.append)
         one.settimeout(20)
         assert one.recv(1)  # the greeting
         return one
@@ -41,6 +42,7 @@ def peer_of() -> Iterator[Fixture]:
     before = snapshot()
     made = Fixture()
     yield made
+    assert made.receiver is not None
     made.receiver.close()
     made.receiver.join(10)
     del made
@@ -86,43 +88,49 @@ def test_alarm_that_is_no_text_is_raised_all_the_same(peer_of: Fixture, eventual
     peer.close()
 
 
-def test_peer_that_reconnects_often_costs_one_thread(peer_of: Fixture) -> None:
-    peers = []
-    for _ in range(50):
-        one, two = socket.socketpair()
-        peer_of.receiver.serve(two)
-        peers.append(one)
-        assert sum(thread.name == "raylane-receiver" for thread in threading.enumerate()) <= 1
-    peers[-1].settimeout(20)
-    assert peers[-1].recv(1)
-    for peer in peers:
-        peer.close()
-
-
-def test_network_refuses_peers_that_were_not_announced() -> None:
+def network_of(links: tuple[tuple[int, int, int], ...]) -> PeerNetwork:
     layout = GraphLayout(
         graph="6b",
         member=0,
         names=("driver", "a"),
         edge_count=ALARM - 2,
-        max_inflight=1,
-        timeout_s=5.0,
-        max_lent_bytes=1 << 20,
+        options=GraphOptions(max_inflight=1, timeout_s=5.0, max_lent_bytes=1 << 20, exclusive=False),
         near_driver=True,
         routes={},
         doorbells={},
-        links=(),
+        links=links,
         rings={},
         sources={},
     )
     assert layout.alarm_channel == ALARM
-    network = PeerNetwork(layout)
+    return PeerNetwork(layout)
+
+
+def test_network_refuses_peers_that_were_not_announced() -> None:
+    network = network_of(())
     for level in range(20):
         one, two = socket.socketpair()
         network._accept(two, 1, level)
         one.settimeout(20)
         assert one.recv(1) == b""
         one.close()
-    assert not network.receivers
+    assert not network._receivers
     assert not any(thread.name == "raylane-receiver" for thread in threading.enumerate())
+    network.close()
+
+
+def test_peer_that_connects_often_costs_one_thread() -> None:
+    network = network_of(((1, 0, 0),))
+    network._pools[1, 0] = LeasePool(1 << 20)
+    peers = []
+    for _ in range(50):
+        one, two = socket.socketpair()
+        network._accept(two, 1, 0)
+        one.settimeout(20)
+        peers.append(one)
+        assert sum(thread.name == "raylane-receiver" for thread in threading.enumerate()) <= 1
+    assert peers[0].recv(1)
+    assert all(peer.recv(1) == b"" for peer in peers[1:])
+    for peer in peers:
+        peer.close()
     network.close()

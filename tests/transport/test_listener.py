@@ -214,8 +214,8 @@ def test_listener_passes_streams_to_their_owner_only(server: Server) -> None:
         link.send(wire.StreamRequest(b"key", 3, 1))
         sock, *who = taken.get(timeout=10)
         assert who == [3, 1]
-        sock.sendall(wire.pack_frame(wire.Streaming([(0, 7)], 1.5)))  # from now on it is the taker's alone
-        assert link.receive() == wire.Streaming([(0, 7)], 1.5)
+        sock.sendall(wire.pack_frame(wire.Streaming(1.5)))  # from now on it is the taker's alone
+        assert link.receive() == wire.Streaming(1.5)
         link.send(wire.HeldQuery())
         assert sock.recv(100) == wire.pack_frame(wire.HeldQuery())
         sock.close()

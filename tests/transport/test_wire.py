@@ -19,7 +19,7 @@ MESSAGES: list[wire.Message] = [
     wire.HeldQuery(),
     wire.HeldCount(4),
     wire.StreamRequest(b"k", 3, 1),
-    wire.Streaming([(0, 5), (7, 2)], 1.5),
+    wire.Streaming(1.5),
 ]
 
 

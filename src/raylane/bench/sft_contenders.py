@@ -188,8 +188,7 @@ class RayCompiled(Contender):
         actors = self.group._actors
         with dag.InputNode() as x:
             if self.parts:
-                quiet = [actor.run_share_quietly for actor in actors[1:]]
-                methods = [actors[0].run_share, *quiet]
+                methods = [actors[0].run, *(actor.run_quietly for actor in actors[1:])]
                 nodes = [method.bind(x[0], x[1 + rank]) for rank, method in enumerate(methods)]
             else:
                 nodes = [actors[0].run.bind(x), *(actor.run_quietly.bind(x) for actor in actors[1:])]
@@ -200,7 +199,7 @@ class RayCompiled(Contender):
     def send(self, number: int) -> Any:
         # Generation 0: no call has failed (`workers.host.Head`).
         if not self.parts:
-            return self.graph.execute(((0, "step"), ((number,), {})))
+            return self.graph.execute((((0, "step"), {}), ((number,), {})))
         return self.graph.execute(((0, "feed"), {"number": number}), *(((), {"data": part}) for part in self.parts))
 
     def receive(self, sent: Any) -> dict[str, float]:

@@ -68,16 +68,10 @@ def compile(
         from raylane.graph.inline import InlineGraph
 
         return InlineGraph(plan, actors, max_inflight=max_inflight, timeout_s=timeout_s)
+    from raylane.graph.channels.layout import GraphOptions
     from raylane.graph.driver.graph import CompiledGraph
 
-    return CompiledGraph.deploy(
-        plan,
-        actors,
-        max_inflight=max_inflight,
-        timeout_s=timeout_s,
-        max_lent_bytes=max_lent_bytes,
-        exclusive=exclusive,
-    )
+    return CompiledGraph(plan, actors, GraphOptions(max_inflight, timeout_s, max_lent_bytes, exclusive))
 
 
 def _check_number(name: str, value: Any, kind: Any, expected: str, *, least: int) -> None:

@@ -14,18 +14,16 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from raylane.core import trace_file
-from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphValueError
 from raylane.graph.channels import ring
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.ring import ProcessDoorbell, Received, RingReader, RingSpec, RingWriter
-from raylane.graph.driver.completion import complete_result
-from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.result import GraphResult, complete_result
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord
 from raylane.graph.inspect.text import describe
@@ -62,7 +60,12 @@ class InlineGraph:
         """Pickled errors that the executors have reported ahead of their messages."""
         self._exited: list[int] = []
         """Members whose method has asked to exit."""
-        self._loop = _EventLoopThread() if any(map(_has_coroutines, objects)) else None
+        has_coroutines = any(
+            inspect.iscoroutinefunction(inspect.getattr_static(kind, name, None))
+            for kind in map(type, objects)
+            for name in dir(kind)
+        )
+        self._loop = _EventLoopThread() if has_coroutines else None
         """Event loop of coroutine methods, as an asyncio actor has one."""
         if self._loop is not None:
             weakref.finalize(self, self._loop.stop)  # a graph that is dropped without teardown must not leave a thread
@@ -134,7 +137,7 @@ class InlineGraph:
             for value in self.plan.collects:
                 if self.plan.values[value].source == INPUT:
                     values[value] = messages.duplicate(self._encoder.encode(inputs[value]))
-            result = GraphResult(self, self._count, 0, [], False)
+            result = GraphResult(None, self._count, 0, [], False)
             try:
                 for edge, message in sent:
                     self._writers[edge].write(self._count, message)
@@ -238,38 +241,6 @@ class InlineGraph:
         """Return the records of the last calls of all objects."""
         return [record for executor in self._executors for record in executor.recorder.records()]
 
-    # The interface `ResultSource`. Every result is done, so nothing waits.
-
-    def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
-        """Return True: the result is done."""
-        return True
-
-    def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Return `ready()` without waiting."""
-        return ready()
-
-    def future(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Return None: there is nothing to wait for."""
-        return None
-
-    def overstayed(self) -> bool:
-        """Return False: awaiting a result that is done takes no time."""
-        return False
-
-    def glance(self, result: GraphResult) -> None:
-        """Do nothing: the result is done."""
-
-    def look(self) -> None:
-        """Do nothing: no message is on its way."""
-
-    def notify(self) -> None:
-        """Do nothing: no thread waits."""
-        return
-
-    def describe_wait(self, number: int) -> str:
-        """Return a text for messages; no result is ever waited for."""
-        return "nothing"
-
     # Ending
 
     def recompile(self) -> InlineGraph:
@@ -295,18 +266,14 @@ class InlineGraph:
         return f"InlineGraph({len(self.plan.tasks)} calls on {len(self.plan.members) - 1} objects, {state})"
 
 
-def _has_coroutines(instance: Any) -> bool:
-    """Return True if the object would be an asyncio actor: its class has a coroutine method."""
-    kind = type(instance)
-    return any(inspect.iscoroutinefunction(inspect.getattr_static(kind, name, None)) for name in dir(kind))
-
-
 class _EventLoopThread:
     """Event loop on a thread of its own. Like an actor's loop it runs between calls too: background tasks continue."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=(self.loop,), name="raylane-inline", daemon=True)
+        # With a factory, so that the loop does not become that of the calling thread.
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self._thread = threading.Thread(target=self._run, name="raylane-inline", daemon=True)
 
     def start(self) -> None:
         """Start the thread. A second call does nothing."""
@@ -322,17 +289,6 @@ class _EventLoopThread:
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_cancel_other_tasks())
-    finally:
-        loop.close()
-
-
-async def _cancel_other_tasks() -> None:
-    unfinished = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in unfinished:
-        task.cancel()
-    await asyncio.gather(*unfinished, return_exceptions=True)
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self._runner.close()  # cancels the tasks that have not ended

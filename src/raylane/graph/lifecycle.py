@@ -1,4 +1,4 @@
-"""Lifecycles of one graph in one process and of its links to other hosts, as tables of states and events.
+"""Lifecycle of one graph in one process, as a table of states and events.
 
 The driver has one `Lifecycle` for each graph, and so has every actor of the graph. Everything that must stop waiting
 when the graph ends (lease pools, links to peers) reads the same object. The table itself is pure.
@@ -10,13 +10,7 @@ when the graph ends (lease pools, links to peers) reads the same object. The tab
     any      --close-->       CLOSED      every connection is closed, or is being closed (FORKED stays FORKED)
     any      --fork-->        FORKED      this process is a forked child; the graph belongs to the parent
 
-Each link to a process of another host (`channels.peer_link`) has a state of its own:
-
-    BROKEN   --connect-->     CONNECTED   frames are sent; it begins BROKEN, before the first connection
-    CONNECTED --break-->      BROKEN      sending and waiting threads connect again
-    any      --abandon-->     ABANDONED   the peer has gone, could not be reached, or the graph ends: frames are dropped
-
-The tasks of an actor in one graph (`worker.executor`) have a state, too:
+The tasks of an actor in one graph (`worker.executor`) have a state of their own:
 
     READY    --block-->       BLOCKED     a message of the last task waits for memory of its reader
     BLOCKED  --resume-->      READY       all messages are sent; the next task may run
@@ -73,33 +67,6 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 """Next state by state and event. A pair that is missing raises KeyError: it is a defect of raylane."""
 
 
-class LinkState(enum.Enum):
-    """State of a link to a process of another host."""
-
-    BROKEN = "broken"
-    CONNECTED = "connected"
-    ABANDONED = "abandoned"
-
-
-class LinkEvent(enum.Enum):
-    """Event that may change the state of a link."""
-
-    CONNECT = "connect"
-    BREAK = "break"
-    ABANDON = "abandon"
-
-
-LINK_TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
-    (LinkState.BROKEN, LinkEvent.CONNECT): LinkState.CONNECTED,
-    (LinkState.BROKEN, LinkEvent.BREAK): LinkState.BROKEN,
-    (LinkState.CONNECTED, LinkEvent.BREAK): LinkState.BROKEN,
-    # Nothing leads out of ABANDONED: a finalizer may abandon a link that is just being connected.
-    **{(LinkState.ABANDONED, event): LinkState.ABANDONED for event in LinkEvent},
-    **{(state, LinkEvent.ABANDON): LinkState.ABANDONED for state in LinkState},
-}
-"""Next state of a link. A connected link that connects is a defect of raylane: KeyError."""
-
-
 class ExecutorState(enum.IntEnum):
     """State of the tasks of one actor in a graph. Integers, because each step looks up what its state does."""
 
@@ -129,15 +96,13 @@ EXECUTOR_TRANSITIONS: dict[tuple[ExecutorState, ExecutorEvent], ExecutorState] =
 class Lifecycle:
     """Current state of one graph in one process. Thread-safe; `advance` may run in a finalizer."""
 
-    __slots__ = ("_disconnect", "_lock", "error", "state")
+    __slots__ = ("_lock", "error", "state")
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards changes of state and error; reentrant, because finalizers call advance
         self.state = State.RUNNING
         self.error: GraphError | None = None
         """Reason for the end, set by the first event that has one; replaced in a forked child."""
-        self._disconnect = threading.Event()
-        """Set when links to peers must not be opened again."""
 
     def advance(self, event: Event, error: GraphError | None = None) -> bool:
         """Apply an event. Return True if the state has changed. The first `error` is kept as the reason."""
@@ -150,16 +115,13 @@ class Lifecycle:
                 if self.state is before:  # else a finalizer has advanced the state within this very call
                     self.state = after
                     break
-        if after in (State.ORPHANED, State.CLOSED):
-            self._disconnect.set()
         return after is not before
 
     def fork(self, error: GraphError) -> None:
-        """Enter FORKED in a forked child. The locks are new, because a thread of the parent may hold the old ones."""
-        self._lock, self._disconnect = threading.RLock(), threading.Event()
+        """Enter FORKED in a forked child. The lock is new, because a thread of the parent may hold the old one."""
+        self._lock = threading.RLock()
         self.error = error
         self.state = TRANSITIONS[self.state, Event.FORK]
-        self._disconnect.set()
 
     @property
     def running(self) -> bool:
@@ -168,12 +130,8 @@ class Lifecycle:
 
     @property
     def disconnecting(self) -> bool:
-        """True when links that break stay broken. A failed graph keeps its links until it is closed."""
-        return self._disconnect.is_set()
-
-    def pause(self, timeout_s: float) -> None:
-        """Wait until links must stay broken, at most `timeout_s` seconds."""
-        self._disconnect.wait(timeout_s)
+        """True when links may break. A failed graph keeps its links until it is closed."""
+        return self.state in (State.ORPHANED, State.CLOSED, State.FORKED)
 
     def __repr__(self) -> str:
         return f"Lifecycle({self.state.value})"

@@ -47,10 +47,9 @@ from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
-from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
 from raylane.workers.dispatch import DispatchPlan
 from raylane.workers.future import PendingCalls, lost, translated
-from raylane.workers.group import STUCK_S, Path, WorkerGroup, unpicklable
+from raylane.workers.group import STUCK_S, Dispatch, Path, WorkerGroup, unpicklable
 from raylane.workers.host import Arguments, Head
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding
@@ -83,11 +82,8 @@ class CallGraph:
         with InputNode() as x:
             for call in plan.calls:
                 actor, answers = actors[call.rank], call.returns and not plan.passes
-                if len(self.paths) == 1:
-                    nodes[call] = bind(actor.run if answers else actor.run_quietly, x)
-                else:
-                    method = actor.run_share if answers else actor.run_share_quietly
-                    nodes[call] = bind(method, x[0], x[1 + self.paths.index(call.path)])
+                inputs = [x] if len(self.paths) == 1 else [x[0], x[1 + self.paths.index(call.path)]]
+                nodes[call] = bind(actor.run if answers else actor.run_quietly, *inputs)
             if plan.passes:
                 heads = {call.rank: node for call, node in nodes.items()}
                 last: dict[int, Any] = {}
@@ -110,8 +106,7 @@ class CallGraph:
         """Start one call. Raises GraphValueError if an argument cannot be pickled; then nothing was sent."""
         if len(self.paths) > 1:
             return self.graph.execute((head, common), *(slices[path] for path in self.paths))
-        args, kwargs = slices[self.paths[0]]
-        return self.graph.execute((head, (args, {**kwargs, **common})))
+        return self.graph.execute(((head, common), slices[self.paths[0]]))
 
 
 class GraphCalls:
@@ -238,37 +233,25 @@ class CompiledWorkerGroup(WorkerGroup):
         """Graphs that have ended, until the next one is compiled."""
         self._unsettled: set[int] = set()
         """Ranks that may still be in a method of a graph that has ended."""
-        self._calling = Calling.PLAIN if mode == "off" else Calling.UNTRIED
-        """Way in which calls are sent; guarded by `_lock`."""
+        self.compiled = mode != "off"
+        """True if calls run through compiled graphs."""
+        self._may_fall_back = mode == "preferred"
+        """True until the first graph was compiled: only then may the group turn to plain Ray calls."""
         self._lock = threading.RLock()  # guards the graphs: calls of several threads are sent one after the other
         self._send_within = Deadline(None)
         """Limit of the wait for earlier calls when a call is sent."""
         super().__init__(worker_class, sharding, init_args=init_args, init_kwargs=init_kwargs, options=options)
 
-    @property
-    def compiled(self) -> bool:
-        """True if calls run through compiled graphs."""
-        return self._calling is not Calling.PLAIN
-
-    def _enter(self, event: CallingEvent) -> None:
-        self._calling = CALLING_TRANSITIONS[self._calling, event]
-
-    def _deliver(
-        self,
-        label: str,
-        method: str,
-        plan: DispatchPlan,
-        slices: Mapping[Path, Arguments],
-        common: Mapping[str, Any],
-    ) -> PendingCalls:
-        if not self.compiled:
-            return super()._deliver(label, method, plan, slices, common)
+    def _deliver(self, dispatch: Dispatch) -> PendingCalls:
+        if self.mode == "off" or self.fallback_reason is not None:
+            return super()._deliver(dispatch)
+        label, plan = dispatch.label, dispatch.plan
         limit = self._send_within.left_s()
         if not self._lock.acquire(timeout=-1 if limit is None else limit):
             raise WorkerGroupError(f"{self!r}: {label} was not sent: another thread is sending a call")
         try:
-            if self._calling is Calling.PLAIN:  # another thread has given up graphs meanwhile
-                return super()._deliver(label, method, plan, slices, common)
+            if not self.compiled:  # another thread has given up graphs meanwhile
+                return super()._deliver(dispatch)
             if not self._actors:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")
             if dead := self._settle(label, plan):
@@ -277,17 +260,17 @@ class CompiledWorkerGroup(WorkerGroup):
             self._wait_for_turn(label, graph)
             arguments = {
                 path: (tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()})
-                for path, (args, kwargs) in slices.items()
+                for path, (args, kwargs) in dispatch.slices.items()
             }
-            head = (self._failures.count, method)
-            result = graph.execute(head, arguments, {name: _value(value) for name, value in common.items()})
+            head = (self._failures.count, dispatch.method)
+            common = {name: _value(value) for name, value in dispatch.common.items()}
+            result = graph.execute(head, arguments, common)
             return GraphCalls(graph, result, self._rank_of_actor)
         except GraphValueError as error:
             raise unpicklable(label, error) from error
         except GraphError as error:
-            may_fall_back = self._calling is Calling.UNTRIED and self.mode == "preferred"
-            if may_fall_back and not isinstance(error, GraphActorDiedError):
-                self._enter(CallingEvent.FALL_BACK)
+            if self._may_fall_back and not isinstance(error, GraphActorDiedError):
+                self.compiled = False
                 self.fallback_reason = f"{type(error).__name__}: {error}"
                 _log.warning(
                     "%r: compiled graphs cannot be used, so calls are plain Ray calls, about a millisecond for each "
@@ -295,7 +278,7 @@ class CompiledWorkerGroup(WorkerGroup):
                     self,
                     self.fallback_reason,
                 )
-                return super()._deliver(label, method, plan, slices, common)
+                return super()._deliver(dispatch)
             if isinstance(error, GraphPlanError):
                 raise WorkerGroupError(f"{self!r}: no graph could be compiled for {label}: {error}") from error
             alive = all(known.graph.ended_by is None for known in self._graphs.values())
@@ -309,7 +292,7 @@ class CompiledWorkerGroup(WorkerGroup):
         # Graphs are few: one for each way in which the program calls its workers.
         self._rank_of_actor = {_ray.actor_id_of(actor): rank for rank, actor in enumerate(self._actors)}
         graph = CallGraph(plan, self._actors, self.inflight, self._send_within.left_s())
-        self._enter(CallingEvent.COMPILE)
+        self._may_fall_back = False
         self._graphs[plan] = graph
         # After the new graph: the thread of a worker ends with the last graph of its process.
         ended, self._ended = self._ended, []
@@ -330,12 +313,11 @@ class CompiledWorkerGroup(WorkerGroup):
             for ended_plan in ended:
                 self._unsettled.update(ended_plan.called_ranks)
                 self._ended.append(self._graphs.pop(ended_plan))
-            self._enter(CallingEvent.GRAPH_ENDED)
             # Workers refuse what waits in the rings. Ray's thread of each worker is free. Errors of dead workers are
             # raised by the calls that need them.
             for rank in self._unsettled:
                 self._actors[rank].fence.remote(self._failures.count, 0.0)
-        if self._calling is not Calling.UNSETTLED:
+        if not self._unsettled:
             return None
         ranks = sorted(self._unsettled.intersection(plan.called_ranks))
         fences = {rank: self._actors[rank].fence.remote(self._failures.count, STUCK_S) for rank in ranks}
@@ -356,8 +338,6 @@ class CompiledWorkerGroup(WorkerGroup):
                 ranks=busy,
             )
         self._unsettled.difference_update(ranks)
-        if not self._unsettled:
-            self._enter(CallingEvent.SETTLE)
         return None
 
     def _wait_for_turn(self, label: str, graph: CallGraph) -> None:
@@ -386,7 +366,6 @@ class CompiledWorkerGroup(WorkerGroup):
             graph.graph.teardown(0.0)
         with self._lock:
             self._graphs, self._ended, self._unsettled = {}, [], set()
-            self._enter(CallingEvent.RESTART)
             return super()._end_processes(deadline)
 
 

@@ -141,12 +141,11 @@ def plan_some(
     return DispatchPlan(calls, (("called workers", len(ranks)),) if one_each else ())
 
 
-def check_nesting(argument: str, value: Any, nesting: Sequence[tuple[str, int]]) -> None:
-    """Raise ValueError or TypeError unless `value` is lists or tuples with the depth and lengths of `nesting`."""
-    _check_level(argument, value, nesting, ())
+def check_nesting(argument: str, value: Any, nesting: Sequence[tuple[str, int]], at: tuple[int, ...] = ()) -> None:
+    """Raise ValueError or TypeError unless `value` is lists or tuples with the depth and lengths of `nesting`.
 
-
-def _check_level(argument: str, value: Any, nesting: Sequence[tuple[str, int]], at: tuple[int, ...]) -> None:
+    `at` is the place of the value in the argument.
+    """
     if not nesting:
         return
     (axis, size), inner = nesting[0], nesting[1:]
@@ -159,7 +158,7 @@ def _check_level(argument: str, value: Any, nesting: Sequence[tuple[str, int]], 
     if len(value) != size:
         raise ValueError(f"{place}: expected {size} entries, one for each coordinate of {axis!r}, found {len(value)}")
     for i, part in enumerate(value):
-        _check_level(argument, part, inner, (*at, i))
+        check_nesting(argument, part, inner, (*at, i))
 
 
 def take(value: Any, path: tuple[int, ...] | None) -> Any:

@@ -9,14 +9,14 @@ Calls do not wait: the `run_*` methods send and return a `GroupFuture`, and `get
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import ray
@@ -49,6 +49,18 @@ Path: TypeAlias = tuple[int, ...] | None
 """Index of a slice of nested arguments (`WorkerCall.path`)."""
 
 
+class Dispatch(NamedTuple):
+    """One call that was checked. Workers with the same path share one slice of the arguments."""
+
+    label: str
+    """Name of the call in messages, as ClassName.method."""
+    method: str
+    plan: DispatchPlan
+    slices: Mapping[Path, Arguments]
+    common: Mapping[str, Any]
+    """Keyword arguments that are the same for all workers."""
+
+
 class WorkerGroup:
     """A group of workers. The constructor starts the workers and waits until all are constructed.
 
@@ -73,10 +85,11 @@ class WorkerGroup:
         options: WorkerOptions | None = None,
     ) -> None:
         check_worker_class(worker_class)
-        self._class = worker_class
-        self._sharding = NamedSharding.of(worker=sharding) if isinstance(sharding, int) else sharding
-        if self._sharding.ranks != tuple(range(self._sharding.size)):
-            raise ValueError(f"a group's ranks are 0 to {self._sharding.size - 1}, got {list(self._sharding.ranks)}")
+        self.worker_class = worker_class
+        """Class of the workers: `inspect.signature(group.worker_class.method)` shows how to call a method."""
+        self.sharding = NamedSharding.of(worker=sharding) if isinstance(sharding, int) else sharding
+        if self.sharding.ranks != tuple(range(self.sharding.size)):
+            raise ValueError(f"a group's ranks are 0 to {self.sharding.size - 1}, got {list(self.sharding.ranks)}")
         self._options = options or WorkerOptions()
         self._init = (tuple(init_args), dict(init_kwargs or {}))
         check_constructor(worker_class, *self._init)
@@ -84,8 +97,8 @@ class WorkerGroup:
         """Actor handles by rank; empty after `shutdown`."""
         self._env: list[dict[str, str]] = []
         """Environment variables of each worker, by rank."""
-        self._node_ids: tuple[str, ...] = ()
-        """Ray's ID of each worker's node, by rank."""
+        self.node_ids: tuple[str, ...] = ()
+        """Ray's ID of the node that each worker was placed on, by rank."""
         self._placement: PlacementGroup | None = None
         self._dropped: weakref.finalize[..., Any] | None = None
         """Finalizer that removes the placement group if this object is dropped without `shutdown`."""
@@ -108,24 +121,9 @@ class WorkerGroup:
             raise
 
     @property
-    def worker_class(self) -> type:
-        """Class of the workers: `inspect.signature(group.worker_class.method)` shows how to call a method."""
-        return self._class
-
-    @property
-    def sharding(self) -> NamedSharding:
-        """Ranks of the group on their named axes."""
-        return self._sharding
-
-    @property
     def size(self) -> int:
         """Number of workers."""
-        return self._sharding.size
-
-    @property
-    def node_ids(self) -> tuple[str, ...]:
-        """Ray's ID of the node that each worker was placed on, by rank."""
-        return self._node_ids
+        return self.sharding.size
 
     # Calls ----------------------------------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ class WorkerGroup:
         if not ranks:
             raise ValueError(f"{method}: ranks must name at least one worker, got {ranks!r}")
         for rank in ranks:
-            self._sharding.get_index(rank)
+            self.sharding.get_index(rank)
         calls = tuple(WorkerCall(rank, (), returns=rank == min(ranks)) for rank in sorted(set(ranks)))
         return self._send(method, DispatchPlan(calls, ()), args, kwargs, {})
 
@@ -205,13 +203,13 @@ class WorkerGroup:
     def _plan(self, make: Callable[..., DispatchPlan], *axes: Sequence[str], **how: Any) -> DispatchPlan:
         """Return a plan that `dispatch` makes of these axes, made once: a program repeats the same few calls."""
         if any(isinstance(axis, str) for axis in axes):
-            return make(self._sharding, *axes, **how)  # raises TypeError: a string is no list of axes
+            return make(self.sharding, *axes, **how)  # raises TypeError: a string is no list of axes
         key = (make, tuple(map(tuple, axes)), *how.items())
         plan = self._plans.get(key)
         if plan is None:
-            plan = make(self._sharding, *axes, **how)
+            plan = make(self.sharding, *axes, **how)
             for axis in plan.passes:
-                check_call(self._class, axis.method, len(axis.args) + (axis.source is not None), ())
+                check_call(self.worker_class, axis.method, len(axis.args) + (axis.source is not None), ())
             self._plans[key] = plan
         return plan
 
@@ -233,10 +231,10 @@ class WorkerGroup:
             )
         form = (method, len(args), *kwargs, *common)
         if form not in self._checked:  # inspecting a signature takes longer than sending a call through a graph
-            check_call(self._class, method, len(args), (*kwargs, *common))
+            check_call(self.worker_class, method, len(args), (*kwargs, *common))
             self._checked.add(form)
         for name, value in (*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()):
-            check_nesting(f"{self._class.__name__}.{method}: {name}", value, plan.nesting)
+            check_nesting(f"{self.worker_class.__name__}.{method}: {name}", value, plan.nesting)
         if self._broken is not None or not self._actors:
             reason = self._broken or "its workers could not be started again"
             raise WorkerGroupError(f"{self!r}: {method!r} was not sent: {reason}. Call recover() or shutdown()")
@@ -246,7 +244,7 @@ class WorkerGroup:
             path: (tuple(take(arg, path) for arg in args), {name: take(value, path) for name, value in kwargs.items()})
             for path in dict.fromkeys(call.path for call in plan.calls)
         }
-        return self._future(method, plan, slices, common)
+        return self._future(Dispatch(f"{self.worker_class.__name__}.{method}", method, plan, slices, common))
 
     def _check_not_stuck(self, method: str, plan: DispatchPlan) -> None:
         """Raise WorkerGroupError if a worker of the plan is still in a call that was sent before a failure was read.
@@ -266,41 +264,33 @@ class WorkerGroup:
                     )
                 time.sleep(0.01)  # there is no event for several kinds of futures
 
-    def _future(
-        self, method: str, plan: DispatchPlan, slices: Mapping[Path, Arguments], common: Mapping[str, Any]
-    ) -> GroupFuture:
+    def _future(self, dispatch: Dispatch) -> GroupFuture:
         """Send a call that was checked, and return its future."""
-        label = f"{self._class.__name__}.{method}"
-        calls = self._deliver(label, method, plan, slices, common)
-        future = GroupFuture(label, plan, calls, self._failures, self._failures.count)
+        calls = self._deliver(dispatch)
+        future = GroupFuture(dispatch.label, dispatch.plan, calls, self._failures, self._failures.count)
         self._under_way.append(future)
         return future
 
-    def _deliver(
-        self,
-        label: str,
-        method: str,
-        plan: DispatchPlan,
-        slices: Mapping[Path, Arguments],
-        common: Mapping[str, Any],
-    ) -> PendingCalls:
-        """Send a call to the workers of the plan by plain Ray calls, with one slice of the arguments for each path."""
+    def _deliver(self, dispatch: Dispatch) -> PendingCalls:
+        """Send a call to the workers of its plan by plain Ray calls."""
+        label, plan = dispatch.label, dispatch.plan
         if plan.passes:
             raise WorkerGroupError(
                 f"{self!r}: {label} was not sent: its passes exchange values over the edges of a compiled graph, and "
                 "this group uses plain Ray calls. Use a CompiledWorkerGroup with mode='required'"
             )
-        head = (self._failures.count, method)
-        put_slices = {path: _put_arrays(values_of_path) for path, values_of_path in slices.items()}
-        shared = _put_arrays(dict(common))
-        if len(slices) > 1:
+        head = (self._failures.count, dispatch.method)
+        put_slices = {path: _put_arrays(values_of_path) for path, values_of_path in dispatch.slices.items()}
+        shared = _put_arrays(dict(dispatch.common))
+        if len(put_slices) > 1:
             # Try to pickle all slices first: otherwise a bad one could be found after others were sent, and the
             # workers that were called would wait for the others in a collective.
-            for values_of_path in put_slices.values():
-                try:
-                    _TrialPickler(_NullFile(), protocol=5).dump(values_of_path)
-                except Exception as error:
-                    raise unpicklable(label, error) from error
+            with open(os.devnull, "wb") as nowhere:
+                for values_of_path in put_slices.values():
+                    try:
+                        _TrialPickler(nowhere, protocol=5).dump(values_of_path)
+                    except Exception as error:
+                        raise unpicklable(label, error) from error
         refs: list[Any] = []
         try:
             for call in plan.calls:
@@ -335,23 +325,24 @@ class WorkerGroup:
             self._actors.append(remote_host.options(scheduling_strategy=seat, **options).remote(rank))
         seats = [actor.take_seat.remote(rank == 0) for rank, actor in enumerate(self._actors)]
         starting = GroupFuture(
-            f"{self._class.__name__}.starting", plan_some(self._sharding), RefCalls(seats), self._failures
+            f"{self.worker_class.__name__}.starting", plan_some(self.sharding), RefCalls(seats), self._failures
         )
         located = self._first_results(starting, deadline)
-        self._env, self._node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
+        self._env, self.node_ids = _rank_variables(located), tuple(seat.node_id for seat in located)
         self._first_results(self._construct(range(self.size)), deadline)
 
     def _construct(self, ranks: Sequence[int]) -> GroupFuture:
         """Construct the workers of these ranks, each with its own environment variables."""
         # Pickled once for all ranks, and as Ray does it: classes of scripts and of modules registered by value travel.
-        packed, held = references.pack((self._class, *self._init))
+        packed, held = references.pack((self.worker_class, *self._init))
         if held:  # by a plain call in any group: Ray counts the references of its own calls alone
             with suppress(RayActorError, ray.exceptions.GetTimeoutError):  # the call below reports the reason
                 sent = [self._actors[rank].hold.remote(held) for rank in ranks]
                 ray.get(sent, timeout=self._options.start_timeout_s)
         plan = DispatchPlan(tuple(WorkerCall(rank, (rank,), returns=True) for rank in ranks), ())
         slices: dict[Path, Arguments] = {(rank,): ((), {"env": self._env[rank]}) for rank in plan.called_ranks}
-        return self._future(CONSTRUCT, plan, slices, {"packed": packed})
+        label = f"{self.worker_class.__name__}.{CONSTRUCT}"
+        return self._future(Dispatch(label, CONSTRUCT, plan, slices, {"packed": packed}))
 
     def _first_results(self, future: GroupFuture, deadline: float) -> list[Any]:
         """Wait for one startup call of every rank; the error of a timeout names start_timeout_s."""
@@ -373,7 +364,7 @@ class WorkerGroup:
 
         The state of the worker is lost, and so is its membership in a process group of torch.distributed.
         """
-        self._sharding.get_index(rank)
+        self.sharding.get_index(rank)
         if self._closed:
             raise WorkerGroupError(f"{self!r}: a worker cannot be rebuilt after shutdown. Start a new group")
         self._failures.count += 1  # what was sent before must not run in the workers that stayed alive
@@ -410,9 +401,10 @@ class WorkerGroup:
             reserve_s = min(_KILL_RESERVE_S, timeout_s / 2)
             self._failures.count += 1  # a rank whose failure nobody has read cleans up too
             try:
-                check_call(self._class, cleanup_method, 0, ())
-                plan = plan_some(self._sharding)
-                future = self._future(cleanup_method, plan, {(): ((), {})}, {})
+                check_call(self.worker_class, cleanup_method, 0, ())
+                plan = plan_some(self.sharding)
+                label = f"{self.worker_class.__name__}.{cleanup_method}"
+                future = self._future(Dispatch(label, cleanup_method, plan, {(): ((), {})}, {}))
                 future.results(max(0.0, deadline - time.monotonic() - reserve_s))
             except (WorkerGroupError, AttributeError, TypeError) as error:
                 _log.warning("%r: cleanup before shutdown failed: %s", self, error)
@@ -446,26 +438,19 @@ class WorkerGroup:
     def __enter__(self) -> WorkerGroup:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:
-        axes = " x ".join(f"{name}={size}" for name, size in self._sharding.shape.items())
-        return f"{type(self).__name__}({self._class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
+        axes = " x ".join(f"{name}={size}" for name, size in self.sharding.shape.items())
+        return (
+            f"{type(self).__name__}({self.worker_class.__name__}, {axes}, {'shut down' if self._closed else 'running'})"
+        )
 
 
 def unpicklable(label: str, error: Exception) -> TypeError:
     """Return the error for arguments of which one cannot be pickled."""
     return TypeError(f"{label}: an argument cannot be pickled, so nothing was sent: {error}")
-
-
-class _NullFile:
-    """A file that discards everything written to it."""
-
-    def write(self, data: Any) -> int:
-        return len(memoryview(data))
 
 
 class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base

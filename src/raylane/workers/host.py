@@ -114,26 +114,22 @@ class WorkerHost:
         self._oldest_accepted = max(self._oldest_accepted, generation)
         return self._idle.wait(within_s)
 
-    def run(self, message: tuple[Head, Arguments]) -> Any:
-        """Run a method with arguments that all workers of the call share."""
-        head, (args, kwargs) = message
-        return self._run(head, args, kwargs)
+    def run(self, shared: Any, own_arguments: Arguments | None = None) -> Any:
+        """Run a method with this worker's own arguments and the common ones.
 
-    def run_quietly(self, message: tuple[Head, Arguments]) -> Head:
-        """Do as `run`, but return only the head of the message, for the passes that follow."""
-        self.run(message)
-        return message[0]
-
-    def run_share(self, shared: tuple[Head, Mapping[str, Any]], own_arguments: Arguments) -> Any:
-        """Run a method with this worker's own arguments and the common ones."""
-        head, common = shared
-        args, kwargs = own_arguments
+        `shared` is (head, common arguments). Without `own_arguments` it is a pair of that and the arguments, which then
+        are equal for all workers of the call.
+        """
+        if own_arguments is None:
+            shared, own_arguments = shared
+        (head, common), (args, kwargs) = shared, own_arguments
         return self._run(head, args, {**kwargs, **common})
 
-    def run_share_quietly(self, shared: tuple[Head, Mapping[str, Any]], own_arguments: Arguments) -> Head:
-        """Do as `run_share`, but return only the head of the message."""
-        self.run_share(shared, own_arguments)
-        return shared[0]
+    def run_quietly(self, shared: Any, own_arguments: Arguments | None = None) -> Head:
+        """Do as `run`, but return only the head of the message, for the passes that follow."""
+        self.run(shared, own_arguments)
+        head: Head = shared[0] if own_arguments is not None else shared[0][0]
+        return head
 
     def run_pass(self, head: Head, method: str, *args: Any) -> tuple[Head, Any]:
         """Run a further method of the same call; return the head for this worker's next pass, and the result.

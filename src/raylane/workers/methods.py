@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -23,7 +23,15 @@ def check_call(worker_class: type, method: str, num_positional: int, keywords: I
     AttributeError if the method does not exist (the message suggests a similar name). TypeError if an argument is
     missing, unknown or given twice, or if the method is a coroutine or a generator, which has no single result.
     """
-    function = _method(worker_class, method)
+    function: Any = getattr(worker_class, method, None)
+    if not callable(function) or method.startswith("_"):
+        public = sorted(name for name in dir(worker_class) if not name.startswith("_"))
+        methods = [name for name in public if callable(getattr(worker_class, name, None))]
+        close = get_close_matches(method, methods, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise AttributeError(
+            f"{worker_class.__name__} has no public method {method!r}{hint} It has: {', '.join(methods)}"
+        )
     where = f"{worker_class.__name__}.{method}"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"{where} is asynchronous; workers of a group run plain methods. Make the method synchronous")
@@ -44,15 +52,3 @@ def check_constructor(worker_class: type, args: tuple[Any, ...], kwargs: Mapping
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{worker_class.__name__}{signature}: {error}") from None
-
-
-def _method(worker_class: type, method: str) -> Callable[..., Any]:
-    """Return a public method of the class. AttributeError with a suggestion if there is no such method."""
-    function: Any = getattr(worker_class, method, None)
-    if callable(function) and not method.startswith("_"):
-        return function  # type: ignore[no-any-return]
-    public = sorted(name for name in dir(worker_class) if not name.startswith("_"))
-    methods = [name for name in public if callable(getattr(worker_class, name, None))]
-    close = get_close_matches(method, methods, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise AttributeError(f"{worker_class.__name__} has no public method {method!r}{hint} It has: {', '.join(methods)}")

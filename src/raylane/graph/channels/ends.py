@@ -12,7 +12,7 @@ from raylane.errors import GraphPlanError
 from raylane.graph.channels.layout import GraphLayout
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_link import FanOutWriter, PeerLink, Writer
-from raylane.graph.channels.published import PublishingWriter
+from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader, RingSpec, RingWriter
 from raylane.graph.nodes import EDGE_TRANSPORTS
 from raylane.graph.plan.ir import DRIVER, Edge
@@ -52,7 +52,7 @@ class ChannelEnds:
         doorbells = [self._open(self._layout.doorbells[reader], reader) for reader in readers]
         return RingWriter(self._open_ring(spec), spec, doorbells, pool)
 
-    def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> Writer | PublishingWriter:
+    def edge_writer(self, edge: Edge, label: str, pool: LeasePool) -> EdgeWriter:
         """Open the writing end of an edge; `label` names its value."""
         writer = self.writer(edge.index, pool)
         if edge.transport in EDGE_TRANSPORTS:
@@ -70,7 +70,7 @@ class ChannelEnds:
         """Return the writer over the links of this process, which must be open; None if a channel needs none."""
         onward = self._layout.routes[channel].onward(self._layout.member)
         links = [self._links[to] for to in onward]
-        return FanOutWriter(ring, links, channel, self._layout.slots(channel)) if links else None
+        return FanOutWriter(ring, links, channel) if links else None
 
 
 def open_shared(path: str, owner: str) -> Segment:

@@ -4,7 +4,7 @@ Frames are sent by `peer_link` and read by `receiver`.
 
     frame    =  channel u32 | kind u8 | flags u8 | 0 u16 | buffers u32 | sequence u64 | body bytes u64
                 + size u64 of each buffer + the buffers + the body
-    receipt  =  channel u32 | sequence u64        for frames with the flag RECEIPT: the receiver has the whole message
+    receipt  =  one byte for each frame with the flag RECEIPT, in their order: the receiver has the whole message
 
 Before the first frame both ends have authenticated each other (`transport.wire`). The receiver checks sizes all the
 same: a defect of the peer must not make this process allocate memory.
@@ -21,8 +21,7 @@ from raylane.graph.values.message import Message
 
 _HEADER = struct.Struct("<IBBxxIQQ")
 HEADER_BYTES = _HEADER.size
-_RECEIPT = struct.Struct("<IQ")
-RECEIPT_BYTES = _RECEIPT.size
+RECEIPT_BYTE = b"\0"
 RECEIPT = 128
 """Flag of a frame whose sender waits for a receipt, because it lends the memory of the message until then.
 
@@ -68,17 +67,6 @@ def unpack_header(data: Any) -> FrameHeader:
 def unpack_sizes(data: Any, count: int) -> tuple[int, ...]:
     """Read the sizes of `count` buffers."""
     return struct.unpack(f"<{count}Q", data)
-
-
-def pack_receipt(channel: int, sequence: int) -> bytes:
-    """Return the bytes of a receipt."""
-    return _RECEIPT.pack(channel, sequence)
-
-
-def unpack_receipt(data: Any) -> tuple[int, int]:
-    """Read a receipt as (channel, sequence)."""
-    receipt: tuple[int, int] = _RECEIPT.unpack(data)
-    return receipt
 
 
 def send_all(sock: socket.socket, pieces: Sequence[memoryview]) -> None:

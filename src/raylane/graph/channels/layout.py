@@ -31,6 +31,16 @@ def report_slots(max_inflight: int) -> int:
 
 
 @dataclass(frozen=True)
+class GraphOptions:
+    """Options of `raylane.compile` that hold while the graph runs, and for `recompile`."""
+
+    max_inflight: int
+    timeout_s: float | None
+    max_lent_bytes: int
+    exclusive: bool
+
+
+@dataclass(frozen=True)
 class GraphLayout:
     """Channels of one graph that `member` writes, reads or relays. Channel numbers are those of `routing.Routes`."""
 
@@ -40,9 +50,7 @@ class GraphLayout:
     names: tuple[str, ...]
     """Name of each member for messages."""
     edge_count: int
-    max_inflight: int
-    timeout_s: float | None
-    max_lent_bytes: int
+    options: GraphOptions
     near_driver: bool
     """True if this process is on the driver's host, where the driver creates all rings."""
     routes: Mapping[int, Route]
@@ -79,8 +87,8 @@ class GraphLayout:
     def slots(self, channel: int) -> int:
         """Return the number of messages that fit into a channel."""
         if channel < self.edge_count:
-            return self.max_inflight
-        return report_slots(self.max_inflight) if (channel - self.edge_count) % 2 else CONTROL_SLOTS
+            return self.options.max_inflight
+        return report_slots(self.options.max_inflight) if (channel - self.edge_count) % 2 else CONTROL_SLOTS
 
     @property
     def flag(self) -> int:

@@ -207,7 +207,7 @@ class LeasePool:
     def reserve(self, sizes: Sequence[int], readers: tuple[str, ...]) -> Reservation:
         """Lease memory that the caller fills. Waits and raises like `lend`.
 
-        The lease begins now: afterwards either send the descriptor to the readers, or call `cancel`.
+        The lease begins now: send the descriptor to the readers afterwards.
         """
         offsets, total = segment_offsets(sizes)
         lease = self._allocate(size_class(max(total, 1)))
@@ -232,12 +232,6 @@ class LeasePool:
             return True
         self.reclaim()
         return self._leased_bytes + needed_bytes <= self.limit_bytes
-
-    def cancel(self, reservation: Reservation) -> None:
-        """End a lease whose descriptor was not sent to any reader."""
-        for lease in self._leased:
-            if lease.number == reservation.descriptor.number:
-                lease.outstanding = []  # the next `reclaim` finds it returned
 
     def leased_bytes(self) -> int:
         """Return the bytes that readers hold, as of the last check."""

@@ -12,7 +12,7 @@ one host has none. It is set up in two steps, because every process must be read
 from __future__ import annotations
 
 import dataclasses
-import logging
+import functools
 import pickle
 import socket
 import threading
@@ -37,11 +37,6 @@ from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
 from raylane.transport.link import endpoint as endpoints
 
-log = logging.getLogger("raylane.graph")
-
-KEPT_REPORTS = 8
-"""Number of reports to the driver that are sent again after a reconnection."""
-
 
 @dataclass(frozen=True)
 class NetworkEvents:
@@ -58,18 +53,17 @@ class NetworkEvents:
 class PeerNetwork:
     """Links and receivers of this process for one graph. Thread-safe after `connect`."""
 
-    def __init__(self, layout: GraphLayout, lifecycle: Lifecycle | None = None) -> None:
+    def __init__(
+        self, layout: GraphLayout, lifecycle: Lifecycle | None = None, events: NetworkEvents | None = None
+    ) -> None:
+        """Create without connections. The driver passes its `events`."""
         self.layout = layout
         self.lifecycle = lifecycle or Lifecycle()
         """State of the graph in this process. ORPHANED in an actor: the driver has ended or has dropped the graph."""
-        self._compiled_by = Deadline(layout.timeout_s)
-        self._events: NetworkEvents | None = None
-        self._lock = threading.RLock()  # guards _events and the two below; reentrant: a finalizer may `close`
-        self._early: list[Callable[[NetworkEvents], None]] = []
-        """Calls of the events before `listen` was called."""
+        self._compiled_by = Deadline(layout.options.timeout_s)
+        self._events = events
+        self._lock = threading.RLock()  # guards _receivers; reentrant: a finalizer may `close`
         self._receivers: dict[tuple[int, int], Receiver] = {}
-        self._reporting = threading.Lock()  # guards _reports_sent
-        self._reports_sent = 0
         self.links: dict[tuple[int, int], PeerLink] = {}
         """Open links by (member, level)."""
         self._made: list[Segment] = []
@@ -89,7 +83,9 @@ class PeerNetwork:
         # One pool for each peer and level: a receiver that waits for memory must not hold up another one. Only these
         # peers may connect: the listener refuses any other member and level.
         self._pools = {
-            (source, level): LeasePool(layout.max_lent_bytes, layout.timeout_s, lifecycle=self.lifecycle)
+            (source, level): LeasePool(
+                layout.options.max_lent_bytes, layout.options.timeout_s, lifecycle=self.lifecycle
+            )
             for source, to, level in layout.links
             if to == member
         }
@@ -123,7 +119,7 @@ class PeerNetwork:
             if source != layout.member:
                 continue
             own_name, name, address = layout.names[source], layout.names[to], endpoint.address_of(layout.sources[to])
-            link = self.links[to, level] = PeerLink(layout, to, level, address, endpoint.secret(), self)
+            link = self.links[to, level] = PeerLink(layout, to, level, address, endpoint.secret(), self._on_break)
             try:
                 link.open(deadline)
             except (PeerRefused, TransportError) as error:
@@ -140,6 +136,8 @@ class PeerNetwork:
                     f"{own_name} cannot connect to {name} at {address}: {error}. The hosts of a "
                     "graph need TCP connections between all ports of Ray's worker processes"
                 ) from error
+            if self.lifecycle.disconnecting:  # a finalizer has closed this network within this very call
+                link.close()
         ends = ChannelEnds(layout, links=self.links)
         for channel, inbound in self._inbound.items():
             inbound.onward = ends.fan_out(channel, None)
@@ -149,88 +147,64 @@ class PeerNetwork:
     def _accept(self, sock: socket.socket, member: int, level: int) -> None:
         """Hand a new connection to its receiver. Called on the listener's thread."""
         with self._lock:
-            receiver = self._receivers.get((member, level))
-            announced = (member, level) in self._pools  # only these may connect: each receiver costs a thread
-            if receiver is None and announced and not self.lifecycle.disconnecting:
-                name = f"link of level {level} from {self.layout.names[member]}"
-                receiver = Receiver(name, self._inbound, self.layout.alarm_channel, self.raise_alarm, self._on_failure)
-                self._receivers[member, level] = receiver
-        if receiver is None:
-            sock.close()
-        else:
-            receiver.serve(sock)
+            # Only announced peers may connect, and only once: each receiver costs a thread.
+            announced = (member, level) in self._pools and (member, level) not in self._receivers
+            if not announced or self.lifecycle.disconnecting:
+                sock.close()
+                return
+            self._receivers[member, level] = Receiver(
+                sock,
+                f"link of level {level} from {self.layout.names[member]}",
+                self._inbound,
+                self.layout.alarm_channel,
+                self.raise_alarm,
+                self._on_failure,
+                functools.partial(self._on_inbound_end, member),
+                self.layout.options.timeout_s,
+            )
 
-    def listen(self, events: NetworkEvents) -> None:
-        """Call these callbacks from now on, and at once for events that have happened before. For the driver."""
-        with self._lock:
-            self._events = events
-            early, self._early = self._early, []
-        for call in early:
-            call(events)
-
-    def _notify(self, call: Callable[[NetworkEvents], None]) -> bool:
-        """Pass an event to the driver's callbacks, or keep it for `listen`. Return True if it was passed."""
-        # Under the lock: an event is either in the list when `listen` reads it, or sees the callbacks.
-        with self._lock:
-            events = self._events
-            if events is None:
-                self._early.append(call)
-                return False
-        call(events)
-        return True
-
-    def peer_gone(self, member: int) -> None:
-        """Handle the end of a peer (an event of `PeerLink`).
-
-        In an actor only the driver's end matters: the driver itself notices that other members end.
-        """
+    def _on_break(self, link: PeerLink, why: str, *, inbound: bool = False) -> None:
+        """Handle that the connection of a link has broken, or with `inbound` one from its peer. May wait."""
+        # When the graph ends, its processes leave one after the other.
         if self.lifecycle.disconnecting:
             return
-        if not self._notify(lambda events: events.on_gone(member)) and member == DRIVER:
+        member, own_member = link.member, self.layout.member
+        if member == DRIVER:  # it has ended, has dropped the graph, or notices the break too
             self.lifecycle.advance(Event.OWNER_GONE)
+        elif not link.peer_ended():
+            names = [self.layout.names[end] for end in ((member, own_member) if inbound else (own_member, member))]
+            self.raise_alarm(f"the connection from {names[0]} to {names[1]} broke: {why}")
+        elif self._events is not None:  # in an actor only the driver's end matters
+            self._events.on_gone(member)
 
-    def peer_unreachable(self, member: int, why: str) -> None:
-        """Handle that a peer could not be reached again (an event of `PeerLink`)."""
-        names, own_member = self.layout.names, self.layout.member
-        text = (
-            f"the connection from {names[own_member]} to {names[member]} broke and could not be opened again within "
-            f"{self.layout.timeout_s} s: {why}"
-        )
-        if member == DRIVER:
-            log.warning("%s: leaving the graph", text)
-            self.lifecycle.advance(Event.OWNER_GONE)
-            return
-        self.raise_alarm(text)
+    def _on_inbound_end(self, member: int, why: str) -> None:
+        """Handle that a connection from a peer has broken. The driver reports it; else the sender does.
+
+        An actor that has lost the driver leaves the graph, but only after its present method.
+        """
+        link = self.links.get((member, CONTROL_LEVEL))
+        if self._events is not None and link is not None:
+            self._on_break(link, why, inbound=True)
 
     def raise_alarm(self, text: str) -> None:
         """Report to the driver that the graph cannot continue."""
         if self.lifecycle.disconnecting:
             return
-        if self.layout.member != DRIVER:
-            if not self.report(Message(messages.VALUE, text.encode()[:MAX_REPORT_BYTES])):
-                log.error("%s", text)
-            return
-        self._notify(lambda events: events.on_alarm(text))
+        if self._events is not None:
+            self._events.on_alarm(text)
+        else:
+            self.report(Message(messages.VALUE, text.encode()[:MAX_REPORT_BYTES]))
 
-    def report(self, message: Message) -> bool:
-        """Send an alarm or a failure to the driver. Return False if there is no link to the driver.
-
-        Reports may be lost: those above MAX_REPORT_BYTES, and the oldest ones when a connection breaks.
-        """
-        link = self.links.get((DRIVER, CONTROL_LEVEL))
-        if link is None:
-            return False
-        if len(message.body) <= MAX_REPORT_BYTES:
-            # Several threads report (receivers, the graph loop); numbers must follow the order of sending.
-            with self._reporting:
-                link.send(self.layout.alarm_channel, self._reports_sent, message, 0, KEPT_REPORTS)
-                self._reports_sent += 1
-        return True
+    def report(self, message: Message) -> None:
+        """Send an alarm or a failure to the driver. Reports above MAX_REPORT_BYTES are lost."""
+        link = self.links.get((DRIVER, CONTROL_LEVEL))  # none once this network is closed
+        if link is not None and len(message.body) <= MAX_REPORT_BYTES:
+            link.send(self.layout.alarm_channel, 0, message, 0)
 
     def _on_failure(self, data: bytes) -> None:
         """Handle the report of a member of another host that an execution has failed. Only the driver gets these."""
-        execution, error = pickle.loads(data)
-        self._notify(lambda events: events.on_failure(execution, error))
+        if self._events is not None:
+            self._events.on_failure(*pickle.loads(data))
 
     # State
 
@@ -246,11 +220,6 @@ class PeerNetwork:
         """Return the bytes that readers on this host hold of messages from other hosts."""
         return sum(pool.leased_bytes() for pool in self._pools.values())
 
-    @property
-    def receivers(self) -> tuple[Receiver, ...]:
-        """Receivers of the peers that have connected so far."""
-        return tuple(self._receivers.values())
-
     # The end
 
     def close(self, join_s: float = JOIN_S) -> None:
@@ -258,7 +227,7 @@ class PeerNetwork:
 
         Waits at most `join_s` seconds for receivers.
         """
-        self.lifecycle.advance(Event.CLOSE)  # first: from now on no thread waits for memory or reconnects
+        self.lifecycle.advance(Event.CLOSE)  # first: from now on no thread waits for memory, and breaks are expected
         endpoint = endpoints.existing()
         if endpoint is not None:
             endpoint.streams.pop(self.layout.key, None)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 
@@ -147,6 +147,10 @@ class PublishingWriter:
         """Free everything that is published. Never waits for a lock; a second call does nothing."""
         self._closed = True
         _abandon(self._stages, os.getpid())
+
+
+EdgeWriter: TypeAlias = Writer | PublishingWriter
+"""Sending end of an edge."""
 
 
 def _abandon(stages: list[Any], pid: int) -> None:

@@ -8,13 +8,11 @@ A frame's bytes are received where they will stay: small ones on their way into 
 straight into a leased segment, from which the readers use them without a copy. Then the receiver forwards the message
 to the relays that this process serves.
 
-A receiver outlives its connections: when the peer connects again, the receiver answers which message of each channel it
-expects next. Created by `peer_network`.
+Created by `peer_network`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -26,7 +24,7 @@ from typing import Any
 from raylane.errors import GraphError, ProtocolError
 from raylane.graph.channels import frames
 from raylane.graph.channels.frames import FrameHeader, FrameReader
-from raylane.graph.channels.peer_link import FanOutWriter, enable_keepalive
+from raylane.graph.channels.peer_link import FanOutWriter, configure, shut_down
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE, RingWriter
 from raylane.graph.values import message as messages
 from raylane.graph.values.message import Message
@@ -51,92 +49,62 @@ class InboundChannel:
 
 
 class Receiver:
-    """Reader of all connections, one after the other, from one member at one level."""
+    """Reader of the connection from one member at one level."""
 
     def __init__(
         self,
+        sock: socket.socket,
         name: str,
         channels: dict[int, InboundChannel],
         alarm_channel: int,
         on_alarm: Callable[[str], None],
         on_failure: Callable[[bytes], None],
+        on_end: Callable[[str], None] = lambda why: None,
+        timeout_s: float | None = None,
     ) -> None:
-        """Create a receiver without a connection.
+        """Start to read a connection, whose peer may be silent for `timeout_s` and a margin.
 
-        Messages of `alarm_channel` go to `on_alarm` as text or, those of kind ERROR, to `on_failure` as bytes.
+        Messages of `alarm_channel` go to `on_alarm` as text or, those of kind ERROR, to `on_failure` as bytes. `on_end`
+        (reason) is called when the connection has broken. All are called on the thread of this receiver.
         """
         self.name = name
         self._channels = channels
         self._alarm_channel = alarm_channel
         self._on_alarm = on_alarm
         self._on_failure = on_failure
-        self._lock = threading.RLock()  # guards _socket, _next and _thread; reentrant, because a finalizer may `close`
-        self._socket: socket.socket | None = None
-        self._next: socket.socket | None = None
-        """Connection to serve after the present one. A newer connection replaces it: a peer has one at a time."""
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        self._expected: dict[int, int] = {}
-        """Number of the next message in each channel. Belongs to the thread."""
-
-    def serve(self, sock: socket.socket) -> None:
-        """Serve this connection from now on, in place of the one before. Does not wait."""
-        with self._lock:
-            if self._closed:
-                sock.close()
-                return
-            skipped, self._next = self._next, sock
-            if skipped is not None:
-                skipped.close()
-            _shut_down(self._socket)  # the thread may be waiting for memory, at most for the graph's timeout
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="raylane-receiver", daemon=True)
-                self._thread.start()
+        self._on_end = on_end
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()  # guards _socket; reentrant, because a finalizer may `close`
+        self._socket: socket.socket | None = sock
+        """None once this receiver is closed, or the connection has ended."""
+        self._thread = threading.Thread(target=self._run, args=(sock,), name="raylane-receiver", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End the connection. Does not wait for the thread, which ends by itself."""
         with self._lock:
-            self._closed = True
-            sock = self._socket
-            skipped, self._next = self._next, None
-            if skipped is not None:
-                skipped.close()
-        _shut_down(sock)
+            shut_down(self._socket)
+            self._socket = None
 
     def join(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` seconds for the thread to end."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
-    def cut(self) -> None:
-        """Break the connection, as a network failure does. The peer reconnects. For tests of failures."""
-        _shut_down(self._socket)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                sock, self._next = self._next, None
-                self._socket = sock
-                if sock is None:
-                    self._thread = None
-                    return
-            self._read_connection(sock)
-
-    def _read_connection(self, sock: socket.socket) -> None:
+    def _run(self, sock: socket.socket) -> None:
         try:
-            if sock.family != socket.AF_UNIX:
-                enable_keepalive(sock)
+            configure(sock, self._timeout_s, sender=False)
             # The sender waits for this answer before its first frame, so no frame can arrive before it.
-            sock.sendall(wire.pack_frame(wire.Streaming(list(self._expected.items()), time.perf_counter())))
+            sock.sendall(wire.pack_frame(wire.Streaming(time.perf_counter())))
             reader = FrameReader(sock)
             while True:
                 header = frames.unpack_header(reader.exactly(frames.HEADER_BYTES))
                 self._receive(sock, reader, header)
         except OSError as error:
-            log.debug("%s: %s", self.name, error)  # only the sender knows if there is more to come
+            if self._socket is not None:
+                self._on_end(str(error))
         except Exception as error:  # a defect of raylane: the graph cannot continue
-            if not self._closed:
+            if self._socket is not None:
                 log.exception("%s", self.name)
                 self._on_alarm(f"{self.name}: {messages.error_text(error)}")
         finally:
@@ -151,85 +119,63 @@ class Receiver:
                 "allowed"
             )
         sizes = frames.unpack_sizes(reader.exactly(8 * header.buffers), header.buffers) if header.buffers else ()
-        expected = self._expected.get(header.channel, 0)
-        if header.sequence < expected:  # sent again after a reconnection, and received before
-            _skip(reader, sum(sizes) + header.body)
-            self._confirm(sock, header)
-            return
-        if header.channel == self._alarm_channel:  # its messages may have gaps: the oldest are not sent again
+        if header.channel == self._alarm_channel:
             if header.body > MAX_REPORT_BYTES:
                 raise ProtocolError(f"an alarm of {header.body} bytes; at most {MAX_REPORT_BYTES} are allowed")
             data = reader.exactly(header.body)
-            self._expected[header.channel] = header.sequence + 1
             if header.kind == messages.ERROR:
                 self._on_failure(data)
             else:
                 self._on_alarm(data.decode(errors="replace"))
             return
-        if header.sequence > expected:
-            raise ProtocolError(f"message {header.sequence} of channel {header.channel} in the place of {expected}")
         channel = self._channels.get(header.channel)
         if channel is None:
             raise ProtocolError(f"a message of channel {header.channel}, which this process does not receive")
         flags = header.flags & WAKE
         if not sizes and header.body < LEND_FROM_BYTES:  # fits into a slot
-            message = Message(header.kind, reader.exactly(header.body))
-            # Counted once all bytes are here: a connection that breaks earlier gets the frame again.
-            self._expected[header.channel] = header.sequence + 1
-            _deliver(channel, header.sequence, message, flags)
+            _deliver(channel, header.sequence, Message(header.kind, reader.exactly(header.body)), flags)
         else:
-            self._receive_large(sock, reader, header, sizes, channel, flags)
+            _receive_large(sock, reader, header, sizes, channel, flags)
 
-    def _receive_large(
-        self,
-        sock: socket.socket,
-        reader: FrameReader,
-        header: FrameHeader,
-        sizes: tuple[int, ...],
-        channel: InboundChannel,
-        flags: int,
-    ) -> None:
-        try:
-            reservation = channel.ring.reserve(header.body, sizes)
-        except GraphError as error:  # too large, or no memory in time: the readers get that error instead
-            _skip(reader, sum(sizes) + header.body)
-            self._mark_received(sock, header)
-            _deliver(channel, header.sequence, messages.encode_error(error), flags)
-            return
-        if reservation is None:
-            parts: list[Any] = [bytearray(nbytes) for nbytes in (*sizes, header.body)]
-        elif len(reservation.parts) > len(sizes):
-            parts = reservation.parts
-        else:
-            parts = [*reservation.parts, bytearray(header.body)]
-        try:
-            for part in parts:
-                reader.fill(memoryview(part))
-        except BaseException:  # the connection broke in the middle: the memory must not stay leased
-            if reservation is not None:
-                channel.ring.cancel(reservation)
-            raise
-        self._mark_received(sock, header)
-        message = Message(header.kind, memoryview(parts[-1]), parts[:-1])
-        if reservation is None:
-            _deliver(channel, header.sequence, message, flags)
-            return
-        # Forward before writing the ring: a single reader of the ring may change the memory as soon as it has the
-        # message, and by then the message must have been sent to the other hosts.
-        if channel.onward is not None:
-            channel.onward.forward(header.sequence, message, flags)
-        body = b"" if len(reservation.parts) > len(sizes) else bytes(parts[-1])
-        channel.ring.write_reserved(header.sequence, header.kind, body, reservation, flags)
 
-    def _mark_received(self, sock: socket.socket, header: FrameHeader) -> None:
-        """Note that a message is complete: it must not be sent again, and the sender may reuse its memory."""
-        self._expected[header.channel] = header.sequence + 1
-        self._confirm(sock, header)
-
-    def _confirm(self, sock: socket.socket, header: FrameHeader) -> None:
-        if header.flags & frames.RECEIPT:
-            with contextlib.suppress(OSError):  # connection broken: the answer to the next one says the same
-                sock.sendall(frames.pack_receipt(header.channel, header.sequence))
+def _receive_large(
+    sock: socket.socket,
+    reader: FrameReader,
+    header: FrameHeader,
+    sizes: tuple[int, ...],
+    channel: InboundChannel,
+    flags: int,
+) -> None:
+    receipt = frames.RECEIPT_BYTE if header.flags & frames.RECEIPT else b""
+    try:
+        reservation = channel.ring.reserve(header.body, sizes)
+    except GraphError as error:  # too large, or no memory in time: the readers get that error instead
+        scratch = memoryview(bytearray(1 << 16))
+        skipped_bytes = sum(sizes) + header.body
+        for start in range(0, skipped_bytes, len(scratch)):
+            reader.fill(scratch[: skipped_bytes - start])
+        sock.sendall(receipt)
+        _deliver(channel, header.sequence, messages.encode_error(error), flags)
+        return
+    if reservation is None:
+        parts: list[Any] = [bytearray(nbytes) for nbytes in (*sizes, header.body)]
+    elif len(reservation.parts) > len(sizes):
+        parts = reservation.parts
+    else:
+        parts = [*reservation.parts, bytearray(header.body)]
+    for part in parts:
+        reader.fill(memoryview(part))
+    sock.sendall(receipt)  # from now on the sender may reuse the memory of the message
+    message = Message(header.kind, memoryview(parts[-1]), parts[:-1])
+    if reservation is None:
+        _deliver(channel, header.sequence, message, flags)
+        return
+    # Forward before writing the ring: a single reader of the ring may change the memory as soon as it has the
+    # message, and by then the message must have been sent to the other hosts.
+    if channel.onward is not None:
+        channel.onward.forward(header.sequence, message, flags)
+    body = b"" if len(reservation.parts) > len(sizes) else bytes(parts[-1])
+    channel.ring.write_reserved(header.sequence, header.kind, body, reservation, flags)
 
 
 def _deliver(channel: InboundChannel, sequence: int, message: Message, flags: int) -> None:
@@ -237,17 +183,3 @@ def _deliver(channel: InboundChannel, sequence: int, message: Message, flags: in
     channel.ring.write(sequence, message, flags)
     if channel.onward is not None:
         channel.onward.forward(sequence, message, flags)
-
-
-def _skip(reader: FrameReader, nbytes: int) -> None:
-    scratch = memoryview(bytearray(min(nbytes, 1 << 16)))
-    while nbytes:
-        piece = scratch[: min(nbytes, len(scratch))]
-        reader.fill(piece)
-        nbytes -= len(piece)
-
-
-def _shut_down(sock: socket.socket | None) -> None:
-    if sock is not None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)

@@ -214,10 +214,6 @@ class RingWriter:
             return None
         return self._pool.reserve([*sizes, body_bytes] if lent & LENT_BODY else sizes, self._spec.readers)
 
-    def cancel(self, reservation: Reservation) -> None:
-        """Return the memory of a reservation that will not be written."""
-        self._pool.cancel(reservation)
-
     def write_reserved(self, sequence: int, kind: int, body: bytes, reservation: Reservation, flags: int = 0) -> None:
         """Send a message whose reserved memory is filled. `body` is empty if the body lies in that memory too."""
         self._large_bytes += len(body) + sum(reservation.descriptor.sizes)

@@ -19,9 +19,9 @@ from raylane.core.semaphore import Segment
 from raylane.errors import GraphPlanError
 from raylane.graph.channels import ring
 from raylane.graph.channels.ends import ChannelEnds
-from raylane.graph.channels.layout import GraphLayout
+from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
 from raylane.graph.channels.published import check_available
 from raylane.graph.channels.ring import RingSpec
 from raylane.graph.driver.connections import Connections
@@ -43,22 +43,11 @@ def host_of(place: Place, named: str) -> Hashable:
 class ChannelSetup:
     """Steps from a plan to open channels. The driver's ends go into `connections`."""
 
-    def __init__(
-        self,
-        connections: Connections,
-        *,
-        max_inflight: int,
-        timeout_s: float | None,
-        max_lent_bytes: int,
-        exclusive: bool,
-    ) -> None:
+    def __init__(self, connections: Connections, options: GraphOptions) -> None:
         self.graph = uuid.uuid4().hex
         self._connections = connections
         self._plan = connections.plan
-        self.max_inflight = max_inflight
-        self._timeout_s = timeout_s
-        self._max_lent_bytes = max_lent_bytes
-        self._exclusive = exclusive
+        self.options = options
         infos = connections.infos
         self._names = tuple(
             f"{name} ({who})"
@@ -101,9 +90,7 @@ class ChannelSetup:
             member=member,
             names=self._names,
             edge_count=len(self._plan.edges),
-            max_inflight=self.max_inflight,
-            timeout_s=self._timeout_s,
-            max_lent_bytes=self._max_lent_bytes,
+            options=self.options,
             near_driver=self._hosts[member] == self._hosts[DRIVER],
             routes=routes,
             doorbells={reader: self._doorbells[reader] for reader in ring_readers},
@@ -133,8 +120,10 @@ class ChannelSetup:
 
     def prepare_own_network(self) -> None:
         """Prepare the driver's own process for links."""
-        network = self._connections.network = PeerNetwork(self._layout(DRIVER), self._connections.lifecycle)
-        network.prepare(self._made)
+        connections = self._connections
+        events = NetworkEvents(connections.ended, connections.broken, connections.failed)
+        connections.network = PeerNetwork(self._layout(DRIVER), connections.lifecycle, events)
+        connections.network.prepare(self._made)
         self._sources[DRIVER] = endpoints.endpoint().source()
 
     def add_peers(self, answers: Mapping[int, tuple[Source, dict[tuple[int, int], RingSpec]]]) -> None:
@@ -152,8 +141,9 @@ class ChannelSetup:
         ends = ChannelEnds(layout, self._made, {} if network is None else network.links)
         inputs = plan.edges_from(DRIVER)
         # Inputs of `max_inflight` executions may be unread; each execution leases at most once for each input edge.
+        read_within = self.options.max_inflight * len(inputs)
         connections.pool = pool = LeasePool(
-            self._max_lent_bytes, self._timeout_s, self.max_inflight * len(inputs), lifecycle=connections.lifecycle
+            self.options.max_lent_bytes, self.options.timeout_s, read_within, lifecycle=connections.lifecycle
         )
         for edge in plan.edges_to(DRIVER):
             connections.readers[edge.index] = ends.reader(edge.index, connections.leases, connections.doorbell)
@@ -177,7 +167,6 @@ class ChannelSetup:
                 plan=share_of(self._plan, member),
                 owner=here(),
                 owner_name=_ray.describe_self(),
-                exclusive=self._exclusive,
                 wake_fd=self._connections.wake_fd,
             )
             try:

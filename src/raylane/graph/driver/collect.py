@@ -29,11 +29,9 @@ from raylane.graph.channels.published import Fetch, Fetched, fetched_edge
 from raylane.graph.channels.ring import RingReader
 from raylane.graph.driver import forks
 from raylane.graph.driver.asyncio_bridge import AsyncioBridge
-from raylane.graph.driver.completion import complete_result
 from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.locks import RecoverableLock, entered_twice
-from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.result import Executions, GraphResult, complete_result
 from raylane.graph.lifecycle import Event
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref
 from raylane.graph.values import message as messages

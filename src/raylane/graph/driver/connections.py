@@ -15,9 +15,8 @@ from raylane.core.place import alive, here
 from raylane.core.watcher import Watch, watcher
 from raylane.errors import GraphClosedError, GraphError, GraphTimeoutError
 from raylane.graph.channels.lease import LeasePool, LeaseReader
-from raylane.graph.channels.peer_link import Writer
-from raylane.graph.channels.peer_network import NetworkEvents, PeerNetwork
-from raylane.graph.channels.published import PublishingWriter
+from raylane.graph.channels.peer_network import PeerNetwork
+from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.receiver import JOIN_S
 from raylane.graph.channels.ring import ProcessDoorbell, RingReader
 from raylane.graph.driver.control import ControlChannels
@@ -44,11 +43,13 @@ class Connections:
         """Handles: a graph keeps its actors alive."""
         self.infos = list(infos)
         self.lifecycle = Lifecycle()
+        self._on_end: Callable[[GraphError], object] = functools.partial(self.lifecycle.advance, Event.FAIL)
+        """Function that ends the graph; replaced by `watch`."""
         self.doorbell = ProcessDoorbell()
         self.routes = Routes(())
         self.network: PeerNetwork | None = None
         """Connections to other hosts, if the graph spans hosts."""
-        self.inputs: list[tuple[Writer | PublishingWriter, int]] = []
+        self.inputs: list[tuple[EdgeWriter, int]] = []
         """(writer, value) of each edge that carries an input."""
         self.readers: dict[int, RingReader] = {}
         """Reading end of each edge that leads to the driver."""
@@ -108,27 +109,30 @@ class Connections:
 
         `on_failure` gets the number of the execution and a pickled error. Both are called from any thread.
         """
+        self._on_end = on_end
         self.control.on_failure = on_failure
-
-        # Called on the watcher's thread or on that of a link.
-        def ended(member: int) -> None:
-            self.control.dead.add(member)
-            on_end(self.control.died(member))
-
         for member in range(1, len(self.plan.members)):
             if self.routes.orders[member - 1].relays:
                 continue  # on another host: the link notices its end
             try:
                 place = self.infos[member - 1].place
-                self._watches.append(watcher.watch(place.pid, functools.partial(ended, member)))
+                self._watches.append(watcher.watch(place.pid, functools.partial(self.ended, member)))
             except ProcessLookupError:  # it has died since it was described
-                ended(member)
-        if self.network is not None:
-            self.network.listen(
-                NetworkEvents(
-                    ended, lambda text: on_end(GraphTimeoutError(f"{text}. Compile the graph again")), on_failure
-                )
-            )
+                self.ended(member)
+
+    def ended(self, member: int) -> None:
+        """End the graph, because a member's process has ended. From any thread."""
+        self.control.dead.add(member)
+        self._on_end(self.control.died(member))
+
+    def broken(self, text: str) -> None:
+        """End the graph, because it cannot continue for this reason. From any thread."""
+        # An actor that leaves the graph breaks its connections; it has reported why.
+        self._on_end(self.control.poll() or GraphTimeoutError(f"{text}. graph.recompile() starts the graph again"))
+
+    def failed(self, execution: int, error: Any) -> None:
+        """Pass on the pickled error of an execution. From any thread."""
+        self.control.on_failure(execution, error)
 
     def lost(self, member: int) -> GraphError:
         """Return the error for a message whose memory vanished. Waits up to EXIT_S for the writer's process to end.
@@ -165,7 +169,7 @@ class Connections:
 
     def close(self, timeout_s: float) -> None:
         """Let the actors leave the graph, waiting for them at most `timeout_s` seconds. A second call does nothing."""
-        # From here on no pool waits for memory and no link reconnects, so the orders below do not wait for either.
+        # From here on no pool waits for memory, so the orders below do not wait either.
         if not self.lifecycle.advance(Event.CLOSE):
             return
         for writer, _ in self.inputs:

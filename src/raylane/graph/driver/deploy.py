@@ -12,6 +12,7 @@ has restarted are stale: they name memory of its old process, which cannot be op
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import ray
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphClosedError, GraphError, GraphPlanError, GraphTimeoutError
-from raylane.graph.channels.layout import GraphLayout
+from raylane.graph.channels.layout import GraphLayout, GraphOptions
 from raylane.graph.driver.channel_setup import ChannelSetup
 from raylane.graph.driver.connections import Connections
 from raylane.graph.plan.ir import Plan
@@ -31,6 +32,9 @@ CAUSE_S = 5.0
 """Seconds to wait for the actor whose failure was the cause, after another actor has reported a consequence."""
 
 
+POLL_S = 0.05
+"""Seconds between two calls to an actor that is restarting."""
+
 MAX_DESCRIBED = 10_000
 """Number of actors whose facts are kept; more than one process ever uses."""
 
@@ -38,17 +42,9 @@ _described: dict[str, ActorInfo] = {}
 """Facts by actor id."""
 
 
-def deploy(
-    plan: Plan,
-    actors: Sequence[Any],
-    *,
-    max_inflight: int,
-    timeout_s: float | None,
-    max_lent_bytes: int,
-    exclusive: bool,
-) -> Connections:
+def deploy(plan: Plan, actors: Sequence[Any], options: GraphOptions) -> Connections:
     """Open every channel of the plan. Waits for the actors to start and to finish the calls that they are running."""
-    deadline = Deadline(timeout_s)
+    deadline = Deadline(options.timeout_s)
     ids = {member: _ray.actor_id_of(actor) for member, actor in enumerate(actors, 1)}
 
     def describe(members: Iterable[int]) -> dict[int, ActorInfo]:
@@ -60,14 +56,7 @@ def deploy(
 
     def attempt(infos: Mapping[int, ActorInfo]) -> Connections:
         connections = Connections(plan, actors, [infos[member] for member in ids])
-        setup = ChannelSetup(
-            connections,
-            max_inflight=max_inflight,
-            timeout_s=timeout_s,
-            max_lent_bytes=max_lent_bytes,
-            exclusive=exclusive,
-        )
-        _open_channels(connections, setup, deadline)
+        _open_channels(connections, ChannelSetup(connections, options), deadline)
         return connections
 
     known = {member: _described[actor_id] for member, actor_id in ids.items() if actor_id in _described}
@@ -105,8 +94,9 @@ def _open_channels(connections: Connections, setup: ChannelSetup, deadline: Dead
             actors[member - 1].__ray_call__.remote(bootstrap.abandon_network, setup.graph)
         if isinstance(error, OSError) and not isinstance(error, GraphError):
             raise GraphPlanError(
-                f"cannot create the channels of {len(plan.edges)} edges with {setup.max_inflight} slots each: {error}. "
-                "Lower max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared memory)"
+                f"cannot create the channels of {len(plan.edges)} edges with {setup.options.max_inflight} slots each: "
+                f"{error}. Lower max_inflight, or raise the limits of this process (ulimit -n, ulimit -v, shared "
+                "memory)"
             ) from error
         raise
     finally:
@@ -158,3 +148,52 @@ def _answer_of(name: str, actor: Any, ref: Any, deadline: Deadline) -> Any:
         if isinstance(error.cause, GraphError):
             raise error.cause from None
         raise GraphPlanError(f"{name} cannot take part: {error}") from error
+
+
+# Waiting for actors that restart
+
+
+def wait_until_alive(plan: Plan, actors: Sequence[Any], timeout_s: float | None) -> None:
+    """Wait until every actor of an ended graph answers an ordinary call; Ray may be restarting it.
+
+    A call that returns is the only proof that an actor is alive: for a moment after the death of a process, Ray still
+    lists its actor as alive. Ray's list decides only that an actor is dead for good. Called by `recompile`.
+
+    GraphActorDiedError if Ray will not restart an actor, GraphTimeoutError if one does not answer in time.
+    """
+    deadline = Deadline(timeout_s)
+    waiting = dict(zip(plan.members[1:], actors, strict=True))
+    while True:
+        refs = {name: actor.__ray_call__.remote(bootstrap.describe_actor) for name, actor in waiting.items()}
+        waiting = {
+            name: waiting[name] for name, ref in refs.items() if not _answers(name, waiting[name], ref, deadline)
+        }
+        if not waiting:
+            return
+        remaining_s = deadline.left_s()
+        if remaining_s is not None and remaining_s <= 0:
+            raise GraphTimeoutError(
+                f"{', '.join(waiting)} did not restart within {deadline.timeout_s} s: Ray restarts it still, or waits "
+                "for resources (ray status). Call recompile again, or compile with a larger timeout_s"
+            )
+        time.sleep(POLL_S if remaining_s is None else min(remaining_s, POLL_S))
+
+
+def _answers(name: str, actor: Any, ref: Any, deadline: Deadline) -> bool:
+    """Return True if the call has returned, False if the actor is restarting."""
+    try:
+        ray.get(ref, timeout=deadline.left_s())
+    except ray.exceptions.GetTimeoutError as error:
+        raise GraphTimeoutError(
+            f"{name} did not answer within {deadline.timeout_s} s: it is still starting, or runs a long method. Call "
+            "recompile again, or compile with a larger timeout_s"
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        actor_id = _ray.actor_id_of(actor)
+        if not _ray.is_dead_for_good(actor_id):
+            return False
+        raise GraphActorDiedError(
+            f"{name} is dead, and Ray does not restart it (max_restarts): compile with a living actor. {error}",
+            actor=actor_id,
+        ) from error
+    return True

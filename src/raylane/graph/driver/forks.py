@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Protocol
+from typing import Any
+
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Disownable(Protocol):
-    """Object that must be disowned in a forked child."""
-
-    def disown(self) -> None:
-        """Stop using everything that is shared with the parent process. Called in the child."""
-
-
-_registered: weakref.WeakSet[Disownable] = weakref.WeakSet()
-
-
-def register(graph: Disownable) -> None:
-    """Disown this graph in every child that is forked during the graph's life."""
-    _registered.add(graph)
+def register(part: Any) -> None:
+    """Call `disown` of this part of a graph in every child that is forked during its life."""
+    _registered.add(part)
 
 
 def _after_fork() -> None:
-    for graph in list(_registered):
-        graph.disown()
+    for part in list(_registered):
+        part.disown()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from raylane.core import trace_file
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError
+from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.driver import flat
 from raylane.graph.driver.collect import Collector
-from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.deploy import deploy
-from raylane.graph.driver.executions import Executions
+from raylane.graph.driver.deploy import deploy, wait_until_alive
 from raylane.graph.driver.metrics import Publisher
-from raylane.graph.driver.restart import wait_until_alive
-from raylane.graph.driver.result import ExecutionEnd, GraphResult
+from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.driver.submit import NoMemory, NotAdmitted, Prepared, SubmitBusy, Submitter
 from raylane.graph.inspect import critical_path, drawing, stats, trace
 from raylane.graph.inspect.arrivals import Arrivals, CallRecord, DriverRecord
@@ -35,64 +33,26 @@ NAMED_EXECUTIONS = 1000
 """Number of past executions from which `stats` finds the members that an actor waited for."""
 
 
-class _Records(NamedTuple):
-    """Records of past executions, and the actors that did not answer."""
-
-    calls: list[CallRecord]
-    executions: list[DriverRecord]
-    silent: list[str]
-
-
 class CompiledGraph:
     """A graph of actor calls that runs over shared memory. Created by `raylane.compile`.
 
     Thread-safe. As a context manager it ends with `teardown`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        connections: Connections,
-        *,
-        max_inflight: int,
-        timeout_s: float | None,
-        max_lent_bytes: int,
-        exclusive: bool,
-    ) -> None:
+    def __init__(self, plan: Plan, actors: Sequence[Any], options: GraphOptions) -> None:
+        """Open the channels of a plan and create its graph; `raylane.compile` calls this."""
+        connections = deploy(plan, actors, options)
         self.plan = plan
-        self.max_inflight = max_inflight
-        self.timeout_s = timeout_s
-        self._max_lent_bytes = max_lent_bytes  # this and the next: for `recompile`
-        self._exclusive = exclusive
+        self.max_inflight = options.max_inflight
+        self.timeout_s = options.timeout_s
+        self._options = options
         self._connections = connections
         self._executions = Executions()
         self._publisher = Publisher()
-        self._collector = Collector(plan, connections, self._executions, timeout_s)
-        self._submitter = Submitter(
-            plan, connections, self._executions, self._collector, max_inflight=max_inflight, timeout_s=timeout_s
-        )
+        self._collector = Collector(plan, connections, self._executions, options.timeout_s)
+        self._submitter = Submitter(plan, connections, self._executions, self._collector, options)
         self._submit = flat.submit_function(self._submitter, self._collector)
         flat.shorten_wait(self._collector)
-
-    @classmethod
-    def deploy(
-        cls,
-        plan: Plan,
-        actors: Sequence[Any],
-        *,
-        max_inflight: int,
-        timeout_s: float | None,
-        max_lent_bytes: int,
-        exclusive: bool,
-    ) -> CompiledGraph:
-        """Open the channels of a plan and return its graph; `raylane.compile` calls this."""
-        options: dict[str, Any] = {
-            "max_inflight": max_inflight,
-            "timeout_s": timeout_s,
-            "max_lent_bytes": max_lent_bytes,
-            "exclusive": exclusive,
-        }
-        return cls(plan, deploy(plan, actors, **options), **options)
 
     # Executing
 
@@ -142,7 +102,7 @@ class CompiledGraph:
             except IndexError:  # an execution has ended meanwhile
                 await asyncio.sleep(0)
             else:
-                await ExecutionEnd(self._collector, oldest)
+                await oldest.wait_until_ended(self._collector)
 
     @property
     def spans_hosts(self) -> bool:
@@ -200,8 +160,8 @@ class CompiledGraph:
         """
         counters, answers = self._counters()
         # Only the actors that have just answered: a busy one would take five more seconds.
-        records = self._records(NAMED_EXECUTIONS, answers)
-        arrivals = Arrivals(self.plan, records.calls, records.executions)
+        calls, executions, _ = self._records(NAMED_EXECUTIONS, answers)
+        arrivals = Arrivals(self.plan, calls, executions)
         return {**counters, "time": stats.where_time_went(self.plan, stats.spent_of_answers(answers), arrivals)}
 
     def publish_metrics(self, name: str = "graph") -> None:
@@ -231,20 +191,22 @@ class CompiledGraph:
         could start. It ends when the driver has read the result, so a driver that reads late makes it longer. Asks
         every actor and waits up to 5 s for one that is busy; executions without complete records are left out.
         """
-        records = self._records(last)
-        return critical_path.explain(self.plan, records.calls, records.executions)
+        calls, executions, _ = self._records(last)
+        return critical_path.explain(self.plan, calls, executions)
 
     def trace(self, path: str | Path) -> list[str]:
         """Write the last executions (up to 8,192 calls of each actor) as a trace for Perfetto or chrome://tracing.
 
         Return the names of actors that did not answer within 5 s, because they were busy.
         """
-        records = self._records()
+        calls, executions, silent = self._records()
         pids = {member: info.place.pid for member, info in enumerate(self._connections.infos, 1)}
-        trace_file.save(path, trace.chrome_trace(self.plan, records.calls, records.executions, pids=pids))
-        return records.silent
+        trace_file.save(path, trace.chrome_trace(self.plan, calls, executions, pids=pids))
+        return silent
 
-    def _records(self, last: int | None = None, members: Collection[int] | None = None) -> _Records:
+    def _records(
+        self, last: int | None = None, members: Collection[int] | None = None
+    ) -> tuple[list[CallRecord], list[DriverRecord], list[str]]:
         """Return the records of calls and executions, on the driver's clock, and the names of actors without answer.
 
         Of the last executions (or all that are kept), and of these members (or all).
@@ -258,7 +220,7 @@ class CompiledGraph:
             for task, execution, *times in records
             if execution >= oldest
         ]
-        return _Records(calls, [record for record in list(self._executions.records) if record[0] >= oldest], silent)
+        return calls, [record for record in list(self._executions.records) if record[0] >= oldest], silent
 
     # Ending
 
@@ -275,14 +237,7 @@ class CompiledGraph:
         self.teardown()
         actors = self._connections.actors
         wait_until_alive(self.plan, actors, self.timeout_s)
-        return CompiledGraph.deploy(
-            self.plan,
-            actors,
-            max_inflight=self.max_inflight,
-            timeout_s=self.timeout_s,
-            max_lent_bytes=self._max_lent_bytes,
-            exclusive=self._exclusive,
-        )
+        return CompiledGraph(self.plan, actors, self._options)
 
     def teardown(self, timeout: float = 5.0) -> None:
         """End the graph and free its memory.

@@ -1,57 +1,30 @@
-"""Result of one execution: returned by `execute` at once, completed later by the collector or the inline backend."""
+"""Result of one execution: returned by `execute` at once, completed later by the collector or the inline backend.
+
+`Executions` are those of one graph that are under way, shared by the submitter and the collector of the driver.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import copy
+import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphTimeoutError, RaylaneError
 from raylane.graph.driver.asyncio_bridge import resolve
+from raylane.graph.plan.ir import Plan
+from raylane.graph.values import operations
 from raylane.graph.values.failures import Failure
+from raylane.graph.worker.executor import KEPT_RECORDS
 
-
-class ResultSource(Protocol):
-    """Object that completes results: the collector of a compiled graph, or an inline graph."""
-
-    timeout_s: float | None
-
-    def wait_for_result(self, result: GraphResult, timeout_s: float | None) -> bool:
-        """Wait until the result is done. Return False after the timeout."""
-        ...
-
-    def collect_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Read messages, or wait while another thread does, until `ready()`. Return False after the deadline."""
-        ...
-
-    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None] | None:
-        """Return a future for a coroutine of this loop to await; None if a thread has to wait instead."""
-        ...
-
-    def overstayed(self) -> bool:
-        """Return True if coroutines have used `glance` for so long that the event loop must run before the next one."""
-        ...
-
-    def glance(self, result: GraphResult) -> None:
-        """Read messages until the result is done, but only as long as waiting without sleep pays off."""
-        ...
-
-    def look(self) -> None:
-        """Read the messages that have arrived. Does not wait."""
-        ...
-
-    def describe_wait(self, number: int) -> str:
-        """Return for messages which results of execution `number` have not arrived."""
-        ...
-
-    def notify(self) -> None:
-        """Make all waiting threads check again."""
-        ...
+log = logging.getLogger("raylane.graph")
 
 
 class GraphResult:
@@ -71,11 +44,12 @@ class GraphResult:
     _error: BaseException | None = None
     _waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
 
-    def __init__(
-        self, source: ResultSource, number: int, messages_left: int, values: list[Any], wakes_asyncio: bool
-    ) -> None:
-        self._source: ResultSource | None = source
-        """None once the result is done: a result that is kept must not keep the graph and its actors."""
+    def __init__(self, source: Any, number: int, messages_left: int, values: list[Any], wakes_asyncio: bool) -> None:
+        self._source = source
+        """`collect.Collector` that completes this result; None in an inline graph.
+
+        None once the result is done: a result that is kept must not keep the graph and its actors.
+        """
         self.number = number
         """Number of this execution, from 0."""
         self._messages_left = messages_left
@@ -136,7 +110,8 @@ class GraphResult:
             return self._value
         return self._raise()
 
-    def wait_until_ended(self, source: ResultSource) -> Generator[Any, Any, None]:
+    @types.coroutine
+    def wait_until_ended(self, source: Any) -> Generator[Any, Any, None]:
         """Wait in asyncio until every message of the execution was read, or `timeout_s` has passed. For the graph."""
         while self._values is not None:
             waited = Deadline(source.timeout_s)
@@ -144,7 +119,7 @@ class GraphResult:
             if waited.left_s() == 0:
                 return
 
-    def _wait(self, source: ResultSource, ready: Callable[[], bool]) -> Generator[Any, Any, None]:
+    def _wait(self, source: Any, ready: Callable[[], bool]) -> Generator[Any, Any, None]:
         """Wait in asyncio until the result changes, or `timeout_s` has passed: check `ready` again afterwards."""
         loop = asyncio.get_running_loop()
         future = source.future(loop) if self._wakes_asyncio else None
@@ -217,19 +192,66 @@ class GraphResult:
         return f"GraphResult(execution {self.number}, {state})"
 
 
-class ExecutionEnd:
-    """Awaitable for the end of an execution. Takes neither the value nor the error of its result."""
-
-    def __init__(self, source: ResultSource, result: GraphResult) -> None:
-        self._source = source
-        self._result = result
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._result.wait_until_ended(self._source)
-
-
 def _identity(value: Any) -> Any:
     return value
+
+
+class Executions:
+    """State of the executions of one graph.
+
+    The submitter adds executions and the collector ends them; each counter is written by one of the two only.
+    """
+
+    __slots__ = ("completed", "early_failures", "pending", "records", "submitted")
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        """Number of executions started. Written under the submit lock."""
+        self.completed = 0
+        """Number of executions of which every message was read. Written under the collect lock."""
+        self.pending: collections.deque[GraphResult] = collections.deque()
+        """Results of executions under way, oldest first.
+
+        A failed execution stays until all its messages were read: until then its slots in the rings are in use.
+        """
+        self.early_failures: collections.deque[tuple[int, Any]] = collections.deque()
+        """(execution, pickled error) of failures reported ahead of the messages of the execution. From any thread."""
+        self.records: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=KEPT_RECORDS)
+        """(execution, submitted, completed), in seconds of time.perf_counter()."""
+
+    @property
+    def inflight(self) -> int:
+        """Number of executions under way."""
+        return self.submitted - self.completed
+
+
+def complete_result(plan: Plan, result: GraphResult, values: list[Any]) -> None:
+    """Complete a result from its values, unless it has failed before. Errors of leaves are logged and kept with it."""
+    if plan.leaves:
+        errors = []
+        for value, task in plan.leaves:
+            if type(values[value]) is Failure:
+                errors.append(values[value].error)
+                log.error(
+                    "execution %d: %s failed; no output needs its result: %s",
+                    result.number,
+                    plan.labels[task],
+                    errors[-1],
+                )
+        result.leaf_errors = tuple(errors)
+    if result._done:
+        return
+    # The first error in the order of the output, so that the same failure gives the same error each time.
+    for value in plan.output_values:
+        if type(values[value]) is Failure:
+            output, error = None, values[value].error
+            break
+    else:
+        try:
+            output, error = operations.evaluate(plan.output, values), None
+        except Exception as failure:  # for example a gather of arrays whose shapes do not fit together
+            output, error = None, failure
+    result.complete(output, error)
 
 
 def wait(
@@ -253,7 +275,7 @@ def wait(
     return done, [result for result in results if result not in done]
 
 
-def _collect_all(sources: list[ResultSource], ready: Callable[[], bool], deadline: Deadline) -> None:
+def _collect_all(sources: list[Any], ready: Callable[[], bool], deadline: Deadline) -> None:
     """Read messages of several graphs until `ready` or the deadline.
 
     Each graph has its own doorbell, so a thread waits for each graph but the first.
@@ -263,7 +285,7 @@ def _collect_all(sources: list[ResultSource], ready: Callable[[], bool], deadlin
     def over_or_ready() -> bool:
         return over or ready()
 
-    def collect(source: ResultSource) -> None:
+    def collect(source: Any) -> None:
         source.collect_until(over_or_ready, deadline)
         for other in sources:  # their threads sleep, and no message wakes them
             if other is not source:

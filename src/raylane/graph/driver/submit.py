@@ -14,23 +14,22 @@ from typing import Any, TypeAlias
 
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphClosedError, GraphError, GraphFullError, GraphTimeoutError
+from raylane.graph.channels.layout import GraphOptions
 from raylane.graph.channels.lease import LeasePool
-from raylane.graph.channels.peer_link import Writer
-from raylane.graph.channels.published import PublishingWriter
+from raylane.graph.channels.published import EdgeWriter, PublishingWriter
 from raylane.graph.channels.ring import LEND_FROM_BYTES, WAKE
 from raylane.graph.driver import forks
 from raylane.graph.driver.collect import CHECK_S, Collector
 from raylane.graph.driver.connections import Connections
-from raylane.graph.driver.executions import Executions
 from raylane.graph.driver.locks import RecoverableLock, entered_twice
-from raylane.graph.driver.result import GraphResult
+from raylane.graph.driver.result import Executions, GraphResult
 from raylane.graph.plan.ir import INPUT, Plan
 from raylane.graph.values import message as messages
 from raylane.graph.values.arguments import Arguments
 from raylane.graph.values.failures import error_message
 from raylane.graph.values.message import Encoder, Message
 
-InputMessage: TypeAlias = tuple[Writer | PublishingWriter, Message, int]
+InputMessage: TypeAlias = tuple[EdgeWriter, Message, int]
 """(writer, message, index of the value)."""
 Prepared: TypeAlias = tuple[list[InputMessage], list[Any]]
 """(messages, initial values of the result)."""
@@ -67,17 +66,15 @@ class Submitter:
         connections: Connections,
         executions: Executions,
         collector: Collector,
-        *,
-        max_inflight: int,
-        timeout_s: float | None,
+        options: GraphOptions,
     ) -> None:
         self.lock = RecoverableLock()
         self._connections = connections
         self.lifecycle = connections.lifecycle
         self.executions = executions
         self._collector = collector
-        self.max_inflight = max_inflight
-        self._timeout_s = timeout_s
+        self.max_inflight = options.max_inflight
+        self._timeout_s = options.timeout_s
         self._arguments = Arguments(plan)
         self.encoder = Encoder()  # guarded by _lock
         self._fatal = plan.fatal_values
@@ -100,8 +97,17 @@ class Submitter:
         try:
             lock.entries += 1
             lock.held = True
-            inputs, values = self._encode_inputs(args, kwargs)
-            return self.admit(inputs, values, timeout_s)
+            inputs = self._arguments.values(args, kwargs)
+            values = self.empty.copy()
+            encode = self.encoder.encode
+            for value in self._collected_inputs:
+                # A copy, as if the input had travelled: the caller may change its object before it gets the result.
+                values[value] = messages.duplicate(encode(inputs[value]))
+            encoded: list[InputMessage] = [
+                (writer, (writer.encode if isinstance(writer, PublishingWriter) else encode)(inputs[value]), value)
+                for writer, value in self._connections.inputs
+            ]
+            return self.admit(encoded, values, timeout_s)
         finally:
             lock.held = False
             lock.lock.release()
@@ -123,8 +129,16 @@ class Submitter:
         """Wait for capacity, then send the inputs of one execution. Call with the lock held."""
         try:
             # Inputs were encoded before the wait for capacity: an error in them is raised at once.
-            if self.executions.inflight >= self.max_inflight:
-                self._wait_for_capacity(timeout_s)
+            executions, most = self.executions, self.max_inflight
+            if executions.inflight >= most and not self._collector.collect_until(
+                lambda: executions.inflight < most, Deadline(timeout_s)
+            ):
+                if timeout_s != 0:
+                    raise self.timeout_error()
+                raise NotAdmitted(
+                    f"{most} executions are under way, which is max_inflight: get a result first, or call execute, "
+                    "which waits"
+                )
             if timeout_s == 0 and not has_memory(self._connections.pool, inputs):
                 raise NoMemory(
                     "no memory for this input: readers keep arrays that they received. Try again, or drop those arrays"
@@ -135,20 +149,6 @@ class Submitter:
         if self.lifecycle.error is not None:  # again: the graph may have ended during the wait
             raise self._ended()
         return self._send(inputs, values)
-
-    def _encode_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[InputMessage], list[Any]]:
-        """Return the messages to send, and the initial values of the result: inputs that are outputs too."""
-        inputs = self._arguments.values(args, kwargs)
-        values = self.empty.copy()
-        encode = self.encoder.encode
-        for value in self._collected_inputs:
-            # A copy, as if the input had travelled: the caller may change its object before it gets the result.
-            values[value] = messages.duplicate(encode(inputs[value]))
-        encoded: list[InputMessage] = [
-            (writer, (writer.encode if isinstance(writer, PublishingWriter) else encode)(inputs[value]), value)
-            for writer, value in self._connections.inputs
-        ]
-        return encoded, values
 
     def _wait_for_lock(self, timeout_s: float | None) -> None:
         """Wait for the submit lock and take it."""
@@ -187,20 +187,6 @@ class Submitter:
                 self._connections.release_memory()
             finally:
                 lock.release()
-
-    def _wait_for_capacity(self, timeout_s: float | None) -> None:
-        executions = self.executions
-
-        def has_capacity() -> bool:
-            return executions.inflight < self.max_inflight
-
-        if not self._collector.collect_until(has_capacity, Deadline(timeout_s)):
-            if timeout_s != 0:
-                raise self.timeout_error()
-            raise NotAdmitted(
-                f"{self.max_inflight} executions are under way, which is max_inflight: get a result first, or call "
-                "execute, which waits"
-            )
 
     def _send(self, inputs: list[InputMessage], values: list[Any]) -> GraphResult:
         executions = self.executions

@@ -28,19 +28,19 @@ class Failure(Generic[E]):
         self.error = error
 
 
-def error_message(error: BaseException, where: str, cause: BaseException | None = None) -> Message:
-    """Encode an error that happened around a call at `where`, with the traceback of `cause` (None: of `error`).
+def error_message(error: BaseException, where: str) -> Message:
+    """Encode an error that happened around a call at `where`.
 
     Errors of raylane's graphs are encoded as they are, because they name their place themselves.
     """
-    return encode_error(error) if isinstance(error, GraphError) else raised_message(error, where, cause)
+    return encode_error(error) if isinstance(error, GraphError) else raised_message(error, where)
 
 
-def raised_message(error: BaseException, where: str, cause: BaseException | None = None) -> Message:
+def raised_message(error: BaseException, where: str) -> Message:
     """Encode an error that a method has raised, as Ray does: an instance of its class and of RayTaskError.
 
     This holds for a GraphError too: it belongs to another graph, which the method has used, and must not look like an
     error of this graph.
     """
-    text = "".join(traceback.format_exception(cause or error))
+    text = "".join(traceback.format_exception(error))
     return encode_error(_ray.task_error(where, text, error))

@@ -77,7 +77,7 @@ def join_graph(instance: Any, packed: bytes, held: list[Any]) -> tuple[str | Non
     """
     program: Program = references.unpack(packed, held)
     loop = _ray.actor_loop()
-    if program.exclusive and loop is not None:
+    if program.layout.options.exclusive and loop is not None:
         raise GraphPlanError(
             f"cannot compile with exclusive=True: {_ray.describe_self()} is an asyncio actor, whose calls interleave "
             "by design. Use an asyncio.Lock in its methods"
@@ -91,10 +91,10 @@ def join_graph(instance: Any, packed: bytes, held: list[Any]) -> tuple[str | Non
         if network is not None:
             undo.callback(network.close)
         # Before the session opens channels: from then on the driver may start executions.
-        if program.exclusive:
+        if program.layout.options.exclusive:
             exclusive.add_graph(instance, graph_loop().exclusive)
             undo.callback(exclusive.remove_graph, instance)
-        session = Session(program, instance, loop, network)
+        session = Session(program, instance, loop, network, graph_loop().doorbell, graph_loop().exclusive)
         undo.pop_all()  # the session owns both from now on
     # Captured here, on the actor's own thread: its `__init__` and earlier calls have set these settings.
     graph_loop().add(session, thread_state.capture())

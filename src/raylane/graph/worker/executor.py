@@ -13,9 +13,10 @@ import contextlib
 import inspect
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -24,8 +25,8 @@ from raylane.core import native
 from raylane.core.deadline import Deadline
 from raylane.errors import GraphActorDiedError, GraphError, GraphPlanError, GraphTimeoutError, GraphValueError
 from raylane.graph.channels.lease import PoolFull, SegmentGone
-from raylane.graph.channels.published import PublishingWriter, fetched_edge
-from raylane.graph.channels.ring import WAKE, ProcessDoorbell, Received
+from raylane.graph.channels.published import EdgeWriter, PublishingWriter, fetched_edge
+from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingReader
 from raylane.graph.lifecycle import EXECUTOR_TRANSITIONS, ExecutorEvent, ExecutorState
 from raylane.graph.plan.ir import DRIVER, Edge, Plan, Ref, Step, Task
 from raylane.graph.values import message as messages
@@ -43,37 +44,12 @@ KEPT_RECORDS = 8192
 _UNLOCKED = contextlib.nullcontext()
 
 
-class Reader(Protocol):
-    """Reading end of an edge, as the executor uses it (implemented by `channels.ring.RingReader`)."""
-
-    writer: int
-    """Member that writes the messages."""
-
-    @property
-    def sequence(self) -> int:
-        """Number of messages read."""
-
-    @property
-    def poll(self) -> Callable[[], tuple[int, int, bytes | None] | None]:
-        """Function that returns (kind, flags, body) of the next message, or None if there is none."""
-
-    def received(self, kind: int, flags: int, body: bytes | None) -> Received:
-        """Return the whole message of which `poll` has just returned the beginning."""
-
-
-class Writer(Protocol):
-    """Sending end of an edge, as the executor uses it."""
-
-    def write(self, sequence: int, message: Message, flags: int = 0) -> None:
-        """Send one message. PoolFull if there is no memory for it: then nothing was sent."""
-
-
 class InboundEdge:
     """One edge into this actor."""
 
     __slots__ = ("bytes", "edge", "fatal", "label", "poll", "reader", "value", "writer")
 
-    def __init__(self, edge: Edge, reader: Reader, label: str, fatal: bool) -> None:
+    def __init__(self, edge: Edge, reader: RingReader, label: str, fatal: bool) -> None:
         self.edge = edge.index
         self.writer = edge.writer
         """Member that computes the value; a relay may pass it on."""
@@ -92,7 +68,7 @@ class OutboundEdge:
 
     __slots__ = ("encode", "fatal", "kept", "reports", "steps", "write", "writer")
 
-    def __init__(self, steps: tuple[Step, ...], writer: Writer, fatal: bool, to_driver: bool) -> None:
+    def __init__(self, steps: tuple[Step, ...], writer: EdgeWriter, fatal: bool, to_driver: bool) -> None:
         self.steps = steps
         self.fatal = fatal
         """True if the execution fails when the message cannot be sent."""
@@ -108,53 +84,42 @@ class OutboundEdge:
             self.encode, self.kept = writer.encode, writer.published
 
 
+@dataclass(slots=True)
 class _BlockedSend:
     """Messages of a task that wait for memory. Meanwhile the actor serves its other graphs."""
 
-    __slots__ = ("deadline", "task", "waiting")
-
-    def __init__(self, task: PreparedTask, waiting: list[tuple[OutboundEdge, Message]], deadline: Deadline) -> None:
-        self.task = task
-        self.waiting = waiting
-        """Messages in order. Each has memory of its own, because code of the actor runs before they are sent."""
-        self.deadline = deadline
+    task: PreparedTask
+    waiting: list[tuple[OutboundEdge, Message]]
+    """Messages in order. Each has memory of its own, because code of the actor runs before they are sent."""
+    deadline: Deadline
 
 
+@dataclass(slots=True, eq=False)
 class PreparedTask:
     """One task with everything that is looked up once."""
 
-    __slots__ = (
-        "call",
-        "done_with",
-        "index",
-        "inputs",
-        "label",
-        "local",
-        "outputs",
-        "reads",
-        "reports",
-        "single_argument",
-        "task",
-    )
+    task: Task
+    label: str
+    call: Callable[..., Any]
+    inputs: list[InboundEdge]
+    """Edges whose message no earlier task of the same execution reads."""
+    index: int = field(init=False)
+    reads: tuple[int, ...] = field(init=False)
+    single_argument: int | None = field(init=False)
+    """Index of the value that is the one argument: the usual case, which needs no evaluation."""
+    reports: bool = False
+    """True if a failure of the call must be reported to the driver, because none of its edges does so."""
+    outputs: list[OutboundEdge] = field(default_factory=list)
+    local: list[tuple[int, tuple[Step, ...], bool]] = field(default_factory=list)
+    """(value, steps, fatal) for each value of this task that later tasks of this actor use without a channel."""
+    done_with: list[int] = field(default_factory=list)
+    """Values that no later task of this actor reads; left empty for its last task, after which all values go."""
 
-    def __init__(self, task: Task, label: str, call: Callable[..., Any], inputs: Sequence[InboundEdge]) -> None:
-        self.task = task
-        self.reports = False
-        """True if a failure of the call must be reported to the driver, because none of its edges does so."""
-        self.label = label
-        self.call = call
-        self.index = task.index
-        self.inputs = list(inputs)
-        """Edges whose message no earlier task of the same execution reads."""
-        self.reads = task.reads
+    def __post_init__(self) -> None:
+        task = self.task
+        self.index, self.reads = task.index, task.reads
         alone = len(task.args) == 1 and not task.kwargs
-        self.single_argument: int | None = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
-        """Index of the value that is the one argument: the usual case, which needs no evaluation."""
-        self.outputs: list[OutboundEdge] = []
-        self.local: list[tuple[int, tuple[Step, ...], bool]] = []
-        """(value, steps, fatal) for each value of this task that later tasks of this actor use without a channel."""
-        self.done_with: list[int] = []
-        """Values that no later task of this actor reads; left empty for its last task, after which all values go."""
+        self.single_argument = task.args[0].value if alone and isinstance(task.args[0], Ref) else None
 
 
 class Executor:
@@ -171,8 +136,8 @@ class Executor:
         plan: Plan,
         member: int,
         instance: Any,
-        readers: Mapping[int, Reader],
-        writers: Mapping[int, Writer],
+        readers: Mapping[int, RingReader],
+        writers: Mapping[int, EdgeWriter],
         *,
         loop: asyncio.AbstractEventLoop | None,
         lock: Any | None,
@@ -236,7 +201,7 @@ class Executor:
             self._callbacks[1](self.execution, message, self.flags)
         return message
 
-    def _prepare(self, instance: Any, writers: Mapping[int, Writer]) -> list[PreparedTask]:
+    def _prepare(self, instance: Any, writers: Mapping[int, EdgeWriter]) -> list[PreparedTask]:
         plan, arrived, prepared = self.plan, set[int](), []
         by_value = {plan.edges[edge].value: inbound for edge, inbound in self.inbound.items()}
         own_tasks = plan.order[self.member]

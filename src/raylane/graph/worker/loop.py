@@ -18,13 +18,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from raylane.core.semaphore import post
 from raylane.graph.channels.lease import POLL_INTERVAL_S
 from raylane.graph.channels.ring import ProcessDoorbell
-from raylane.graph.lifecycle import Event, Lifecycle, State
+from raylane.graph.lifecycle import Event, State
 from raylane.graph.worker import thread_state
+from raylane.graph.worker.session import Session
 from raylane.graph.worker.thread_state import ThreadState
 
 log = logging.getLogger("raylane.graph")
@@ -36,47 +36,6 @@ ROUNDS_PER_CHECK = 64
 
 Looking in every round would cost a tenth of a small task.
 """
-
-
-class LoopExecutor(Protocol):
-    """Tasks of one graph, as the loop uses them (implemented by `executor.Executor`)."""
-
-    @property
-    def needs_polling(self) -> bool:
-        """True while the graph waits for memory, which rings no doorbell: `advance` runs every POLL_INTERVAL_S."""
-
-    def advance(self) -> bool:
-        """Run at most one task. Return False if there was nothing to do. Never waits for a message."""
-
-
-class LoopSession(Protocol):
-    """One graph in this actor, as the loop uses it (implemented by `session.Session`)."""
-
-    name: str
-    actor_name: str
-    owner_name: str
-    lifecycle: Lifecycle
-    flag: int
-    """Flag that writers of this graph set on the page of the doorbell. Several graphs may share one."""
-
-    @property
-    def executor(self) -> LoopExecutor:
-        """Tasks of the graph."""
-
-    def obey(self) -> bool:
-        """Obey one order of the driver. Return False if there is none. Does not wait."""
-
-    def fail(self, error: BaseException) -> None:
-        """Report to the driver that this graph cannot continue here."""
-
-    def check_owner(self) -> None:
-        """Advance the lifecycle to ORPHANED if the driver has ended."""
-
-    def call_before_user_code(self, hook: Callable[[], None]) -> None:
-        """Call `hook` before any code of the actor runs for this graph."""
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 class _SharedThreadState:
@@ -103,19 +62,19 @@ class GraphLoop:
         self._lock = threading.Lock()  # guards _arriving and _thread
         self._arriving: collections.deque[Callable[[], None]] = collections.deque()
         self._thread: threading.Thread | None = None
-        self.sessions: tuple[LoopSession, ...] = ()
+        self.sessions: tuple[Session, ...] = ()
         """Sessions that the loop serves at present."""
-        self._thread_states: dict[LoopSession, _SharedThreadState] = {}
+        self._thread_states: dict[Session, _SharedThreadState] = {}
         """Thread settings under which each graph was compiled; one object for equal settings."""
         self._applied: _SharedThreadState | None = None
         """Settings that the loop's thread has at present."""
-        self._by_flag: dict[int, list[LoopSession]] = {}
-        self._active: list[LoopSession] = []
+        self._by_flag: dict[int, list[Session]] = {}
+        self._active: list[Session] = []
         """Sessions that may have something to do although their flag is not set."""
         self._next_owner_check = 0.0
         self._busy_rounds = 0
 
-    def add(self, session: LoopSession, state: ThreadState) -> None:
+    def add(self, session: Session, state: ThreadState) -> None:
         """Serve a graph from now on, under these thread settings. Starts the thread if it does not run."""
         with self._lock:
             self._arriving.append(lambda: self._start_session(session, state))
@@ -128,7 +87,7 @@ class GraphLoop:
         """Wake the loop without a message."""
         post(self.doorbell.address)
 
-    def _start_session(self, session: LoopSession, state: ThreadState) -> None:
+    def _start_session(self, session: Session, state: ThreadState) -> None:
         self.doorbell.read += 1  # `add` posts the doorbell once, without a message
         equal = next((shared for shared in self._thread_states.values() if shared.initial == state), None)
         self._thread_states[session] = thread_state = equal or _SharedThreadState(state)
@@ -168,7 +127,7 @@ class GraphLoop:
                         self._thread = None
                         return
             # A single session needs no search for its flag.
-            sessions: Sequence[LoopSession] = self.sessions if len(self.sessions) == 1 else self._flagged()
+            sessions: Sequence[Session] = self.sessions if len(self.sessions) == 1 else self._flagged()
             # One task of each at a time: no graph keeps the others waiting for more than a task.
             if self._advance(sessions):
                 continue
@@ -181,7 +140,7 @@ class GraphLoop:
                 self._active = self._flagged() or list(self.sessions)
             self._check_owners()
 
-    def _flagged(self) -> list[LoopSession]:
+    def _flagged(self) -> list[Session]:
         """Return the active sessions and those whose flag is set, each once."""
         flagged = self._active
         # Two graphs may share a flag; polling one in vain is harmless.
@@ -189,7 +148,7 @@ class GraphLoop:
             flagged = [*flagged, *(session for session in self._by_flag.get(flag, ()) if session not in flagged)]
         return flagged
 
-    def _advance(self, sessions: Sequence[LoopSession]) -> bool:
+    def _advance(self, sessions: Sequence[Session]) -> bool:
         """Run at most one task of each session. Return False if none of them had anything to do."""
         check = self._busy_rounds % ROUNDS_PER_CHECK == ROUNDS_PER_CHECK - 1
         busy = False
@@ -215,7 +174,7 @@ class GraphLoop:
                 self._check_owners()
         return busy
 
-    def _fail(self, session: LoopSession, error: BaseException) -> None:
+    def _fail(self, session: Session, error: BaseException) -> None:
         """End one graph because of an error. Never raises: this thread serves the other graphs too."""
         log.error("graph %s in %s", session.name, session.actor_name, exc_info=error)
         session.lifecycle.advance(Event.LEAVE)  # first: the report must not wait for memory
@@ -235,7 +194,7 @@ class GraphLoop:
             if session.lifecycle.state is State.ORPHANED:
                 self._remove(session)
 
-    def _remove(self, session: LoopSession) -> None:
+    def _remove(self, session: Session) -> None:
         if session.lifecycle.state is State.ORPHANED:
             log.warning("leaving graph %s: its owner, %s, has ended", session.name, session.owner_name)
         self.sessions = tuple(other for other in self.sessions if other is not session)

@@ -280,7 +280,12 @@ class _Member:
             if not _is_of_network(error):
                 self.leave(error)
                 raise
-            cause = self._error_of_another()
+            cause: BaseException | None = None
+            with contextlib.suppress(RuntimeError):  # rank 0, and with it the store, has ended
+                keys = self._open_keys()
+                # Raise the error because of which another member has left, if there is one.
+                if keys.check([_LEFT]):
+                    cause = messages.decode(messages.ERROR, keys.get(_LEFT), ())
             if cause is None:
                 raise
             raise cause from None
@@ -322,14 +327,6 @@ class _Member:
         """Tell the others that this member takes no further part, because of an error."""
         with contextlib.suppress(RuntimeError):  # rank 0, and with it the store, has ended
             self._open_keys().set(_LEFT, bytes(messages.encode_error(error).body))
-
-    def _error_of_another(self) -> BaseException | None:
-        """Return the error because of which another member has left, or None."""
-        try:
-            keys = self._open_keys()
-            return messages.decode(messages.ERROR, keys.get(_LEFT), ()) if keys.check([_LEFT]) else None
-        except RuntimeError:  # rank 0, and with it the store, has ended
-            return None
 
     def _open_keys(self) -> Any:
         if self._keys is None:

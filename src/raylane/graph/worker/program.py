@@ -43,7 +43,6 @@ class Program:
     owner: Place
     """Place of the driver. Where it runs on another host, a link notices that it has ended."""
     owner_name: str
-    exclusive: bool
     wake_fd: int
     """Number in the driver of the eventfd that wakes its asyncio loop."""
 

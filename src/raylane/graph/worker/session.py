@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,13 @@ from raylane.graph.channels import published
 from raylane.graph.channels.ends import ChannelEnds
 from raylane.graph.channels.lease import LeasePool, LeaseReader
 from raylane.graph.channels.peer_network import PeerNetwork
-from raylane.graph.channels.ring import WAKE, RingWriter
+from raylane.graph.channels.ring import WAKE, ProcessDoorbell, RingWriter
 from raylane.graph.lifecycle import Event, Lifecycle
 from raylane.graph.plan.ir import DRIVER
 from raylane.graph.values import message as messages
 from raylane.graph.worker import exclusive
 from raylane.graph.worker.executor import Executor
 from raylane.graph.worker.flat import shorten
-from raylane.graph.worker.loop import graph_loop
 from raylane.graph.worker.program import EXITED, TROUBLE, Program
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -49,9 +49,14 @@ class Session:
         instance: Any,
         loop: asyncio.AbstractEventLoop | None,
         network: PeerNetwork | None,
+        doorbell: ProcessDoorbell,
+        exclusive_lock: threading.RLock,
     ) -> None:
-        """Open all channels. `loop` is that of an asyncio actor; `network` exists if the graph spans hosts."""
-        layout, plan = program.layout, program.plan
+        """Open all channels. `loop` is that of an asyncio actor; `network` exists if the graph spans hosts.
+
+        `doorbell` and `exclusive_lock` are those of the graph loop.
+        """
+        layout, plan, options = program.layout, program.plan, program.layout.options
         self.name = layout.graph
         self.flag = layout.flag
         """Flag of the rings of this graph on the page of the process's doorbell."""
@@ -59,28 +64,28 @@ class Session:
         self.owner_name = program.owner_name
         # A driver on another host has another pid namespace or kernel: a link notices its end.
         self._owner = program.owner if layout.near_driver else None
-        self._network = network
+        self.network = network
+        """Connections to other hosts, if the graph spans hosts."""
         self.lifecycle = Lifecycle() if network is None else network.lifecycle
-        self._exclusive_instance = instance if program.exclusive else None
+        self._exclusive_instance = instance if options.exclusive else None
         if network is not None:
             # Links first: writers below need them.
-            network.connect(layout, Deadline(layout.timeout_s))
+            network.connect(layout, Deadline(options.timeout_s))
         ends = ChannelEnds(layout, links={} if network is None else network.links)
         edges = [edge.index for edge in plan.edges_from(layout.member)]
         # The driver admits an execution only when the one `max_inflight` before it was read by every reader.
-        read_within = layout.max_inflight * len(edges)
+        read_within = options.max_inflight * len(edges)
         self._pool = LeasePool(
-            layout.max_lent_bytes, layout.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
+            options.max_lent_bytes, options.timeout_s, read_within, waits=False, lifecycle=self.lifecycle
         )
         self._leases = LeaseReader()
         self._borrowed_wake: tuple[Place, int] | None = None
         """Owner and number of the eventfd that this session uses."""
         self._encoder = messages.Encoder()
         self._reports_sent = 0
-        doorbell = graph_loop().doorbell
         self._orders = ends.reader(layout.orders, self._leases, doorbell)
         # Answers are no part of an execution, and a trace may be larger than what an edge may lend.
-        answers = LeasePool(max(layout.max_lent_bytes, MAX_ANSWER_BYTES), layout.timeout_s, lifecycle=self.lifecycle)
+        answers = LeasePool(max(options.max_lent_bytes, MAX_ANSWER_BYTES), options.timeout_s, lifecycle=self.lifecycle)
         self._reports = ends.writer(layout.reports, answers)
         published.check_available(plan, layout.member)
         self._writers = {
@@ -94,10 +99,10 @@ class Session:
             {edge.index: ends.reader(edge.index, self._leases, doorbell) for edge in plan.edges_to(layout.member)},
             self._writers,
             loop=loop,
-            lock=graph_loop().exclusive if program.exclusive else None,
+            lock=exclusive_lock if options.exclusive else None,
             on_exit=self._exit_actor,
             on_failure=self._report_failure,
-            timeout_s=layout.timeout_s,
+            timeout_s=options.timeout_s,
             doorbell=doorbell,
         )
         self.executor.collectives.ended = self._ended
@@ -122,11 +127,6 @@ class Session:
                 writer.wake_with(fd)
         return None
 
-    @property
-    def network(self) -> PeerNetwork | None:
-        """Connections to other hosts, if the graph spans hosts."""
-        return self._network
-
     def call_before_user_code(self, hook: Callable[[], None]) -> None:
         """Call `hook` before any code of the actor runs for this graph."""
         self.executor.before_user_code = hook
@@ -142,7 +142,7 @@ class Session:
             answer: Any = None
         elif order == "stats":
             sent = {edge: writer.written_bytes for edge, writer in self._writers.items()}
-            leased = self._pool.leased_bytes() + (0 if self._network is None else self._network.leased_bytes())
+            leased = self._pool.leased_bytes() + (0 if self.network is None else self.network.leased_bytes())
             answer = self.executor.stats() | {"sent_bytes": sent, "lent_bytes": leased}
         elif order == "trace":
             answer = self.executor.recorder.records()
@@ -172,8 +172,8 @@ class Session:
         if isinstance(self._reports, RingWriter):
             self._reports.write(self._reports_sent, report, flags & WAKE)
             self._reports_sent += 1
-        elif self._network is not None:
-            self._network.report(report)
+        elif self.network is not None:
+            self.network.report(report)
 
     def _exit_actor(self) -> None:
         """Report that a method has exited the actor, then exit: Ray takes seconds, the driver should not wait."""
@@ -191,13 +191,13 @@ class Session:
 
     def close(self) -> None:
         """Release everything. Leased memory stays valid for the readers that keep it."""
-        self.lifecycle.advance(Event.CLOSE)  # first: no thread of the network waits or reconnects from now on
+        self.lifecycle.advance(Event.CLOSE)  # first: no thread of the network waits from now on
         self.executor.close()
         for writer in self._writers.values():
             if isinstance(writer, published.PublishingWriter):
                 writer.close()
-        if self._network is not None:
-            self._network.close()
+        if self.network is not None:
+            self.network.close()
         borrowed, self._borrowed_wake = self._borrowed_wake, None
         if borrowed is not None:
             wake.give_back(*borrowed)

@@ -259,7 +259,7 @@ class ChannelServer:
     def _serve(self, connection: Connection) -> None:
         channel: Channel | None = None
         try:
-            connection.send(wire.Streaming([], time.perf_counter()))
+            connection.send(wire.Streaming(time.perf_counter()))
             meet = connection.receive()
             if not isinstance(meet, wire.OpenChannel):
                 raise ProtocolError(f"expected Meet, got {type(meet).__name__}")

@@ -29,7 +29,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_FRAME_BYTES = 1 << 12
 """Limit of a frame's size before the peer is authenticated, in either direction."""
@@ -211,13 +211,8 @@ class StreamRequest(msgspec.Struct, tag=12, array_like=True, frozen=True):
 
 
 class Streaming(msgspec.Struct, tag=13, array_like=True, frozen=True):
-    """Acceptance of a StreamRequest.
+    """Acceptance of a StreamRequest. `clock_s` is the sender's time.perf_counter()."""
 
-    `expected` holds pairs of a channel and the number of its next message; a channel that is not listed begins with its
-    first message. `clock_s` is the sender's time.perf_counter().
-    """
-
-    expected: list[tuple[int, int]]
     clock_s: float
 
 
