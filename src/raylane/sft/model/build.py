@@ -7,22 +7,19 @@ weights. Called by `worker`; collective.
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from raylane.errors import CheckpointError, ConfigError
+from raylane.errors import ConfigError
 from raylane.sft.config.layout import DIVISIBLE_MODELS
 from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.model import attention, lora
 from raylane.sft.model.adapter_files import adapter_names, read_adapter
 from raylane.sft.model.hf_config import attention_implementation
-from raylane.sft.model.hf_reader import IndexedReader
+from raylane.sft.model.hf_reader import read_weights
 from raylane.sft.model.initial import fill_random
 from raylane.sft.model.layers import apply_checkpointing, compile_layers, decoder_layers
 from raylane.sft.model.megatron import MegatronModel
@@ -99,7 +96,8 @@ def _build(
         if name is None:
             fill_random(causal_lm, seed)
         else:
-            read_weights(causal_lm, Path(name))
+            # `base_parameters` has a tied weight only once.
+            read_weights(lora.base_parameters(causal_lm), Path(name), type(causal_lm).__name__)
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
         read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
@@ -194,37 +192,3 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
             ) from error
         for key in lost:
             setattr(module, key, getattr(fresh, key).to(device))
-
-
-def read_weights(causal_lm: Any, folder: Path) -> None:
-    """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
-    parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
-    reader = IndexedReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    missing = sorted(set(parameters) - set(stored))
-    if missing:
-        advice = "Set policy.model_name to a folder of this model"
-        separate = any(re.search(r"\.experts\.\d+\.", name) for name in stored)
-        if separate and any(".experts." in name for name in missing):
-            advice = (
-                "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in "
-                "one, which raylane cannot load yet. Use a model without experts"
-            )
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {advice}",
-            path=str(folder),
-        )
-    for name in parameters:
-        dtype = stored[name].properties.dtype  # type: ignore[union-attr]
-        # The numbers of quantised weights need scales, which are not read.
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise CheckpointError(
-                f"{folder} holds a quantised model ({name} is {dtype}). Use a model in bfloat16, float16 or float32",
-                path=str(folder),
-            )
-    try:
-        load(parameters, storage_reader=reader)
-    except CheckpointException as error:
-        reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
