@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft.checkpoint import folders, hf_folder
+from raylane.sft.checkpoint import folders, hf_folder, publishing
 from raylane.sft.checkpoint.export import export_checkpoint
 from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
@@ -34,7 +34,7 @@ def made(folder):
             worker.setup(config, prepared, 8)
             worker.train_step(0)
             worker.train_step(1)
-            partial = folders.begin(folder / name, 2)
+            partial = publishing.begin(folder / name, 2)
             worker.save_state(str(partial / "state"), 2)
             saved = folders.commit(partial, 2, {}, {**dump(config), "prepared": prepared.train.parent.name})
             worker.save_hf(str(saved.path / "hf"))

@@ -23,13 +23,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft.checkpoint.publishing import MARKER, publishing
+from raylane.sft.checkpoint import publishing
+from raylane.sft.checkpoint.publishing import MARKER
 from raylane.sft.config.keys import value_at
 from raylane.sft.config.schema import CheckpointingConfig
 from raylane.sft.data import storage
@@ -136,14 +136,14 @@ def read(path: Place) -> Saved:
 
 def list_saved(folder: Place) -> list[Saved]:
     """Return the complete checkpoints in a folder by ascending step; other folders are ignored."""
-    return sorted((read(path) for path in publishing(folder).complete(folder)), key=lambda saved: saved.step)
+    return sorted((read(path) for path in publishing.complete(folder)), key=lambda saved: saved.step)
 
 
 def list_whole(folder: Place) -> tuple[list[Saved], list[CheckpointDamagedError]]:
     """Return the complete undamaged checkpoints by ascending step, and the errors of the damaged ones."""
     whole: list[Saved] = []
     damaged: list[CheckpointDamagedError] = []
-    for path in publishing(folder).complete(folder):
+    for path in publishing.complete(folder):
         try:
             whole.append(read(path))
         except CheckpointDamagedError as error:
@@ -164,7 +164,7 @@ def find(settings: CheckpointingConfig) -> Saved | None:
         refuse_other_owner(saved.path, settings)
         return saved
     folder = storage.at(settings.checkpoint_dir)
-    for path in publishing(folder).complete(folder):
+    for path in publishing.complete(folder):
         refuse_other_owner(path, settings)
     whole, damaged = list_whole(folder)
     # Renaming the only checkpoints would make the next start train from the beginning without a word.
@@ -200,7 +200,7 @@ def _all_damaged(settings: CheckpointingConfig, damage: CheckpointDamagedError) 
 
 def put_aside(path: Place, damage: CheckpointDamagedError) -> Place:
     """Make a damaged checkpoint invisible: it is never read or removed; return its new path."""
-    aside, done = publishing(path).put_aside(path, str(damage))
+    aside, done = publishing.put_aside(path, str(damage))
     _log.warning("%s; %s, and the run resumes from an earlier checkpoint", damage, done)
     return aside
 
@@ -215,7 +215,7 @@ def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
     state = path / "state"
     files = [*state.iterdir()] if state.is_dir() else []
     for file in (path, path / "run.json", *files):
-        owner = publishing(path).owner(file)
+        owner = publishing.owner(file)
         if owner is not None and owner != os.geteuid():
             raise CheckpointError(
                 f"{file} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that "
@@ -223,14 +223,6 @@ def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
                 path=str(path),
                 owner=owner,
             )
-
-
-def recover(folder: Place) -> list[Place]:
-    """Complete the replacements of checkpoints that were interrupted; return the paths that are visible again.
-
-    Call this before `find` and `discard_partial`, and never while another run writes to the same folder.
-    """
-    return publishing(folder).recover(folder)
 
 
 def refuse_later(settings: CheckpointingConfig, start: int) -> None:
@@ -249,14 +241,8 @@ def refuse_later(settings: CheckpointingConfig, start: int) -> None:
         )
 
 
-def begin(folder: Place, step: int) -> Place:
-    """Return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
-    return publishing(folder).begin(folder, f"step_{step}")
-
-
 def commit(partial: Place, step: int, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Saved:
     """Complete a written checkpoint: add run.json and publish it. A complete one of the same step is replaced."""
-    way = publishing(partial)
     run = {
         "step": step,
         "metrics": dict(metrics),
@@ -264,50 +250,14 @@ def commit(partial: Place, step: int, metrics: Mapping[str, float], config: Mapp
         "versions": {name: version(name) for name in ("raylane", "torch", "transformers", "ray", "numpy")},
         "files": _state_sizes(partial),
     }
-    way.write(partial / "run.json", json.dumps(run, indent=2))
-    return read(way.publish(partial, f"step_{step}"))
+    publishing.write(partial / "run.json", json.dumps(run, indent=2))
+    return read(publishing.publish(partial, step))
 
 
 def _state_sizes(path: Place) -> dict[str, int]:
     """Return file name -> size in bytes for all files of the state, with names that start at the checkpoint."""
-    sizes = publishing(path).sizes(path / "state")
+    sizes = publishing.sizes(path / "state")
     return {f"state/{name}": size for name, size in sorted(sizes.items())}
-
-
-def begin_export(saved: Saved) -> Place:
-    """Return a place for the Hugging Face folder of a complete checkpoint; nothing exists there."""
-    return publishing(saved.path).begin_export(saved.path)
-
-
-def commit_export(saved: Saved, partial: Place) -> Place:
-    """Make a finished Hugging Face folder part of its checkpoint, replacing an earlier one; return its path."""
-    return publishing(saved.path).publish_export(saved.path, partial)
-
-
-def exported(saved: Saved | None) -> Place | None:
-    """Return the Hugging Face folder of a checkpoint, None if there is none."""
-    return None if saved is None else publishing(saved.path).exported(saved.path)
-
-
-def discard(place: Place) -> None:
-    """Remove what was written to a place of `begin` or `begin_export`; a failure to remove it is ignored."""
-    # Frees the space if the disk is full; otherwise `discard_partial` does it at the next start.
-    with suppress(OSError):
-        publishing(place).clear(place)
-
-
-def discard_partial(folder: Place) -> list[Place]:
-    """Remove the leftovers of killed runs and return their paths. No other run may write to the folder meanwhile."""
-    way = publishing(folder)
-    leftovers = way.leftovers(folder)
-    for path in leftovers:
-        way.clear(path)
-    return leftovers
-
-
-def remove(saved: Saved) -> None:
-    """Delete a checkpoint; an interrupted removal leaves nothing that looks complete."""
-    publishing(saved.path).remove(saved.path)
 
 
 def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Saved], list[Saved]]:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -133,7 +134,7 @@ def read_weights(parameters: Mapping[str, nn.Parameter], folder: Path, model: st
                 _read(parameters[name], stored.get_slice(name), name, folder)
 
 
-def _read(parameter: nn.Parameter, stored: safe_open, name: str, folder: Path) -> None:
+def _read(parameter: nn.Parameter, stored: Any, name: str, folder: Path) -> None:
     """Copy this worker's part of one stored weight into a parameter."""
     if (shape := tuple(stored.get_shape())) != tuple(parameter.shape):
         raise CheckpointError(

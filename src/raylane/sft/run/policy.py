@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft.checkpoint import folders, state
+from raylane.sft.checkpoint import folders, publishing, state
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.config.load import build_config, dump
@@ -340,7 +340,7 @@ class Policy:
             self.call("finish_save")
         except RaylaneError:
             if not state.is_written(unfinished.partial / "state"):
-                folders.discard(unfinished.partial)
+                publishing.discard(unfinished.partial)
                 raise
         return self._complete(unfinished)
 
@@ -348,11 +348,11 @@ class Policy:
         """Let the workers write the state of the current step; on failure remove its partial folder."""
         folder = storage.at(self._config.checkpointing.checkpoint_dir)
         with _save_errors(self._next, folder):
-            partial = folders.begin(folder, self._next)
+            partial = publishing.begin(folder, self._next)
             try:
                 self.call(method, str(partial / "state"), self._next)
             except (OSError, RaylaneError):
-                folders.discard(partial)  # frees the space again if the disk is full
+                publishing.discard(partial)  # frees the space again if the disk is full
                 raise
         return _Unfinished(self._next, folder, partial, dict(metrics))
 
@@ -363,14 +363,14 @@ class Policy:
             try:
                 saved = folders.commit(written.partial, written.step, written.metrics, self._description())
             except (OSError, RaylaneError):
-                folders.discard(written.partial)
+                publishing.discard(written.partial)
                 raise
             # Old checkpoints are removed only after the new one is complete.
             whole, damaged = folders.list_whole(written.folder)
             for damage in damaged:  # never removed: the user may want to examine the files
                 _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
             for old in folders.keep(whole, settings)[1]:
-                folders.remove(old)
+                publishing.remove(old.path)
         return saved
 
     def export(self, saved: Saved) -> Place:
@@ -379,12 +379,12 @@ class Policy:
         The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
         CheckpointError states that the checkpoint itself is complete.
         """
-        partial = folders.begin_export(saved)
+        partial = publishing.begin_export(saved.path)
         try:
             self.call("save_hf", str(partial))
-            return folders.commit_export(saved, partial)
+            return publishing.publish_export(saved.path, partial)
         except (OSError, RaylaneError) as error:
-            folders.discard(partial)
+            publishing.discard(partial)
             if isinstance(error, WorkerLostError):  # a trainer starts the workers again
                 raise
             raise CheckpointError(
@@ -408,12 +408,12 @@ class Policy:
             # Weights of two models would lie side by side.
             raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
         draft = target.with_name(f"{target.name}.partial")
-        folders.discard(draft)  # of an interrupted export
+        publishing.discard(draft)  # of an interrupted export
         try:
             self.call("save_hf", str(draft))
             draft.rename(target)
         except (OSError, RaylaneError) as error:
-            folders.discard(draft)
+            publishing.discard(draft)
             if isinstance(error, RaylaneError):
                 raise
             raise CheckpointError(

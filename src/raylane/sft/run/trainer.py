@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
@@ -107,7 +107,7 @@ def run(config: RunConfig) -> RunResult:
         with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
             resumed = None
             if settings.enabled:
-                for path in folders.recover(storage.at(settings.checkpoint_dir)):
+                for path in publishing.recover(storage.at(settings.checkpoint_dir)):
                     _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
                 resumed = folders.find(settings)
                 folders.refuse_later(settings, resumed.step if resumed else 0)
@@ -211,7 +211,7 @@ class Trainer:
     def _discard_partial(self) -> None:
         """Remove checkpoints that were being written when a run or its workers ended."""
         if self._config.checkpointing.enabled:
-            for path in folders.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
+            for path in publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
 
     def _load(self, saved: Saved) -> tuple[Saved, int]:
@@ -376,7 +376,7 @@ class Trainer:
         if (
             self.saved is not None
             and self.saved.step == self.done
-            and (not with_hf or folders.exported(self.saved) is not None)
+            and (not with_hf or publishing.exported(self.saved.path) is not None)
         ):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
@@ -440,7 +440,7 @@ def _block_sigterm() -> Iterator[None]:
 
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
     """Return the result of a finished run; ask the model for a sample answer."""
-    folder = folders.exported(trainer.saved)
+    folder = None if trainer.saved is None else publishing.exported(trainer.saved.path)
     shown = None
     if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
