@@ -10,10 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,6 +82,11 @@ class PreparedData:
     report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
     files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
 
+    def in_folder(self, folder: Path) -> PreparedData:
+        """Return the same data with its paths in another folder, which has the same files."""
+        validation = None if self.validation is None else folder / "validation"
+        return replace(self, tokenizer_dir=folder / "tokenizer", train=folder / "train", validation=validation)
+
 
 PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
 """Conversion of `PreparedData` to JSON and back; unknown counts are ignored."""
@@ -157,14 +158,8 @@ def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
-        prepared = PREPARED.validate_json(done.read_bytes(), strict=True)
         # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
-        return replace(
-            prepared,
-            tokenizer_dir=folder / "tokenizer",
-            train=folder / "train",
-            validation=None if prepared.validation is None else folder / "validation",
-        )
+        return PREPARED.validate_json(done.read_bytes(), strict=True).in_folder(folder)
     except (OSError, ValidationError) as error:
         reason = explain(error, "its content") if isinstance(error, ValidationError) else str(error)
         raise DataError(f"{done} is damaged: {reason}. Delete {folder} and run again") from error
@@ -234,21 +229,8 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
 
 
 def _build(config: RunConfig, folder: Path, sources: str) -> None:
-    """Fill a draft folder beside `folder`, then rename it: readers never see a partial cache.
-
-    Of two concurrent builders the first one wins. `sources` is the digest of the data files that the name of the folder
-    was made from.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale_drafts(folder)
-    prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
-    # The prefix has the host name because other nodes use the same process IDs.
-    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    # mkdtemp makes a folder for this user alone; others in the group may share the cache.
-    umask = os.umask(0o077)  # the umask can only be read by setting it
-    os.umask(umask)
-    draft.chmod(0o777 & ~umask)
-    try:
+    """Fill the cache folder; `sources` is the digest of the data files that its name was made from."""
+    with storage.filled_beside(folder) as draft:
         prepared = _fill(config, draft, folder)
         # The folder's name is made from the digest taken before reading; a file that changed since would be cached
         # under the name of its old content.
@@ -258,22 +240,6 @@ def _build(config: RunConfig, folder: Path, sources: str) -> None:
                 "again when they are complete"
             )
         (draft / "prepared.json").write_bytes(PREPARED.dump_json(prepared, indent=2))
-        try:
-            draft.rename(folder)
-        except OSError:  # the folder exists if another builder was first; its content is the same
-            if not (folder / "prepared.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _remove_stale_drafts(folder: Path) -> None:
-    """Remove drafts of ended processes on this node; a draft can be as large as the data."""
-    for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
-        number = draft.name.rpartition("-")[0].rpartition("-")[2]
-        # A process of this node that no longer exists cannot finish its draft.
-        if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:

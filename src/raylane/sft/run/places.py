@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from raylane.errors import ConfigError
@@ -67,17 +64,8 @@ def _fetched(key: str, text: str, config: RunConfig) -> str:
         digest = hashlib.sha256(listing.encode()).hexdigest()[:16]
         folder = Path(config.data.cache_dir).resolve() / f"model-{digest}"
         if not folder.is_dir():
-            # Filled under another name: an interrupted download is never taken for a model.
-            draft = folder.with_name(f"{folder.name}.draft-{os.getpid()}")
-            shutil.rmtree(draft, ignore_errors=True)
-            try:
+            with storage.filled_beside(folder) as draft:
                 storage.download(place, draft)
-                with suppress(OSError):  # another run was first; its copy is the same
-                    draft.rename(folder)
-                if not folder.is_dir():
-                    raise OSError(f"{draft} could not be renamed to {folder}")
-            finally:
-                shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{key}={text} cannot be copied to data.cache_dir={config.data.cache_dir}: {error}. Check the URL, the "
