@@ -13,8 +13,7 @@ from tests.sft import tiny_run
 from tests.sft.ranks import Ranks
 
 from raylane.sft.checkpoint import hf_export
-from raylane.sft.checkpoint.hf_export import rounds
-from raylane.sft.checkpoint.hf_folder import plan_files
+from raylane.sft.checkpoint.hf_export import plan_files, rounds
 from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
 

@@ -16,8 +16,7 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.sft.report.page import escape, read_facts, write_report
-from raylane.sft.report.plots import MAX_POINTS, thin
+from raylane.sft.report.page import MAX_POINTS, escape, read_facts, thin, write_report
 from raylane.sft.run.record import RunRecord
 from raylane.sft.run.sample import Sample
 from sft.conversations import config

@@ -24,7 +24,7 @@ from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.checkpoint import folders
 from raylane.sft.checkpoint.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.checkpoint.folders import Saved
-from raylane.sft.checkpoint.hf_folder import plan_files, stored_bytes, write_beside, write_index
+from raylane.sft.checkpoint.hf_export import plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.checkpoint.publishing import HF_FOLDER
 from raylane.sft.checkpoint.state import load_failure
 from raylane.sft.config.load import build_config

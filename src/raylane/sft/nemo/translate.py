@@ -17,8 +17,14 @@ from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import value_at
 from raylane.sft.nemo.data import translate_data
 from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
-from raylane.sft.nemo.megatron import megatron_clipping, megatron_optimizer, megatron_schedule
-from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
+from raylane.sft.nemo.schedule import (
+    InexactScheduleError,
+    is_torch_scheduler,
+    megatron_clipping,
+    megatron_optimizer,
+    megatron_schedule,
+    translate_scheduler,
+)
 
 _MEGATRON = "policy.megatron_cfg"
 _ALL = 1_000_000

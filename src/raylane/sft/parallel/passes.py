@@ -3,7 +3,7 @@
     1f1b, 2 workers, 3 micro-batches     worker 0   F0 F1 B0 F2 B1 B2
                                          worker 1   F0 B0 F1 B1 F2 B2
 
-Pure functions without torch. `passes_of_step` is called by `policy`; `edges` carries the passes out in the workers.
+Pure functions without torch. `passes_of_step` is called by `policy`; `step.EdgeStep` runs the passes in the workers.
 Sources of the schedules: gpipe arXiv 1811.06965, 1f1b and its interleaved form arXiv 2104.04473.
 """
 

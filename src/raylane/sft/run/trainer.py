@@ -11,34 +11,33 @@ Before a validation or a save the driver waits for all steps in flight.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, CheckpointError, DataError, StepNotFiniteError, WorkerLostError
 from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.mixing import open_training_rows
-from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
 from raylane.sft.data.rows import RowSource
 from raylane.sft.data.storage import Place
 from raylane.sft.report.metrics import MetricsLog
 from raylane.sft.run import ray_session, sample
-from raylane.sft.run.locks import lock_folders
-from raylane.sft.run.places import check_places, fetch_models
+from raylane.sft.run.places import check_places, fetch_models, lock_folders
 from raylane.sft.run.policy import Policy
-from raylane.sft.run.prompts import Prompts
 from raylane.sft.run.record import RunRecord
-from raylane.sft.run.skipping import SkippedSteps, with_rows
+from raylane.sft.run.sample import Prompts
 from raylane.sft.run.worker import SKIPPED
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
@@ -459,3 +458,56 @@ def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunRes
         hf_dir=folder,
         sample=shown,
     )
+
+
+_NAMED_LINES = 8
+"""Number of lines of data files that an error names."""
+
+
+class SkippedSteps:
+    """Count of the steps that a run has skipped."""
+
+    def __init__(self, limit: int) -> None:
+        """Allow `limit` successive steps."""
+        self._limit = limit
+        self._streak = 0
+        """Number of steps skipped since the last one that changed the weights."""
+        self.total = 0
+        """Number of steps skipped by this process."""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Count step `step` (from 1) and return a sentence about it; StepNotFiniteError beyond the limit."""
+        self._streak += 1
+        self.total += 1
+        figures = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        if self._streak > self._limit:
+            raise StepNotFiniteError(
+                f"step {step} failed: {figures}, after {self._limit} skipped steps in a row "
+                f"(sft.max_skipped_steps={self._limit}). The weights are those before these steps. Lower "
+                "policy.optimizer.kwargs.lr and resume from an earlier checkpoint, or check the data",
+                step=step,
+                loss=metrics["loss"],
+                grad_norm=metrics["grad_norm"],
+            )
+        text = f"step {step} is skipped: {figures} ({self._streak} in a row, {self.total} in all)"
+        _log.warning("%s", text)
+        return text
+
+    def end_streak(self) -> None:
+        """Note a step that changed the weights."""
+        self._streak = 0
+
+
+def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:
+    """Return the error of a step with the lines of the data files that are in its rows."""
+    number = int(error.fields["step"]) - 1
+    chosen = rows.step_rows(config.policy.train_global_batch_size, config.sft.seed, number, config.data.shuffle)
+    documents = itertools.chain.from_iterable(rows.packs[row] for row in chosen)
+    numbers = sorted({int(rows.cache.origin[document]) for document in documents})
+    try:
+        places = conversations_at(config, numbers[:_NAMED_LINES])
+    except DataError:  # the files have changed or are gone
+        places = [f"conversation {number}" for number in numbers[:_NAMED_LINES]]
+    more = f" and {len(numbers) - len(places)} more" if len(numbers) > len(places) else ""
+    text = f"{error}. The step has the data of {', '.join(places)}{more}"
+    return StepNotFiniteError(text, **error.fields, data=places)

@@ -10,17 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from raylane.errors import StepNotFiniteError, WorkerCallError
 from raylane.sft.checkpoint import hf_export, state
-from raylane.sft.checkpoint.background import BackgroundSave
+from raylane.sft.checkpoint.state import BackgroundSave
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
 from raylane.sft.data.mixing import open_rows, open_training_rows
@@ -37,12 +39,10 @@ from raylane.sft.parallel.mesh import ParallelDims, WorkerMesh
 from raylane.sft.parallel.sharded import own_part, whole
 from raylane.sft.run import selfcheck, step
 from raylane.sft.run.delivery import FolderCopies
-from raylane.sft.run.edges import EdgeStep
-from raylane.sft.run.generation import generate
 from raylane.sft.run.micro_batches import Division, FixedRows, division
 from raylane.sft.run.on_device import pinned
-from raylane.sft.run.read_ahead import ReadAhead
-from raylane.sft.run.warmup import state_kept
+from raylane.sft.run.sample import generate
+from raylane.sft.run.step import EdgeStep, state_kept
 from raylane.workers.batch import BatchDict
 
 SKIPPED = "skipped"
@@ -456,3 +456,40 @@ def step_seed(seed: int, number: int, rank: int) -> int:
 
 def _read_batch(source: RowSource, rows: Any) -> BatchDict:
     return BatchDict.from_arrays(source.rows(rows))
+
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """Reader of numbered items that reads one item ahead, in a thread.
+
+    The thread starts with the first `take` and ends with `close`. `read(number)` must return the same item at any time.
+    For one calling thread.
+    """
+
+    def __init__(self, read: Callable[[int], T], end: int) -> None:
+        """Prepare reading; `end` is the first number without an item."""
+        self._read = read
+        self._end = end
+        self._thread: ThreadPoolExecutor | None = None
+        """Reading thread; None before the first `take` and after `close`."""
+        self._next: tuple[int, Future[T]] | None = None
+        """Number of the item being read, and its future."""
+
+    def take(self, number: int) -> T:
+        """Return item `number`, waiting if needed, and start reading the next one. Raises the exceptions of `read`."""
+        # After a resume or a skipped step another number is asked for; the item read ahead is then dropped.
+        following, self._next = self._next, None
+        item = following[1].result() if following is not None and following[0] == number else self._read(number)
+        if number + 1 < self._end:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylane-rows")
+            self._next = (number + 1, self._thread.submit(self._read, number + 1))
+        return item
+
+    def close(self) -> None:
+        """End the thread, after the item that it reads. A second call does nothing."""
+        thread, self._thread, self._next = self._thread, None, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
