@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.checkpoint import folders
 from raylane.sft.checkpoint.dcp import CodeFreeReader, FitPlanner
 from raylane.sft.checkpoint.folders import Saved
-from raylane.sft.checkpoint.hf_export import plan_files, stored_bytes, write_beside, write_index
+from raylane.sft.checkpoint.hf_export import Companions, plan_files, stored_bytes, write_beside, write_index
 from raylane.sft.checkpoint.publishing import HF_FOLDER
 from raylane.sft.checkpoint.state import load_failure
 from raylane.sft.config.load import build_config
@@ -37,17 +36,6 @@ from raylane.sft.model.hf_config import model_config
 from raylane.sft.model.lora import LoraLinear, adapt, adapted, base_parameters
 
 Form = Literal["merged", "adapter"]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Configuration, tokenizer and base folder of the exported model."""
-
-    hf_config: Any
-    tokenizer_dir: Path
-    end_ids: tuple[int, ...]
-    start: Path | None
-    """Folder whose generation settings are kept, None for none."""
 
 
 @with_own_defaults
@@ -64,12 +52,12 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     plain = {key: value for key, value in saved.config.items() if key not in folders.NOT_CONFIGURED}
     config = build_config(plain, source=f"{saved.path}/run.json")
     folders.refuse_other_owner(path, config.checkpointing)
-    source = _source(saved, config)
+    hf_config, companions = _companions(saved, config, dtype)
     from transformers import AutoModelForCausalLM  # not before the check of `out`
 
     # Without memory for the weights: only names and shapes are needed.
     with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(source.hf_config, dtype=torch.float32, trust_remote_code=False)
+        causal_lm = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, trust_remote_code=False)
     adapt(causal_lm, config.policy.dtensor_cfg.lora_cfg)
     if form == "adapter" and not adapted(causal_lm):
         raise ConfigError(f"{path} was trained without LoRA, so it has no adapters. Use --form merged")
@@ -86,7 +74,7 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
         else:
             draft.mkdir(parents=True)
             _write_weights(draft, causal_lm, read, dtype)
-            write_beside(draft, causal_lm, source.tokenizer_dir, source.end_ids, source.start, dtype)
+            write_beside(draft, causal_lm, companions)
         draft.rename(out)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error}. Check its free space and permissions") from error
@@ -95,8 +83,11 @@ def export_checkpoint(path: Place, out: Path, form: Form = "merged", dtype: torc
     return out
 
 
-def _source(saved: Saved, config: RunConfig) -> _Source:
-    """Return configuration and tokenizer: from the run's token cache, or else from the checkpoint's own hf folder."""
+def _companions(saved: Saved, config: RunConfig, dtype: torch.dtype) -> tuple[Any, Companions]:
+    """Return transformers' configuration of the model, and its tokenizer with what belongs to it.
+
+    They come from the run's token cache, or else from the checkpoint's own hf folder.
+    """
     from transformers import AutoConfig
 
     policy = config.policy
@@ -106,11 +97,11 @@ def _source(saved: Saved, config: RunConfig) -> _Source:
         end_id = prepared.end_ids[0] if prepared.end_ids else None
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
         start = None if policy.model_name is None else Path(policy.model_name)
-        return _Source(hf_config, prepared.tokenizer_dir, prepared.end_ids, start)
+        return hf_config, Companions(prepared.tokenizer_dir, prepared.end_ids, start, dtype)
     written = saved.path / HF_FOLDER
     if isinstance(written, Path) and (written / "config.json").is_file():
         hf_config = AutoConfig.from_pretrained(written, local_files_only=True, trust_remote_code=False)
-        return _Source(hf_config, written, (), written)
+        return hf_config, Companions(written, (), written, dtype)
     raise CheckpointError(
         f"the tokenizer of {saved.path} is missing: neither the token cache {cached.parent} nor {written} exists. Run "
         "this command in the working directory of the run, or prepare the data again with `raylane plan`",

@@ -37,7 +37,7 @@ from raylane.errors import CheckpointError
 from raylane.sft.checkpoint.state import on_rank_zero
 from raylane.sft.data.storage import Place
 from raylane.sft.model import lora
-from raylane.sft.model.adapter_files import Adapters, gather_adapters, write_adapter
+from raylane.sft.model.adapter_files import gather_adapters, write_adapter
 from raylane.sft.model.supervised import RunModel
 from raylane.sft.parallel.sharded import whole
 
@@ -50,26 +50,33 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 """Names in the header of a safetensors file: https://github.com/huggingface/safetensors#format"""
 
 
-def write_beside(
-    folder: Path,
-    causal_lm: Any,
-    tokenizer_dir: Path,
-    end_ids: Sequence[int],
-    start: Path | None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write everything of a Hugging Face folder except the weights, which are of type `dtype`.
+@dataclass(frozen=True)
+class Companions:
+    """What a Hugging Face folder holds besides the weights of a model."""
 
-    `tokenizer_dir` holds tokenizer and chat template. generation_config.json is that of the base model in `start`, with
-    `end_ids` as the tokens to stop at: `generate` stops at the tokens in this file and ignores the tokenizer. The file
-    of a base model names another token than the one at the end of the chat template's turns, and answers would never
-    end.
+    tokenizer_dir: Path
+    """Folder of tokenizer and chat template."""
+    end_ids: Sequence[int]
+    """Tokens that end a turn, at which `generate` will stop."""
+    start: Path | None
+    """Folder that the weights came from; its other generation settings are kept. None for none."""
+    dtype: torch.dtype
+    """Data type of the weights."""
+
+
+def write_beside(folder: Path, causal_lm: Any, companions: Companions) -> None:
+    """Write everything of a Hugging Face folder except the weights.
+
+    generation_config.json is that of the base model, with the tokens to stop at: `generate` stops at the tokens in this
+    file and ignores the tokenizer. The file of a base model names another token than the one at the end of the chat
+    template's turns, and answers would never end.
     """
+    tokenizer_dir, start = companions.tokenizer_dir, companions.start
     config = type(causal_lm.config).from_dict(causal_lm.config.to_dict())
     config.architectures = [type(causal_lm).__name__]
     if hasattr(config, "auto_map"):  # names Python files of the base folder, which are neither used nor copied
         del config.auto_map
-    config.dtype = dtype
+    config.dtype = companions.dtype
     config.save_pretrained(folder)
     # Edited as JSON: transformers loads settings that contradict each other (temperature without do_sample, as in many
     # published folders), but refuses to save them after any change.
@@ -83,7 +90,7 @@ def write_beside(
         settings = {} if defaults is None else json.loads(defaults.to_json_string(use_diff=True))
     named = settings.get("eos_token_id")
     known = [] if named is None else [named] if isinstance(named, int) else list(named)
-    ends = list(dict.fromkeys([*end_ids, *known]))
+    ends = list(dict.fromkeys([*companions.end_ids, *known]))
     settings["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
     generation = json.dumps(settings, indent=2, sort_keys=True)
     (folder / _GENERATION).write_text(generation + "\n", encoding="utf-8")
@@ -193,26 +200,34 @@ _WEIGHTS_WAITING = 2
 """Number of gathered weights that may wait for their writer; with the one being written, the memory that is needed."""
 
 
-def save_hf(
-    folder: Place,
-    model: RunModel,
-    tokenizer_dir: Path,
-    end_ids: Sequence[int] = (),
-    start: Path | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Write a Hugging Face folder with weights of this data type; wait until all files are written.
+def save_hf(folder: Place, model: RunModel, companions: Companions) -> None:
+    """Write a Hugging Face folder; wait until all files are written. Collective.
 
-    `end_ids` are the tokens that end a turn, at which `generate` will stop. `start` is the folder that the weights came
-    from; its other generation settings are kept. LoRA adapters are added into the weights, and also written by
-    themselves in PEFT's format, in the folder `adapter`. CheckpointError on all ranks if one of them cannot write.
+    LoRA adapters are added into the weights, and also written by themselves in PEFT's format, in the folder `adapter`.
+    CheckpointError on all ranks if one of them cannot write.
     """
     failed = f"the model could not be written to {folder}"
-    files = _write_weights(failed, folder, model.causal_lm, dtype)
+    files = _write_weights(failed, folder, model.causal_lm, companions.dtype)
     adapters = gather_adapters(model.causal_lm, model.mesh.pp_group)
-    on_rank_zero(
-        failed, folder, lambda: _write_beside(folder, model, tokenizer_dir, end_ids, start, files, adapters, dtype)
-    )
+
+    def write_others() -> None:
+        # transformers writes to local folders only, and the place may be a URL.
+        with tempfile.TemporaryDirectory() as name:
+            draft = Path(name)
+            write_beside(draft, model.causal_lm, companions)
+            write_index(draft, files, companions.dtype)
+            if adapters is not None:
+                write_adapter(draft / ADAPTER_FOLDER, adapters, companions.start, torch.float32)
+                if isinstance(folder, Path):
+                    (folder / ADAPTER_FOLDER).mkdir()
+            for file in draft.rglob("*"):
+                if file.is_file():
+                    target = folder
+                    for part in file.relative_to(draft).parts:
+                        target = target / part
+                    target.write_bytes(file.read_bytes())
+
+    on_rank_zero(failed, folder, write_others)
 
 
 def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
@@ -299,31 +314,3 @@ class _WeightWriter:
                 stream.close()
         except Exception as error:
             self._error = self._error or str(error) or type(error).__name__
-
-
-def _write_beside(
-    folder: Place,
-    model: RunModel,
-    tokenizer_dir: Path,
-    end_ids: Sequence[int],
-    start: Path | None,
-    files: Sequence[WeightFile],
-    adapters: Adapters | None,
-    dtype: torch.dtype,
-) -> None:
-    """Write everything of a Hugging Face folder except the weights. Runs on rank 0 only."""
-    # transformers writes to local folders only, and the place may be a URL.
-    with tempfile.TemporaryDirectory() as name:
-        draft = Path(name)
-        write_beside(draft, model.causal_lm, tokenizer_dir, end_ids, start, dtype)
-        write_index(draft, files, dtype)
-        if adapters is not None:
-            write_adapter(draft / ADAPTER_FOLDER, adapters, start, torch.float32)
-            if isinstance(folder, Path):
-                (folder / ADAPTER_FOLDER).mkdir()
-        for file in draft.rglob("*"):
-            if file.is_file():
-                target = folder
-                for part in file.relative_to(draft).parts:
-                    target = target / part
-                target.write_bytes(file.read_bytes())

@@ -13,10 +13,11 @@ import math
 import zlib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from raylane.errors import ConfigError
 from raylane.sft.config.keys import suggest
@@ -24,9 +25,6 @@ from raylane.sft.config.policy import LoraConfig
 from raylane.sft.parallel.sharded import divided, whole
 from raylane.sft.parallel.stages import layer_ranges
 from raylane.sft.parallel.tensor_parallel import ROWS
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _BASE = ".base."
 """Part of a parameter's name that adapting added: q_proj.weight became q_proj.base.weight."""
@@ -173,11 +171,16 @@ def divide_dropout(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) ->
             adapter.dropout.divide(1, mesh.get_local_rank(), mesh.size())
 
 
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of the random numbers of one module, by its name in the model's files."""
+    return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
+
+
 def initialise(causal_lm: nn.Module, seed: int) -> None:
     """Fill all adapters with their initial values, a function of `seed` and the name of the layer alone."""
     for name, layer in adapted(causal_lm).items():
         # A generator for each layer: the values depend neither on the order nor on the division among workers.
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+        generator = torch.Generator().manual_seed(seed_of(seed, name))
         first = torch.empty(layer.lora_A.weight.shape)
         if layer.settings.lora_A_init == "kaiming":
             nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)

@@ -8,9 +8,10 @@ Copies start from pinned memory: from other memory the CPU would wait for every 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,14 +37,9 @@ def one_ahead(
     items: Iterable[Item], start: Callable[[Item], Started], finish: Callable[[Started], Ready]
 ) -> Iterator[tuple[Ready, Item]]:
     """Yield `finish(start(item))` and the item, for each item; the next one is started before an item is yielded."""
-    earlier: tuple[Started, Item] | None = None
-    for item in items:
-        started = start(item)
-        if earlier is not None:
-            yield finish(earlier[0]), earlier[1]
-        earlier = (started, item)
-    if earlier is not None:
-        yield finish(earlier[0]), earlier[1]
+    begun: Iterator[Any] = ((start(item), item) for item in items)
+    for (started, item), _ in itertools.pairwise(itertools.chain(begun, [None])):
+        yield finish(started), item
 
 
 def pinned(batch: BatchDict) -> BatchDict:
@@ -56,21 +52,14 @@ def pinned(batch: BatchDict) -> BatchDict:
     )
 
 
-class _Copy(NamedTuple):
-    """A copy that was started, and the event at its end."""
-
-    batch: BatchDict
-    end: Any
-
-
 @cache
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     # One for the whole run: torch keeps the memory of every stream apart.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _start(part: BatchDict, device: torch.device) -> _Copy:
-    """Start the copy of a micro-batch on the copying stream."""
+def _start(part: BatchDict, device: torch.device) -> tuple[BatchDict, Any]:
+    """Start the copy of a micro-batch on the copying stream; return it and the event at its end."""
     # torch keeps pinned memory until the copies from it have ended.
     source = pinned(part)
     stream = _copying_stream(device)
@@ -79,15 +68,16 @@ def _start(part: BatchDict, device: torch.device) -> _Copy:
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in source.items()
         }
-        return _Copy(BatchDict(moved), stream.record_event())
+        return BatchDict(moved), stream.record_event()
 
 
-def _finish(copy: _Copy) -> BatchDict:
+def _finish(copy: tuple[BatchDict, Any]) -> BatchDict:
     """Make the computing stream wait for a copy; return it."""
+    batch, end = copy
     computing = torch.cuda.current_stream()
-    computing.wait_event(copy.end)
-    for value in copy.batch.values():
+    computing.wait_event(end)
+    for value in batch.values():
         if isinstance(value, Tensor):
             # The memory belongs to the copying stream, which must not reuse it before the computation has ended.
             value.record_stream(computing)
-    return copy.batch
+    return batch

@@ -396,16 +396,11 @@ class SftWorker:
     @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        policy = self.config.policy
-        start = policy.model_name
-        hf_export.save_hf(
-            storage.at(folder),
-            self.model,
-            self.prepared.tokenizer_dir,
-            self.prepared.end_ids,
-            None if start is None else Path(start),
-            getattr(torch, self.config.checkpointing.hf_dtype or policy.precision),
-        )
+        policy, prepared = self.config.policy, self.prepared
+        start = None if policy.model_name is None else Path(policy.model_name)
+        dtype = getattr(torch, self.config.checkpointing.hf_dtype or policy.precision)
+        companions = hf_export.Companions(prepared.tokenizer_dir, prepared.end_ids, start, dtype)
+        hf_export.save_hf(storage.at(folder), self.model, companions)
         self._end_other_work()
 
     def process_id(self) -> int:
