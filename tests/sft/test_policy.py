@@ -38,7 +38,7 @@ class Run(WorkerRun):
 
     def again(self):
         self.policy.call("setup", self.config, self.prepared, 8)
-        self.policy._next = 0
+        self.policy.next_step = 0
 
     def own_losses(self):
         """Of a plain model's start weights, on the global batch of step 0."""

@@ -39,7 +39,7 @@ from raylane.sft.data.storage import Place
 from raylane.sft.model import lora
 from raylane.sft.model.adapter_files import gather_adapters, write_adapter
 from raylane.sft.model.supervised import RunModel
-from raylane.sft.parallel.sharded import whole
+from raylane.sft.parallel.sharded import gathered, whole
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the LoRA adapters inside a Hugging Face folder. Beside config.json, transformers would load them twice."""
@@ -241,10 +241,8 @@ def rounds(files: Sequence[WeightFile]) -> list[list[WeightFile]]:
 def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtype) -> list[WeightFile]:
     """Write all safetensors files; return their plan. Collective."""
     weights, adapters = lora.base_parameters(causal_lm), lora.adapted(causal_lm)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    held: list[dict[str, tuple[int, ...]]] = [{} for _ in range(world)]
-    dist.all_gather_object(held, {name: tuple(weight.shape) for name, weight in weights.items()})
-    files = plan_files(held, dtype.itemsize)
+    rank = dist.get_rank()
+    files = plan_files(gathered({name: tuple(weight.shape) for name, weight in weights.items()}), dtype.itemsize)
     writer = _WeightWriter(folder)
     try:
         # One weight of each file in turn, so that all writers have work.
@@ -254,13 +252,12 @@ def _write_weights(failed: str, folder: Place, causal_lm: Any, dtype: torch.dtyp
                     if name is None or rank not in file.holders:
                         continue
                     # Rounded before it is gathered: half the bytes on the wire.
-                    gathered = whole(lora.merged_weight(name, weights, adapters).to(dtype))
+                    weight = whole(lora.merged_weight(name, weights, adapters).to(dtype))
                     if file.writer == rank:
-                        writer.add(file, dtype, gathered.cpu())
+                        writer.add(file, dtype, weight.cpu())
     finally:
         error = writer.close()
-    errors: list[str | None] = [None] * world
-    dist.all_gather_object(errors, error)
+    errors = gathered(error)
     if any(errors):
         reasons = "; ".join(sorted({reason for reason in errors if reason is not None}))
         ranks = [number for number, reason in enumerate(errors) if reason is not None]

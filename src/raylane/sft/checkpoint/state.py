@@ -33,6 +33,7 @@ from raylane.sft.checkpoint import state
 from raylane.sft.checkpoint.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.data.storage import Place
 from raylane.sft.model.supervised import RunModel
+from raylane.sft.parallel.sharded import gathered
 
 T = TypeVar("T")
 
@@ -169,10 +170,8 @@ def _on_every_rank(read: Callable[[], T]) -> T:
         result = read()
     except CheckpointError as error:
         mine = error
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
     # Every rank takes part, whether or not it failed: a missing rank would block the others for ever.
-    dist.all_gather_object(errors, mine)
-    first = next((error for error in errors if error is not None), None)
+    first = next((error for error in gathered(mine) if error is not None), None)
     if first is not None:
         raise first
     return result

@@ -62,10 +62,6 @@ class Url:
         """URL without its last part."""
         return Url(self.text.rpartition("/")[0])
 
-    def with_name(self, name: str) -> Url:
-        """Return the URL with another last part."""
-        return self.parent / name
-
     def resolve(self) -> Url:
         """Return the URL itself, which does not depend on a working directory."""
         return self

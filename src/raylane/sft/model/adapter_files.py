@@ -10,7 +10,6 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from raylane.errors import CheckpointError
 from raylane.sft.config.policy import LoraConfig
 from raylane.sft.model.lora import adapted, fill
-from raylane.sft.parallel.sharded import whole
+from raylane.sft.parallel.sharded import gathered, whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -65,8 +64,7 @@ def gather_adapters(causal_lm: nn.Module, stages: dist.ProcessGroup | None) -> A
     if stages is None:
         return of_stage
     # Adapters are small, so every stage may have all of them.
-    stages_adapters: list[Any] = [None] * dist.get_world_size(stages)
-    dist.all_gather_object(stages_adapters, of_stage, group=stages)
+    stages_adapters = gathered(of_stage, stages)
     return Adapters(
         of_stage.settings,
         {name: tensor for adapters in stages_adapters for name, tensor in adapters.tensors.items()},
@@ -125,7 +123,10 @@ def read_adapter(causal_lm: nn.Module, folder: Path, names: Collection[str]) -> 
     """
     named, layers = _named(causal_lm), adapted(causal_lm)
     settings = next(iter(layers.values())).settings
-    config = _read_config(folder)
+    try:
+        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise _unreadable(folder, error) from error
     # DoRA, rank-stabilised scales and the like use the same tensors in another formula than `lora.LoraLinear`.
     for key in _UNSUPPORTED:
         if config.get(key):
@@ -163,13 +164,6 @@ def read_adapter(causal_lm: nn.Module, folder: Path, names: Collection[str]) -> 
                 # Masters are float32, whatever the file holds.
                 fill(parameter, values.float())
     except (OSError, SafetensorError) as error:
-        raise _unreadable(folder, error) from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _unreadable(folder, error) from error
 
 

@@ -161,10 +161,7 @@ def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
             "safetensors), or to null to start from random weights"
         )
     try:
-        config = _read_config(folder, {})
-        overrides = _checked(overrides, config)
-        if not overrides:
-            return config
+        overrides = _checked(overrides, _read_config(folder, {}))
         return _applied(_read_config(folder, overrides), overrides)
     except ConfigError:
         raise

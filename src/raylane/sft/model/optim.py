@@ -8,19 +8,19 @@ one object, so that learning rate, checkpoints and warm-up treat it like AdamW.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raylane.errors import ConfigError
 from raylane.sft.config.policy import MuonConfig, OptimizerConfig, OptimizerGroup, SchedulerConfig
 from raylane.sft.model.supervised import RunModel
-from raylane.sft.parallel.sharded import divided, whole
+from raylane.sft.parallel.sharded import divided, gathered, whole
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Factors of x, x^3 and x^5 in one Newton-Schulz iteration: those with the steepest start, from Jordan's article."""
@@ -130,9 +130,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.O
     names = list(named)
     pipeline = model.mesh.pp_group if isinstance(model, RunModel) else None
     if pipeline is not None:
-        of_stages: list[list[str]] = [[]] * dist.get_world_size(pipeline)
-        dist.all_gather_object(of_stages, names, group=pipeline)
-        names = list(dict.fromkeys(name for some in of_stages for name in some))
+        names = list(dict.fromkeys(itertools.chain.from_iterable(gathered(names, pipeline))))
     chosen = _first_matches(names, settings)
     orthogonal = set()
     if settings.name == "muon":

@@ -141,21 +141,15 @@ def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
 def _local_problems(document: Mapping[str, Any]) -> list[str]:
     """Return what a run on this machine would refuse: names on a hub, and a template without marks."""
     problems = []
-    policy = document.get("policy")
-    policy = policy if isinstance(policy, Mapping) else {}
-    tokenizer = policy.get("tokenizer")
-    tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
-    for key, name in (
-        ("policy.model_name", policy.get("model_name")),
-        ("policy.tokenizer.name", tokenizer.get("name")),
-    ):
+    for key in ("policy.model_name", "policy.tokenizer.name"):
+        name = keys.value_at(document, key)
         # NeMo-RL takes names on the hub; raylane takes folders only and downloads nothing.
         if isinstance(name, str) and not Path(name).is_dir():
             problems.append(
                 f"{key}={name} is no folder on this machine: download it (`hf download {name} --local-dir DIR`), and "
                 f"set {key}=DIR"
             )
-    template = tokenizer.get("chat_template")
+    template = keys.value_at(document, "policy.tokenizer.chat_template")
     if isinstance(template, str) and "{%" in template and "generation" not in template:
         problems.append(
             "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}, which NeMo-RL does not "

@@ -28,12 +28,11 @@ from raylane.sft.data.storage import Url
 
 def check_places(config: RunConfig) -> None:
     """Raise ConfigError for a URL that no installed package can reach, and for one where only a local path works."""
-    for key, local in (("data.cache_dir", config.data.cache_dir), ("logger.log_dir", config.logger.log_dir)):
+    for key, local, why in (
+        ("data.cache_dir", config.data.cache_dir, "the cache is mapped into memory"),
+        ("logger.log_dir", config.logger.log_dir, "a line is appended to metrics.jsonl at every step"),
+    ):
         if storage.is_url(local):
-            why = {
-                "data.cache_dir": "the cache is mapped into memory",
-                "logger.log_dir": "a line is appended to metrics.jsonl at every step",
-            }[key]
             raise ConfigError(f"{key}={local} must be a local folder: {why}. Set it to a path on this machine", key=key)
     checked: list[tuple[str, str | None]] = [("data.train", path) for path in config.data.train_paths]
     checked += [

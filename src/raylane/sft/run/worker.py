@@ -36,7 +36,7 @@ from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_
 from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import RunModel, release_gathered
 from raylane.sft.parallel.mesh import ParallelDims, WorkerMesh
-from raylane.sft.parallel.sharded import own_part, whole
+from raylane.sft.parallel.sharded import gathered, own_part, whole
 from raylane.sft.run import selfcheck, step
 from raylane.sft.run.delivery import FolderCopies
 from raylane.sft.run.micro_batches import Division, FixedRows, division
@@ -336,9 +336,8 @@ class SftWorker:
             if (gradient := parameter.grad) is not None:
                 by_name[name] = whole(gradient).detach().float().cpu()
         if self.mesh.pp_group is not None:
-            of_stages: list[Any] = [None] * self.mesh.dims.pp
-            dist.all_gather_object(of_stages, by_name, group=self.mesh.pp_group)
-            by_name = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
+            of_stages = reversed(gathered(by_name, self.mesh.pp_group))
+            by_name = {name: gradient for stage in of_stages for name, gradient in stage.items()}
         self.optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
         return loss, by_name
