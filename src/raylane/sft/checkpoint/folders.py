@@ -108,19 +108,16 @@ def read(path: Place) -> Saved:
             f"{path} is not a complete checkpoint: it has no {MARKER} file. Resume from another one, or remove it",
             path=str(path),
         )
+    damage = (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     try:
-        text = (path / "run.json").read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
-    except OSError as error:  # e.g. permissions, or a network file system: the checkpoint itself may be intact
-        raise CheckpointError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
-    try:
-        run = json.loads(text)
+        run = json.loads((path / "run.json").read_bytes())
         metrics = {str(name): float(value) for name, value in dict(run["metrics"]).items()}
         saved = Saved(int(run["step"]), path, metrics, dict(run["config"]))
         sizes = {str(name): int(size) for name, size in dict(run.get("files", {})).items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    except (*damage, OSError) as error:
+        # Permissions or a network file system: the checkpoint itself may be intact.
+        kind = CheckpointDamagedError if isinstance(error, damage) else CheckpointError
+        raise kind(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     # Sizes, not checksums: reading tens of gigabytes at every start would cost minutes, and a truncated file, the
     # usual damage, has another size.
     actual_sizes = _state_sizes(path)
@@ -267,21 +264,16 @@ def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Sa
     with a value that is not finite, is never among the best; among equal values the later checkpoint is better.
     """
     by_step = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    measured = [
-        checkpoint for checkpoint in by_step if math.isfinite(checkpoint.metrics.get(settings.metric_name, math.nan))
-    ]
-    sign = 1 if settings.higher_is_better else -1
-    ranked = sorted(
-        measured,
-        key=lambda checkpoint: (sign * checkpoint.metrics[settings.metric_name], checkpoint.step),
-        reverse=True,
+    name, sign = settings.metric_name, 1 if settings.higher_is_better else -1
+    measured = [checkpoint for checkpoint in by_step if math.isfinite(checkpoint.metrics.get(name, math.nan))]
+    # Sorting keeps the order of equal values, so the later checkpoint comes last.
+    ranked = sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[name])[::-1]
+    chosen = (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])
+    kept_steps = {checkpoint.step for checkpoint in chosen}
+    return (
+        [checkpoint for checkpoint in by_step if checkpoint.step in kept_steps],
+        [checkpoint for checkpoint in by_step if checkpoint.step not in kept_steps],
     )
-    kept_steps = {
-        checkpoint.step for checkpoint in (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])
-    }
-    return [checkpoint for checkpoint in by_step if checkpoint.step in kept_steps], [
-        checkpoint for checkpoint in by_step if checkpoint.step not in kept_steps
-    ]
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

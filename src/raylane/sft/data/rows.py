@@ -11,11 +11,14 @@ limits attention to the document. The label of a position is the next token *of 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
+from raylane.errors import DataError
 from raylane.sft.data import order
 from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.packing import Packs, efficiency
@@ -24,15 +27,61 @@ IGNORED = -100
 """Label of a position without a loss (`ignore_index` of torch.nn.functional.cross_entropy)."""
 
 
-class Mixture(Protocol):
-    """Choice of the rows of each epoch (`mixing.WeightedFiles`)."""
+_FIXED = 2**32
+"""Number that stands for the epoch in the seed of a file's fixed order; no run has so many epochs."""
+
+
+@dataclass(frozen=True)
+class WeightedFiles:
+    """Number of packed rows of each file, in the order of the packs, and weight of each file."""
+
+    rows: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for number, (rows, weight) in enumerate(zip(self.rows, self.weights, strict=True)):
+            if not sum(_shares(rows, weight)):
+                raise DataError(
+                    f"data.train[{number}] makes {rows} rows, and weight={weight:g} uses none of them in an epoch. Use "
+                    f"a weight of at least {0.5 / max(rows, 1):.2g}, or more data",
+                    rows=rows,
+                    weight=weight,
+                )
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in an epoch, the same for all epochs."""
+        """Number of rows in one epoch."""
+        return sum(
+            whole * rows + part
+            for rows, weight in zip(self.rows, self.weights, strict=True)
+            for whole, part in [_shares(rows, weight)]
+        )
 
     def epoch_rows(self, seed: int, epoch: int) -> np.ndarray:
-        """Return indices of rows, int64 [num_rows]; a row may occur more than once."""
+        """Return the packed rows that an epoch uses, file by file, int64 [num_rows], read-only."""
+        return _drawn(self.rows, self.weights, seed, epoch)
+
+
+# Every step of an epoch asks again; two entries for the same reason as in `order.epoch_order`.
+@functools.lru_cache(maxsize=2)
+def _drawn(rows_of_files: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
+    drawn, first = [], 0
+    for number, (rows, weight) in enumerate(zip(rows_of_files, weights, strict=True)):
+        whole, part = _shares(rows, weight)
+        # One fixed order per file. Each epoch takes the next rows of it, and starts again at its end.
+        fixed = order.epoch_order(rows, seed, _FIXED + number)
+        chosen = fixed[np.arange(epoch * part, (epoch + 1) * part) % rows]
+        drawn += [np.tile(np.arange(rows, dtype=np.int64), whole) + first, chosen + first]
+        first += rows
+    joined = np.concatenate(drawn)
+    joined.setflags(write=False)
+    return joined
+
+
+def _shares(rows: int, weight: float) -> tuple[int, int]:
+    """Return (times that all rows are used, number of rows used once more) in an epoch."""
+    whole = math.floor(weight)
+    return whole, round((weight - whole) * rows)
 
 
 class RowSource:
@@ -43,7 +92,7 @@ class RowSource:
     """
 
     def __init__(
-        self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int, mixture: Mixture | None = None
+        self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int, mixture: WeightedFiles | None = None
     ) -> None:
         self.cache = cache
         self.packs = packs

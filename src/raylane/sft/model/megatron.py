@@ -26,6 +26,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -67,8 +68,8 @@ class MegatronModel(SupervisedModel):
             pairs(dict(engine.named_parameters()), dict(causal_lm.named_parameters()), _head_dim(causal_lm.config))
         )
         for weight in self._weights:
-            weight.target.register_post_accumulate_grad_hook(_Return(weight))  # type: ignore[no-untyped-call]
-        self.gradient_sum = _SummedGradients(self._weights, mesh)
+            weight.target.register_post_accumulate_grad_hook(partial(_return_gradient, weight))  # type: ignore[no-untyped-call]
+        self.gradient_sum = partial(_sum_gradients, self._weights, mesh)
         self._own_words = own_part(causal_lm.get_output_embeddings().weight).shape[0]
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
@@ -134,58 +135,43 @@ class _Attention(nn.Module):
         return out.transpose(0, 1).flatten(2)
 
 
-class _Return:
-    """Hook that moves a gradient of Megatron's model to the parameters that its weight was made of."""
-
-    def __init__(self, weight: Weight) -> None:
-        self._weight = weight
-
-    def __call__(self, target: Tensor) -> None:
-        gradient, target.grad = target.grad, None
-        assert gradient is not None, "torch calls this hook after it has set the gradient"
-        # float32 before the sum over micro-batches: sums in bfloat16 would lose small gradients.
-        weight, gradient = self._weight, gradient.float()
-        # Of parts: both models are divided in the same way.
-        shapes = [own_part(source.detach()).shape for source in weight.sources]
-        parts = unpack(weight.how, gradient, shapes, weight.head_dim)
-        for source, part in zip(weight.sources, parts, strict=True):
-            if source.grad is not None:
-                own_part(source.grad).add_(part)
-            elif isinstance(source, DTensor):
-                source.grad = DTensor.from_local(
-                    part.contiguous(),
-                    source.device_mesh,
-                    source.placements,
-                    run_check=False,
-                    shape=source.shape,
-                    stride=source.stride(),
-                )
-            else:
-                source.grad = part.contiguous()
+def _return_gradient(weight: Weight, target: Tensor) -> None:
+    """Move a gradient of Megatron's model to the parameters that its weight was made of."""
+    gradient, target.grad = target.grad, None
+    assert gradient is not None, "torch calls this hook after it has set the gradient"
+    # float32 before the sum over micro-batches: sums in bfloat16 would lose small gradients.
+    gradient = gradient.float()
+    # Of parts: both models are divided in the same way.
+    shapes = [own_part(source.detach()).shape for source in weight.sources]
+    for source, part in zip(weight.sources, unpack(weight.how, gradient, shapes, weight.head_dim), strict=True):
+        if source.grad is not None:
+            own_part(source.grad).add_(part)
+        elif isinstance(source, DTensor):
+            source.grad = DTensor.from_local(
+                part.contiguous(),
+                source.device_mesh,
+                source.placements,
+                run_check=False,
+                shape=source.shape,
+                stride=source.stride(),
+            )
+        else:
+            source.grad = part.contiguous()
 
 
-class _SummedGradients:
-    """Sum of the gradients over the workers that read different rows, as `GradientSum` for other models."""
+def _sum_gradients(weights: list[Weight], mesh: WorkerMesh, parameters: Iterable[nn.Parameter]) -> None:
+    """Replace each gradient by its sum over the workers that read different rows. Collective.
 
-    def __init__(self, weights: list[Weight], mesh: WorkerMesh) -> None:
-        self._weights, self._mesh = weights, mesh
-
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum. Collective."""
-        # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
-        parts = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        partial = [
-            own_part(parameter.grad)
-            for w in self._weights
-            if w.is_partial
-            for parameter in w.sources
-            if parameter.grad is not None
-        ]
-        if self._mesh.tp is not None:
-            _sum(partial, self._mesh.tp.get_group())
-        # The tensor-parallel sum first: the one over the readers includes these gradients.
-        if self._mesh.dims.readers > 1:
-            _sum(parts, self._mesh.fsdp.get_group())
+    As `GradientSum` does it for other models.
+    """
+    # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
+    parts = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    partial_sources = [parameter for weight in weights if weight.is_partial for parameter in weight.sources]
+    if mesh.tp is not None:
+        _sum([own_part(source.grad) for source in partial_sources if source.grad is not None], mesh.tp.get_group())
+    # The tensor-parallel sum first: the one over the readers includes these gradients.
+    if mesh.dims.readers > 1:
+        _sum(parts, mesh.fsdp.get_group())
 
 
 def _sum(tensors: list[Tensor], group: Any) -> None:

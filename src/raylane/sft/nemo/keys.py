@@ -7,15 +7,15 @@ and `dialect` takes its error messages from it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def _off(value: Any) -> bool:
-    """Return True for null, false, 0 and empty values."""
-    return not value
+def _anything(value: Any) -> bool:
+    return True
 
 
 def _on(value: Any) -> bool:
@@ -29,10 +29,6 @@ def _one_or_null(value: Any) -> bool:
 def _float32(value: Any) -> bool:
     """Return True for no data type (NeMo-RL's files write None, which YAML reads as text) and for float32."""
     return not value or str(value).rpartition(".")[2] in ("None", "float32")
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _disabled(value: Any) -> bool:
@@ -61,7 +57,7 @@ class Rule:
 
 
 _HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "off": (_off, "off or empty"),
+    "off": (operator.not_, "off or empty"),
     "true": (_on, "`true`"),
     "1": (_one_or_null, "`1`"),
     "any": (_anything, "any"),

@@ -26,8 +26,8 @@ class Work(NamedTuple):
 def worker_order(schedule: str, worker: int, workers: int, per_worker: int, micro_batches: int) -> list[Work]:
     """Return the work of one worker, in order. Interleaved: `micro_batches` must be a multiple of `workers`."""
     total = micro_batches * per_worker
-    forward = [_nth(i, True, worker, workers, per_worker, micro_batches) for i in range(total)]
-    backward = [_nth(i, False, worker, workers, per_worker, micro_batches) for i in range(total)]
+    forward = [_nth(i, True, worker, workers, per_worker) for i in range(total)]
+    backward = [_nth(i, False, worker, workers, per_worker) for i in range(total)]
     if schedule == "gpipe":
         return forward + backward
     # Forward passes before the first backward pass: the last worker begins at once, an earlier one has to wait until
@@ -42,7 +42,7 @@ def worker_order(schedule: str, worker: int, workers: int, per_worker: int, micr
     return order
 
 
-def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int, micro_batches: int) -> Work:
+def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int) -> Work:
     """Return the i-th forward or backward pass of a worker."""
     if per_worker == 1:
         return Work(forward, worker, i)
