@@ -305,7 +305,7 @@ def test_damaged_offsets_are_named(tmp_path: Path) -> None:
         else:
             np.save(folder / "offsets.npy", offsets)
         with pytest.raises(DataError, match=r"Delete it and run the command again|token cache .* cannot be read"):
-            TokenCache.open(folder)
+            TokenCache(folder)
 
 
 @pytest.mark.processes

@@ -292,7 +292,7 @@ def test_trap_damaged_cache_is_read_as_data(tmp_path: Path) -> None:
     path = prepared.train / "tokens.bin"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match="is damaged"):
-        TokenCache.open(prepared.train)
+        TokenCache(prepared.train)
 
 
 def test_trap_stale_cache_after_the_data_changed(tmp_path: Path) -> None:

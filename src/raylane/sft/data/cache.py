@@ -40,20 +40,9 @@ class TokenCache:
     Attributes: `folder`; `lengths` int64 [N], tokens in each document; `origin` int64 [N].
     """
 
-    def __init__(
-        self, folder: Path, tokens: np.ndarray, supervised: np.ndarray, offsets: np.ndarray, origin: np.ndarray
-    ) -> None:
-        self.folder = folder
-        self._tokens = tokens
-        self._supervised = supervised
-        self._offsets = offsets
-        self.lengths: np.ndarray = np.diff(offsets)
-        self.origin = origin
-
-    @classmethod
-    def open(cls, folder: str | Path) -> TokenCache:
+    def __init__(self, folder: str | Path) -> None:
         """Map the files of `folder`; DataError if files are missing or inconsistent."""
-        folder = Path(folder)
+        self.folder = folder = Path(folder)
         try:
             # Without pickle, a manipulated file cannot run code.
             offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
@@ -74,11 +63,13 @@ class TokenCache:
                 f"token cache {folder} is damaged: {total} tokens in files of {sizes} bytes. Delete it and run the "
                 "command again"
             )
-        tokens, supervised = np.empty(0, np.int32), np.empty(0, np.bool_)
+        self._tokens: np.ndarray = np.empty(0, np.int32)
+        self._supervised: np.ndarray = np.empty(0, np.bool_)
         if total:  # an empty file cannot be mapped
-            tokens = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
-            supervised = np.memmap(folder / "supervised.bin", dtype=np.bool_, mode="r")
-        return cls(folder, tokens, supervised, offsets, origin)
+            self._tokens = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
+            self._supervised = np.memmap(folder / "supervised.bin", dtype=np.bool_, mode="r")
+        self._offsets, self.origin = offsets, origin
+        self.lengths: np.ndarray = np.diff(offsets)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -45,7 +45,7 @@ def pack_by_file(
 
 def open_rows(folder: str | Path, policy: PolicyConfig, pad_id: int) -> RowSource:
     """Return the rows of a cache folder, laid out as `policy` asks (packing algorithm and row length)."""
-    cache = TokenCache.open(folder)
+    cache = TokenCache(folder)
     packs = pack_documents(cache.lengths, policy.max_total_sequence_length, _packing_algorithm(policy))
     return RowSource(cache, packs, policy.max_total_sequence_length, pad_id)
 
@@ -60,7 +60,7 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     policy, weights = config.policy, config.data.train_weights
     if set(weights) == {1.0}:
         return open_rows(prepared.train, policy, prepared.pad_id)
-    cache = TokenCache.open(prepared.train)
+    cache = TokenCache(prepared.train)
     documents = [file.documents for file in prepared.files]
     length = policy.max_total_sequence_length
     packs, counts = pack_by_file(cache.lengths, documents, length, _packing_algorithm(policy))

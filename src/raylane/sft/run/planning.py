@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import check_layout, check_model_folder, micro_batches
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.data.prepare import PreparedData
-from raylane.sft.model.hf_config import ModelShape
+from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.model.hf_config import ModelShape, model_config, model_shape
 from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
 from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 
@@ -56,10 +56,6 @@ class RunPlan:
 
 def plan_run(config: RunConfig) -> RunPlan:
     """Return the forecast of a run: prepare its data (or find it in the cache) and count the model's parameters."""
-    from raylane.sft.data.mixing import open_rows
-    from raylane.sft.data.prepare import prepare
-    from raylane.sft.model.hf_config import model_config, model_shape
-
     # Before the data, whose preparation may take long.
     check_model_folder(config)
     prepared = prepare(config)

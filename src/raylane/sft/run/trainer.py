@@ -444,7 +444,7 @@ def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunRes
     if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
-            prompt = sample.first_prompt(TokenCache.open(held_out))
+            prompt = sample.first_prompt(TokenCache(held_out))
             with storage.local_copy(folder) as hf_dir:
                 shown = sample.answer(hf_dir, prompt, prepared.end_ids)
         except Exception as error:  # the run is complete and saved, so this must not turn it into a failure

@@ -29,7 +29,7 @@ from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.model.build import build_model
-from raylane.sft.model.defaults import with_own_defaults
+from raylane.sft.model.defaults import with_own_defaults_in_methods
 from raylane.sft.model.hf_config import model_config
 from raylane.sft.model.loss import CrossEntropy, LossFunction
 from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
@@ -53,6 +53,7 @@ SAVE_ENDED = "save_ended"
 _log = logging.getLogger(__name__)
 
 
+@with_own_defaults_in_methods
 class SftWorker:
     """Model, optimizer and data of one rank: construct, `setup`, run steps, and `teardown` before the process ends.
 
@@ -91,7 +92,6 @@ class SftWorker:
         """Read data and model from these folders in the next `setup`."""
         self._copies = copies
 
-    @with_own_defaults
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
@@ -134,7 +134,6 @@ class SftWorker:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    @with_own_defaults
     def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
 
@@ -149,7 +148,6 @@ class SftWorker:
         batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
 
-    @with_own_defaults
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self.train_rows.full_rows(rows, row_tokens))
@@ -157,7 +155,6 @@ class SftWorker:
             batch, 0, self._loss, division(self.config.policy), time.perf_counter(), with_passes, undone=True
         )
 
-    @with_own_defaults
     def train_batch(
         self,
         data: BatchDict,
@@ -195,17 +192,14 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    @with_own_defaults
     def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
         """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
         return self._edges.forward(own_stage, micro_batch, incoming)
 
-    @with_own_defaults
     def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
         """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
         return self._edges.backward(own_stage, micro_batch, gradient)
 
-    @with_own_defaults
     def end_step(self) -> dict[str, float]:
         """End the step whose passes have run; return its metrics."""
         return self._end_step(self._edges.end(), self._edges.counts)
@@ -295,7 +289,6 @@ class SftWorker:
             self._end_other_work()
         return metrics
 
-    @with_own_defaults
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
@@ -313,7 +306,6 @@ class SftWorker:
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
-    @with_own_defaults
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
         ends, new_tokens = self.prepared.end_ids, self.config.sft.sample_tokens
@@ -321,7 +313,6 @@ class SftWorker:
         self._end_other_work()
         return answers
 
-    @with_own_defaults
     def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
@@ -342,7 +333,6 @@ class SftWorker:
         self._end_other_work()
         return loss, by_name
 
-    @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
         policy = self.config.policy
@@ -358,14 +348,12 @@ class SftWorker:
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    @with_own_defaults
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self.optimizer if self.config.checkpointing.save_optimizer else None
         state.save_state(storage.at(folder), self.model, optimizer, next_step)
         self._end_other_work()
 
-    @with_own_defaults
     def begin_save(self, folder: str, next_step: int) -> None:
         """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
         if self._background is None:
@@ -380,7 +368,6 @@ class SftWorker:
         self._background.finish()
         self._idle_since = None
 
-    @with_own_defaults
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
         path = storage.at(folder)
@@ -392,7 +379,6 @@ class SftWorker:
         self._end_other_work()
         return next_step
 
-    @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
         policy, prepared = self.config.policy, self.prepared
