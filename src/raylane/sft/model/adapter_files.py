@@ -90,6 +90,10 @@ def write_adapter(folder: Path, adapters: Adapters, base: Path | None, dtype: to
     """Create `folder` with the adapters of a whole model; `base` is the model folder that they belong to."""
     folder.mkdir(parents=True)
     settings = adapters.settings
+    # The shortest names that select exactly the adapted layers: last parts (q_proj) or whole names. PEFT compares the
+    # ends of names, so a last part would also select layers that were left out.
+    parts = sorted({name.rpartition(".")[2] for name in adapters.layers})
+    left_out = any(name.rpartition(".")[2] in parts for name in adapters.others)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -97,7 +101,7 @@ def write_adapter(folder: Path, adapters: Adapters, base: Path | None, dtype: to
         "r": settings.dim,
         "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "target_modules": _targets(adapters),
+        "target_modules": sorted(adapters.layers) if left_out else parts,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -106,14 +110,6 @@ def write_adapter(folder: Path, adapters: Adapters, base: Path | None, dtype: to
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     save_file({name: tensor.to(dtype) for name, tensor in adapters.tensors.items()}, folder / WEIGHTS, {"format": "pt"})
-
-
-def _targets(adapters: Adapters) -> list[str]:
-    """Return the shortest names that select exactly the adapted layers: last parts (q_proj) or whole names."""
-    # PEFT compares the ends of names, so a last part would also select layers that were left out.
-    parts = sorted({name.rpartition(".")[2] for name in adapters.layers})
-    left_out = any(name.rpartition(".")[2] in parts for name in adapters.others)
-    return sorted(adapters.layers) if left_out else parts
 
 
 def read_adapter(causal_lm: nn.Module, folder: Path, names: Collection[str]) -> None:

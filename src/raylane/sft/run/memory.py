@@ -120,6 +120,8 @@ class _Worker:
         self.trained = self.held if all_trained else adapters
         self.trained_root = self.root if all_trained else 0
         self.trained_layer = self.layer if all_trained else -(-adapters // stage.layers)
+        self.flat_bytes = _MASTER * self.trained_layer if self.shards else 0
+        """Gradients of a layer, joined for one reduction."""
         self.head = -(-shape.vocab_size // dims.tp) * shape.hidden_size if all_trained and stage.has_head else 0
         self.accumulates = self.rounds > 1 and not settings.reduce_every_micro_batch
         self.piped = dims.pp > 1
@@ -137,11 +139,6 @@ class _Worker:
         self.shared_bytes = _MASTER * shared
         self.tokens = policy.micro_batch_tokens // dims.cp
         self._measure_activations(config, shape, all_trained)
-
-    @property
-    def flat_bytes(self) -> int:
-        """Gradients of a layer, joined for one reduction."""
-        return _MASTER * self.trained_layer if self.shards else 0
 
     def _measure_activations(self, config: RunConfig, shape: ModelShape, all_trained: bool) -> None:
         """Set the bytes of activations.

@@ -64,14 +64,17 @@ class _Unfinished:
 
 
 @contextmanager
-def _save_errors(step: int, folder: Place) -> Iterator[None]:
+def _writing(place: Place | None, failed: str, path: Place) -> Iterator[None]:
+    """Discard a place (None: none yet) after an error in a `with` block; an OSError becomes CheckpointError."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(
-            f"step {step} cannot be saved in {folder}: {error}. Check its free space and permissions",
-            path=str(folder),
-        ) from error
+    except (OSError, RaylaneError) as error:
+        if place is not None:
+            publishing.discard(place)  # frees the space again if the disk is full
+        if isinstance(error, RaylaneError):
+            raise
+        text = f"{failed}: {error}. Check its free space and permissions"
+        raise CheckpointError(text, path=str(path)) from error
 
 
 class Policy:
@@ -336,25 +339,20 @@ class Policy:
     def _begin(self, method: str, metrics: Mapping[str, float]) -> _Unfinished:
         """Let the workers write the state of the current step; on failure remove its partial folder."""
         folder = storage.at(self._config.checkpointing.checkpoint_dir)
-        with _save_errors(self.next_step, folder):
+        failed = f"step {self.next_step} cannot be saved in {folder}"
+        with _writing(None, failed, folder):
             partial = publishing.begin(folder, self.next_step)
-            try:
-                self.call(method, str(partial / "state"), self.next_step)
-            except (OSError, RaylaneError):
-                publishing.discard(partial)  # frees the space again if the disk is full
-                raise
+        with _writing(partial, failed, folder):
+            self.call(method, str(partial / "state"), self.next_step)
         return _Unfinished(self.next_step, folder, partial, dict(metrics))
 
     def _complete(self, written: _Unfinished) -> Saved:
         """Complete a checkpoint whose state is written, then remove old ones."""
-        settings = self._config.checkpointing
-        with _save_errors(written.step, written.folder):
-            try:
-                saved = folders.commit(written.partial, written.step, written.metrics, self._description())
-            except (OSError, RaylaneError):
-                publishing.discard(written.partial)
-                raise
-            # Old checkpoints are removed only after the new one is complete.
+        settings, failed = self._config.checkpointing, f"step {written.step} cannot be saved in {written.folder}"
+        with _writing(written.partial, failed, written.folder):
+            saved = folders.commit(written.partial, written.step, written.metrics, self._description())
+        # Old checkpoints are removed only after the new one is complete.
+        with _writing(None, failed, written.folder):
             whole, damaged = folders.list_whole(written.folder)
             for damage in damaged:  # never removed: the user may want to examine the files
                 _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
@@ -398,16 +396,9 @@ class Policy:
             raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
         draft = target.with_name(f"{target.name}.partial")
         publishing.discard(draft)  # of an interrupted export
-        try:
+        with _writing(draft, f"{target} could not be written", target):
             self.call("save_hf", str(draft))
             draft.rename(target)
-        except (OSError, RaylaneError) as error:
-            publishing.discard(draft)
-            if isinstance(error, RaylaneError):
-                raise
-            raise CheckpointError(
-                f"{target} could not be written: {error}. Check its free space and permissions", path=str(target)
-            ) from error
 
     def load(self, path: str | Place) -> int:
         """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.

@@ -261,33 +261,27 @@ class SftWorker:
                     loss=loss,
                     grad_norm=norm,
                 )
-            skipped = {} if finite else {SKIPPED: 1.0}
-            return {**self._metrics(opened, loss, norm, counts), **skipped}
-
-    def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.TokenCounts) -> dict[str, float]:
-        """Return the metrics of a step that has ended."""
-        done = time.perf_counter()
-        # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
-        waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
-        self._idle_since = done
-        total = waited + done - opened.started
-        ended = {SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}
-        metrics = {
-            **ended,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": opened.lr,
-            "supervised_tokens": counts.supervised,
-            "tokens": counts.tokens,
-            "tokens_per_s": counts.tokens / total,
-            "step_time_s": total,
-            "data_time_s": opened.ready - opened.started,
-            "dispatch_time_s": waited,
-            "compute_time_s": done - opened.ready,
-        }
-        if opened.undone:
-            self._end_other_work()
-        return metrics
+            done = time.perf_counter()
+            # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
+            waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
+            self._idle_since = done
+            if opened.undone:
+                self._end_other_work()
+            total = waited + done - opened.started
+            return {
+                **({} if finite else {SKIPPED: 1.0}),
+                **({SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}),
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": opened.lr,
+                "supervised_tokens": counts.supervised,
+                "tokens": counts.tokens,
+                "tokens_per_s": counts.tokens / total,
+                "step_time_s": total,
+                "data_time_s": opened.ready - opened.started,
+                "dispatch_time_s": waited,
+                "compute_time_s": done - opened.ready,
+            }
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
