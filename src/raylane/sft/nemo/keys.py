@@ -28,7 +28,7 @@ def _one_or_null(value: Any) -> bool:
 
 def _float32(value: Any) -> bool:
     """Return True for no data type (NeMo-RL's files write None, which YAML reads as text) and for float32."""
-    return not value or str(value).rpartition(".")[2] in ("None", "float32")
+    return not value or str(value).rpartition(".")[2] in ("None", "float32", "fp32")
 
 
 def _disabled(value: Any) -> bool:
@@ -73,12 +73,15 @@ _ROWS = [
     for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-RULES = tuple(
+_RULES = tuple(
     Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
     for key, word, left_out, refused, model, *_ in _ROWS
     if word in _HARMLESS
 )
+RULES = tuple(rule for rule in _RULES if not rule.key.startswith("optimizer:"))
 """Keys that are left out or refused. A rule for a section covers all keys below it."""
+OPTIMIZER_RULES = {rule.key.removeprefix("optimizer:"): rule for rule in _RULES if rule not in RULES}
+"""Keys of policy.megatron_cfg.optimizer, which `schedule` translates -> treatment of the ones without an equal."""
 RENAMES = {key: name for key, word, name, *_ in _ROWS if word == "same"}
 """NeMo-RL key -> raylane key with the same values."""
 OTHERWISE = {key: reason for key, word, reason, *_ in _ROWS if word == "joint"}

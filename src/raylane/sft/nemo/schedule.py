@@ -17,6 +17,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from raylane.sft.nemo.keys import OPTIMIZER_RULES
+
 _PREFIX = "torch.optim.lr_scheduler."
 
 
@@ -135,34 +137,7 @@ _ARGUMENTS = {"lr": "lr", "adam_eps": "eps"}
 """Key of megatron_cfg.optimizer -> argument of AdamW."""
 
 _TRANSLATED = {"optimizer", "fp16", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"}
-"""Keys of megatron_cfg.optimizer that this module reads."""
-
-_HARMLESS = {
-    # Where the state is, and when it moves. `use_precision_aware_optimizer` by itself keeps the state in float32.
-    *("use_distributed_optimizer", "use_precision_aware_optimizer", "store_param_remainders"),
-    *("overlap_param_gather", "overlap_param_gather_with_optimizer_step", "overlap_cpu_optimizer_d2h_h2d"),
-    *("optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
-    # policy.precision decides; masters are float32.
-    *("bf16", "params_dtype"),
-    # Only fp16, SGD or Muon reads them.
-    *("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    *("sgd_momentum", "muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode"),
-    *("muon_fp32_matmul_prec", "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor"),
-    *("log_num_zeros_in_grad", "barrier_with_L1_time"),
-}
-"""Keys of megatron_cfg.optimizer that change no number of AdamW, whatever their value."""
-
-_FLOAT32 = {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"}
-
-_OFF = {
-    "decoupled_lr": "embedding and head have the same learning rate; set policy.optimizer.groups",
-    "decoupled_min_lr": "embedding and head have the same learning rate; set policy.optimizer.groups",
-    "apply_wd_to_qk_layernorm": "no norm is decayed; set policy.optimizer.groups",
-    "optimizer_cpu_offload": "the optimizer state stays with the weights; set it to false",
-    "fp8_recipe": "fp8 is not supported; remove it",
-    "reuse_grad_buf_for_mxfp8_param_ag": "fp8 is not supported; remove it",
-}
-"""Keys of megatron_cfg.optimizer that must be off -> reason and remedy."""
+"""Keys of megatron_cfg.optimizer that this module reads; `keys.OPTIMIZER_RULES` has the others."""
 
 
 def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,11 +157,10 @@ def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any])
         )
     for key, value in section.items():
         shown = str(value).lower() if isinstance(value, bool) else value
-        if key in _OFF and value:
-            raise ValueError(f"{key}={shown}: {_OFF[key]}")
-        if key in _FLOAT32 and str(value or "float32").rpartition(".")[2] not in ("float32", "fp32"):
-            raise ValueError(f"{key}={shown}: gradients, weights and averages are float32; remove it")
-        if key not in {*_TRANSLATED, *_HARMLESS, *_FLOAT32, *_OFF, "decoupled_weight_decay"}:
+        rule = OPTIMIZER_RULES.get(key)
+        if rule is not None and not rule.harmless(value):
+            raise ValueError(f"{key}={shown}: {rule.why_refused}")
+        if rule is None and key not in {*_TRANSLATED, "decoupled_weight_decay"}:
             raise ValueError(f"{key}={shown}: this key is not known, so its effect would be lost; remove it")
     kwargs = {new: section[old] for old, new in _ARGUMENTS.items() if section.get(old) is not None}
     # Megatron's scheduler overwrites the optimizer's value in every step. NeMo-RL's key may be null: not set.
