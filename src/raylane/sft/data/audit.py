@@ -82,13 +82,17 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
             f"{long:,} above {limit} tokens: {counts.truncated:,} truncated ({counts.cut_tokens:,} tokens lost), "
             f"{counts.split:,} split, {counts.dropped:,} dropped"
         )
+    dropped = (
+        f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
+        f"{counts.unsupervised:,} with nothing supervised at all"
+    )
     lines = [
         ("conversations", f"{counts.conversations:,} read, the longest {counts.longest:,} tokens"),
         ("documents", f"{counts.documents:,} kept, {counts.tokens:,} tokens"),
         ("supervised", f"{counts.supervised:,} tokens, {counts.supervised_percent:.1f}%"),
         ("end token", f"supervised: {ended} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"),
         ("over-long", overlong),
-        ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
+        ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({dropped})"),
         ("control text", f"{counts.control_tokens:,} conversations contain special tokens as text"),
         ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
         ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
@@ -96,13 +100,6 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
     if name == "validation":
         lines.append(("in training", f"{counts.also_in_train:,} conversations are also in the training data"))
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
-
-
-def _dropped(counts: DataCounts) -> str:
-    return (
-        f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
-        f"{counts.unsupervised:,} with nothing supervised at all"
-    )
 
 
 def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:

@@ -81,11 +81,8 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
     unknown = keys.unknown(plain, RunConfig, refusal)
     for key in unknown:
-        *parents, name = key.split(".")
-        section = plain
-        for parent in parents:
-            section = section[parent]
-        del section[name]
+        parent, _, name = key.rpartition(".")
+        del (keys.value_at(plain, parent) if parent else plain)[name]
     refused += _unknown_problems(unknown)
     data = plain.get("data")
     # A required key stays in the file even without a value, so that the user sees where to write it.

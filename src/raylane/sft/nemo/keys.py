@@ -78,10 +78,18 @@ _RULES = tuple(
     for key, word, left_out, refused, model, *_ in _ROWS
     if word in _HARMLESS
 )
-RULES = tuple(rule for rule in _RULES if not rule.key.startswith("optimizer:"))
-"""Keys that are left out or refused. A rule for a section covers all keys below it."""
-OPTIMIZER_RULES = {rule.key.removeprefix("optimizer:"): rule for rule in _RULES if rule not in RULES}
+
+
+def _rules_of(prefix: str) -> dict[str, Rule]:
+    return {rule.key.removeprefix(prefix): rule for rule in _RULES if rule.key.startswith(prefix)}
+
+
+OPTIMIZER_RULES = _rules_of("optimizer:")
 """Keys of policy.megatron_cfg.optimizer, which `schedule` translates -> treatment of the ones without an equal."""
+DATA_SET_RULES = _rules_of("data_set:")
+"""Keys of one data set, without the ones that `translate` reads -> treatment."""
+RULES = tuple(rule for rule in _RULES if ":" not in rule.key)
+"""Keys that are left out or refused. A rule for a section covers all keys below it."""
 RENAMES = {key: name for key, word, name, *_ in _ROWS if word == "same"}
 """NeMo-RL key -> raylane key with the same values."""
 OTHERWISE = {key: reason for key, word, reason, *_ in _ROWS if word == "joint"}

@@ -15,7 +15,7 @@ from typing import Any
 from raylane.errors import ConfigError
 from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import value_at
-from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
+from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.schedule import (
     InexactScheduleError,
     is_torch_scheduler,
@@ -27,17 +27,6 @@ from raylane.sft.nemo.schedule import (
 
 _PAIRS = ("ResponseDataset",)
 _MESSAGES = ("openai_format", "OpenAIFormatDataset")
-_WITHOUT_EFFECT = {
-    "split": "a file is read as a whole",
-    "subset": "a file is read as a whole",
-    "seed": "the choice depends on a hash of each conversation",
-    "processor": "there is one",
-    "tool_key": "the key is tools",
-    "use_preserving_dataset": "every line keeps its own keys",
-    "env_name": "only reinforcement learning uses it",
-    "download_dir": "nothing is downloaded",
-}
-"""Keys of one data set that have no effect -> reason. Other keys are refused unless they are empty."""
 _OLD: tuple[str, ...] = (
     "dataset_name",
     "chat_key",
@@ -174,10 +163,8 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
 
 
 def _section(document: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    *parents, name = key.split(".")
-    section: Any = document
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
+    parent, _, name = key.rpartition(".")
+    section = value_at(document, parent) if parent else document
     return (section if isinstance(section, dict) else None), name
 
 
@@ -420,8 +407,8 @@ class _Translator:
                 reason = f"{where}.split_validation_size={size} is no fraction: it must be less than 1"
                 self._lack("data.validation_fraction", reason)
         for key, value in data_set.items():
-            if key in _WITHOUT_EFFECT and not (key == "tool_key" and value not in (None, "tools")):
-                self._note(f"{where}.{key}", _WITHOUT_EFFECT[key])
+            if key in DATA_SET_RULES and not (key == "tool_key" and value not in (None, "tools")):
+                self._note(f"{where}.{key}", DATA_SET_RULES[key].why_left_out)
             elif value:  # an unknown key that requests something; null and empty text request nothing
                 self._lack(where, f"{where}.{key}={value!r} is not supported; put its effect into the data")
             else:
