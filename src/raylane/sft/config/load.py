@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from raylane.errors import ConfigError
 from raylane.sft.config import keys, layout, overrides
-from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import Reason
+from raylane.sft.config.overrides import interpolate
 from raylane.sft.config.schema import RunConfig
 
 

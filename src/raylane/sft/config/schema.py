@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raylane.sft.config.policy import PolicyConfig
-from raylane.sft.config.section import Fraction, NaturalInt, PositiveFloat, PositiveInt, Section
+from raylane.sft.config.policy import Fraction, NaturalInt, PolicyConfig, PositiveFloat, PositiveInt, Section
 from raylane.workers.options import RANK_VARIABLES
 
 

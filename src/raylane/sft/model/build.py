@@ -22,7 +22,6 @@ from raylane.errors import ConfigError
 from raylane.sft.config.layout import DIVISIBLE_MODELS
 from raylane.sft.config.policy import Checkpointing, PolicyConfig
 from raylane.sft.model import attention, lora
-from raylane.sft.model.adapter_files import adapter_names, read_adapter
 from raylane.sft.model.hf_config import attention_implementation
 from raylane.sft.model.hf_reader import read_weights
 from raylane.sft.model.initial import fill_random
@@ -73,7 +72,7 @@ def _build(
         causal_lm = _causal_lm(hf_config, attention_implementation(policy))
     # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
     lora.adapt(causal_lm, settings.lora_cfg)
-    in_files = set(adapter_names(causal_lm))
+    in_files = set(lora.adapter_names(causal_lm))
     if stage is not None:
         lora.check_stages(causal_lm, stage[1])
         keep_stage(causal_lm, *stage)
@@ -104,7 +103,7 @@ def _build(
             read_weights(lora.base_parameters(causal_lm), Path(name), type(causal_lm).__name__)
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
-        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
+        lora.read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
     if settings.compile_layers:
         compile_layers(causal_lm, device)
     return MegatronModel(causal_lm, mesh, policy, device) if policy.megatron_cfg.enabled else model

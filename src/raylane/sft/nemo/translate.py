@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import value_at
+from raylane.sft.config.overrides import interpolate
 from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.schedule import (
     InexactScheduleError,

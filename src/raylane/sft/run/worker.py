@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raylane.errors import StepNotFiniteError, WorkerCallError
-from raylane.sft.checkpoint import hf_export, state
+from raylane.sft.checkpoint import export, state
 from raylane.sft.checkpoint.state import BackgroundSave
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
@@ -378,8 +378,8 @@ class SftWorker:
         policy, prepared = self.config.policy, self.prepared
         start = None if policy.model_name is None else Path(policy.model_name)
         dtype = getattr(torch, self.config.checkpointing.hf_dtype or policy.precision)
-        companions = hf_export.Companions(prepared.tokenizer_dir, prepared.end_ids, start, dtype)
-        hf_export.save_hf(storage.at(folder), self.model, companions)
+        companions = export.Companions(prepared.tokenizer_dir, prepared.end_ids, start, dtype)
+        export.save_hf(storage.at(folder), self.model, companions)
         self._end_other_work()
 
     def process_id(self) -> int:
