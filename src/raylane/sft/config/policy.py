@@ -1,7 +1,7 @@
 """Schema of the section `policy`: model, tokenizer, optimization, adapters and distribution.
 
-Also the types and the base class of all sections. A part of the tree in `schema`, whose rules hold here too. T = `policy.max_total_sequence_length` = the fixed length
-of a row in tokens.
+Also the types and the base class of all sections. A part of the tree in `schema`, whose rules hold here too.
+T = `policy.max_total_sequence_length` = the fixed length of a row in tokens.
 """
 
 from __future__ import annotations

@@ -106,18 +106,14 @@ def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]
     """Return the statistics of every set."""
     parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
     if len(prepared.files) > 1:
-        parts.append(_files(prepared, config))
+        # One line for each file of training data: weight, contents, and its part of an epoch.
+        files = [*zip(config.data.train_paths, config.data.train_weights, prepared.files, strict=True)]
+        epoch = sum(weight * counts.tokens for _, weight, counts in files)
+        lines = [
+            f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
+            f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% "
+            "of the tokens of an epoch"
+            for path, weight, counts in files
+        ]
+        parts.append("\n".join(["files", *lines]))
     return "\n\n".join(parts)
-
-
-def _files(prepared: PreparedData, config: RunConfig) -> str:
-    """Return one line for each file of training data: weight, contents, and its part of an epoch."""
-    weights = config.data.train_weights
-    epoch = sum(weight * counts.tokens for weight, counts in zip(weights, prepared.files, strict=True))
-    lines = [
-        f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
-        f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% of "
-        "the tokens of an epoch"
-        for path, weight, counts in zip(config.data.train_paths, weights, prepared.files, strict=True)
-    ]
-    return "\n".join(["files", *lines])

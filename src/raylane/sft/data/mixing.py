@@ -65,3 +65,8 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     length = policy.max_total_sequence_length
     packs, counts = pack_by_file(cache.lengths, documents, length, _packing_algorithm(policy))
     return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights))
+
+
+def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:
+    """Return the indices of the rows of a step's global batch, int64 [rows]; see `RowSource.step_rows`."""
+    return rows.step_rows(config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle)

@@ -84,21 +84,18 @@ def _shares(rows: int, weight: float) -> tuple[int, int]:
     return whole, round((weight - whole) * rows)
 
 
+@dataclass(eq=False, repr=False)
 class RowSource:
-    """Rows of T tokens, made from a token cache and packs. Random access, no state.
+    """Rows of T tokens, made from a token cache and packs. Random access, no state."""
 
-    Attributes: `cache`; `packs`, the documents of each row; `row_tokens`, T; `pad_id`; `mixture`, the rows of an epoch
-    (None: each row once).
-    """
-
-    def __init__(
-        self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int, mixture: WeightedFiles | None = None
-    ) -> None:
-        self.cache = cache
-        self.packs = packs
-        self.row_tokens = row_tokens
-        self.pad_id = pad_id
-        self.mixture = mixture
+    cache: TokenCache
+    packs: Packs
+    """Documents of each row."""
+    row_tokens: int
+    """T."""
+    pad_id: int
+    mixture: WeightedFiles | None = None
+    """Choice of the rows of each epoch; None: each row once."""
 
     def __repr__(self) -> str:
         return f"RowSource({self.num_rows} rows of {self.row_tokens} tokens, {100 * self.efficiency:.1f}% full)"

@@ -53,8 +53,8 @@ class ImportedConfig:
         """Return the report as text, several lines."""
         lines = []
         for title, is_set in (("Left out or replaced:", False), ("Set as in NeMo-RL:", True)):
-            if rows := [_row(note.key, note.reason) for note in self.notes if note.is_set == is_set]:
-                lines += [title, *rows]
+            if rows := [note for note in self.notes if note.is_set == is_set]:
+                lines += [title, *(f"  {note.key:<{_REPORT_WIDTH}} {note.reason}" for note in rows)]
         if self.refused:
             lines += ["Left out, because raylane lacks it:", *(f"  {problem.text}" for problem in self.refused)]
         if self.to_do:
@@ -62,10 +62,6 @@ class ImportedConfig:
         return "\n".join(
             [*lines, "The configuration is incomplete." if self.to_do else "The configuration is complete."]
         )
-
-
-def _row(key: str, reason: str) -> str:
-    return f"  {key:<{_REPORT_WIDTH}} {reason}"
 
 
 def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig:

@@ -181,11 +181,6 @@ def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any])
     return {"name": "adamw", "weight_decay_on": "matrices", "kwargs": {**kwargs, "betas": betas}}
 
 
-def megatron_clipping(section: Mapping[str, Any]) -> float | None:
-    """Return policy.max_grad_norm: Megatron-core clips to 1 by default, and 0 switches it off."""
-    return section.get("clip_grad", 1.0) or None
-
-
 def megatron_schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
     """Return policy.scheduler with the same learning rates; InexactScheduleError if there is none.
 

@@ -19,7 +19,6 @@ from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.schedule import (
     InexactScheduleError,
     is_torch_scheduler,
-    megatron_clipping,
     megatron_optimizer,
     megatron_schedule,
     translate_scheduler,
@@ -264,7 +263,8 @@ class _Translator:
         except ValueError as error:
             self._refuse(f"{_MEGATRON}.optimizer", f"{error}", "policy.optimizer.name")
             return
-        _replace(self.plain, "policy.max_grad_norm", megatron_clipping(optimizer))
+        # Megatron-core clips to 1 by default, and 0 switches it off.
+        _replace(self.plain, "policy.max_grad_norm", optimizer.get("clip_grad", 1.0) or None)
         _replace(self.plain, "policy.optimizer", adamw)
         _replace(self.plain, "policy.scheduler", schedule)
         self._remove(f"{_MEGATRON}.optimizer", "replaced by policy.optimizer and policy.max_grad_norm")

@@ -91,7 +91,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
             f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
         )
     policy, sft = config.policy, config.sft
-    dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
+    dims = ParallelDims.of(config)
     batch = policy.train_global_batch_size
     steps = total_steps(train.rows, batch, sft.max_num_steps, sft.max_num_epochs)
     positions = steps * batch * policy.max_total_sequence_length
@@ -160,6 +160,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         share = batch // plan.dims.readers
         micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
     positions = f"{batch * policy.max_total_sequence_length:,} positions a step"
+    validations = f"{plan.validations} times, {plan.validation_batches} batches each" if plan.validations else "never"
     lines = [
         ("mesh", _mesh(plan, config)),
         ("model", _model(plan, config)),
@@ -168,7 +169,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         ("batch", f"{batch} rows = {_readers(plan.dims)} x {micro}; {positions}"),
         ("steps", _steps(plan, config)),
         ("tokens", f"{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
-        ("validate", _validate(plan)),
+        ("validate", validations),
         ("save", _save(plan, config)),
         ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),
         ("memory", _memory(plan.memory) + (" (master weights in host memory)" if offloads else "")),
@@ -222,12 +223,6 @@ def _steps(plan: RunPlan, config: RunConfig) -> str:
     schedule = config.policy.scheduler
     never = ", which is longer than this run" if schedule.warmup_steps > plan.total_steps else ""
     return f"{plan.total_steps:,} = {epochs}; {schedule.warmup_steps} of warm-up{never}, then {schedule.name}"
-
-
-def _validate(plan: RunPlan) -> str:
-    if not plan.validations:
-        return "never"
-    return f"{plan.validations} times, {plan.validation_batches} batches each"
 
 
 def _save(plan: RunPlan, config: RunConfig) -> str:

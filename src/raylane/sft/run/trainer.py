@@ -28,7 +28,7 @@ from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
 from raylane.sft.data.cache import TokenCache
-from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.mixing import open_training_rows, rows_of_step
 from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
 from raylane.sft.data.rows import RowSource
 from raylane.sft.data.storage import Place
@@ -317,10 +317,7 @@ class Trainer:
         """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
             return self.policy.train_step_nowait(self.done)
-        config = self._config
-        rows = self._rows.step_rows(
-            config.policy.train_global_batch_size, config.sft.seed, self.done, config.data.shuffle
-        )
+        rows = rows_of_step(self._rows, self._config, self.done)
         return self.policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
 
     def _is_due(self, period: int) -> bool:
@@ -501,7 +498,7 @@ class SkippedSteps:
 def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:
     """Return the error of a step with the lines of the data files that are in its rows."""
     number = int(error.fields["step"]) - 1
-    chosen = rows.step_rows(config.policy.train_global_batch_size, config.sft.seed, number, config.data.shuffle)
+    chosen = rows_of_step(rows, config, number)
     documents = itertools.chain.from_iterable(rows.packs[row] for row in chosen)
     numbers = sorted({int(rows.cache.origin[document]) for document in documents})
     try:

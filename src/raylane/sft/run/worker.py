@@ -25,7 +25,7 @@ from raylane.sft.checkpoint import export, state
 from raylane.sft.checkpoint.state import BackgroundSave
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
-from raylane.sft.data.mixing import open_rows, open_training_rows
+from raylane.sft.data.mixing import open_rows, open_training_rows, rows_of_step
 from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.model.build import build_model
@@ -105,9 +105,7 @@ class SftWorker:
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
-        self.mesh = WorkerMesh.make(
-            ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers), self._rank, self.device.type
-        )
+        self.mesh = WorkerMesh.make(ParallelDims.of(config), self._rank, self.device.type)
         self.model: RunModel = build_model(hf_config, policy, self.mesh, self.device, config.sft.seed)
         self.optimizer = make_optimizer(self.model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
@@ -161,7 +159,7 @@ class SftWorker:
         number: int,
         loss: str | None,
         micro_batch_size: int | None,
-        eval_mode: bool,
+        eval_mode: bool = False,
         warm_up: bool = False,
         with_passes: bool = False,
     ) -> dict[str, float]:
@@ -329,10 +327,7 @@ class SftWorker:
 
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
-        policy = self.config.policy
-        rows = self.train_rows.step_rows(
-            policy.train_global_batch_size, self.config.sft.seed, number, self.config.data.shuffle
-        )
+        rows = rows_of_step(self.train_rows, self.config, number)
         return _read_batch(self.train_rows, order.rank_slice(rows, self.mesh.reader, self.mesh.dims.readers))
 
     def _rows_to_move(self, number: int) -> BatchDict:
