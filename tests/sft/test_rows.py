@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.data.cache import TokenCache, write_cache
-from raylane.sft.data.rows import IGNORED, RowSource
+from raylane.sft.data.rows import IGNORED, RowSource, TokenCache, write_cache
 
 
 @pytest.fixture

@@ -20,10 +20,9 @@ import numpy as np
 
 from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import RowSource, WeightedFiles
+from raylane.sft.data.rows import RowSource, TokenCache, WeightedFiles
 
 
 def pack_by_file(

@@ -22,9 +22,9 @@ from raylane.errors import ConfigError, DataError
 from raylane.sft.config.keys import explain
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
-from raylane.sft.data.cache import write_cache
 from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
+from raylane.sft.data.rows import write_cache
 
 log = logging.getLogger(__name__)
 

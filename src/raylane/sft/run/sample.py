@@ -29,10 +29,9 @@ from torch import Tensor
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import room_for_prompts
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import IGNORED
+from raylane.sft.data.rows import IGNORED, TokenCache
 from raylane.sft.model.defaults import with_own_defaults
 from raylane.sft.model.supervised import RunModel
 from raylane.sft.run.micro_batches import FixedRows

@@ -42,8 +42,7 @@ from raylane.sft.model.attention import PackedRows
 from raylane.sft.model.loss import CrossEntropy
 from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import OnHost, RunModel, release_gathered
-from raylane.sft.run.micro_batches import Division, FixedRows, divide
-from raylane.sft.run.on_device import on_device
+from raylane.sft.run.micro_batches import Division, FixedRows, divide, on_device
 from raylane.sft.run.step import evaluating, forward_only
 from raylane.workers.batch import BatchDict
 

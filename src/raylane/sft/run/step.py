@@ -37,8 +37,7 @@ from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import OnHost, RunModel, SupervisedModel, fsdp, stage_tensors
 from raylane.sft.parallel.mesh import ParallelDims
 from raylane.sft.parallel.sharded import own_part, whole
-from raylane.sft.run.micro_batches import Division, FixedRows, cut_together, divide
-from raylane.sft.run.on_device import on_device
+from raylane.sft.run.micro_batches import Division, FixedRows, cut_together, divide, on_device
 from raylane.workers.batch import BatchDict
 
 

@@ -27,10 +27,9 @@ from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
 from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
-from raylane.sft.data.rows import RowSource
+from raylane.sft.data.rows import RowSource, TokenCache
 from raylane.sft.data.storage import Place
 from raylane.sft.report.metrics import MetricsLog
 from raylane.sft.run import ray_session, sample

@@ -39,8 +39,7 @@ from raylane.sft.parallel.mesh import ParallelDims, WorkerMesh
 from raylane.sft.parallel.sharded import gathered, own_part, whole
 from raylane.sft.run import selfcheck, step
 from raylane.sft.run.delivery import FolderCopies
-from raylane.sft.run.micro_batches import Division, FixedRows, division
-from raylane.sft.run.on_device import pinned
+from raylane.sft.run.micro_batches import Division, FixedRows, division, pinned
 from raylane.sft.run.sample import generate
 from raylane.sft.run.step import EdgeStep, state_kept
 from raylane.workers.batch import BatchDict
