@@ -9,6 +9,7 @@ Sources of the schedules: gpipe arXiv 1811.06965, 1f1b and its interleaved form 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from raylane.sft.parallel.mesh import ParallelDims
@@ -53,6 +54,7 @@ def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int) -> W
     return Work(forward, worker + local_stage * workers, group * workers + micro_batch)
 
 
+@functools.cache
 def passes_of_step(schedule: str, dims: ParallelDims, per_worker: int, micro_batches: int) -> tuple[Pass, ...]:
     """Return the passes of one step on all workers: forward and backward passes, and the end of the step on each."""
     stages = dims.pp * per_worker

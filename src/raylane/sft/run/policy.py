@@ -99,8 +99,6 @@ class Policy:
         """Checkpoint that `save_nowait` has begun; None if there is none."""
         self.save_ended = False
         """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
-        self._passes_of: dict[int, tuple[Pass, ...]] = {}
-        """Passes of a step by the number of micro-batches of a worker."""
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
@@ -454,11 +452,7 @@ class Policy:
         if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self.group.compiled:
             return ()
         count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
-        if count not in self._passes_of:
-            self._passes_of[count] = passes_of_step(
-                settings.pipeline_schedule, self._dims, settings.stages_per_worker, count
-            )
-        return self._passes_of[count]
+        return passes_of_step(settings.pipeline_schedule, self._dims, settings.stages_per_worker, count)
 
     def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s = self._config.sft.step_timeout_s
