@@ -45,7 +45,7 @@ MODEL = {
 def configuration(folder: Path, world: int, rounds: int, changes: dict[str, Any]) -> RunConfig:
     """Return the run with so many micro-batches on each worker."""
     config = tiny_run.config_of(folder, {**MODEL, "cluster.num_workers": world, **changes})
-    rows = rounds * mesh.ParallelDims.of(config).readers
+    rows = rounds * mesh.ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers).readers
     return tiny_run.config_of(
         folder, {**MODEL, "cluster.num_workers": world, "policy.train_global_batch_size": rows, **changes}
     )

@@ -129,7 +129,7 @@ def computed(worker: Any, folder: Path, changes: dict[str, Any]) -> dict[str, An
     """Return loss, gradients, losses of some steps, and the weights after them. Runs on every rank."""
     config = tiny_run.config_of(folder, changes)
     worker.setup(config, prepare(config), STEPS)
-    dims = ParallelDims.of(config)
+    dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
     loss, gradients = worker.gradients(worker.own_rows(0), 1)
     losses = [worker.train_step(number)["loss"] for number in range(STEPS)]
     weights = {}

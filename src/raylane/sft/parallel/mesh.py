@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raylane.sft.config.policy import PolicyConfig
-from raylane.sft.config.schema import RunConfig
+from raylane.sft.config.policy import DTensorConfig, PolicyConfig
 from raylane.workers.sharding import NamedSharding
 
 if TYPE_CHECKING:
@@ -66,9 +65,8 @@ class ParallelDims:
             raise ValueError(f"every size must be at least 1, got {self}")
 
     @classmethod
-    def of(cls, config: RunConfig) -> ParallelDims:
+    def of(cls, settings: DTensorConfig, num_workers: int) -> ParallelDims:
         """Return the sizes in the configuration, which were checked when it was loaded."""
-        settings, num_workers = config.policy.dtensor_cfg, config.cluster.num_workers
         pp, replicas = settings.pipeline_parallel_size, settings.dp_replicate_size
         cp, tp = settings.context_parallel_size, settings.tensor_parallel_size
         return cls(pp, replicas, num_workers // (pp * replicas * cp * tp), cp, tp)

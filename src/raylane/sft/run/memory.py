@@ -76,7 +76,7 @@ class _StageContents:
 
 def _rounds(config: RunConfig) -> int:
     policy = config.policy
-    readers = ParallelDims.of(config).readers
+    readers = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers).readers
     return micro_batches(policy.train_global_batch_size, policy.micro_batch_divisor, readers)
 
 
@@ -102,7 +102,7 @@ class _Worker:
 
     def __init__(self, config: RunConfig, shape: ModelShape, stage: _StageContents) -> None:
         policy, settings = config.policy, config.policy.dtensor_cfg
-        dims = ParallelDims.of(config)
+        dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
         self.stage = stage
         self.size = 2 if policy.precision == "bfloat16" else 4  # bytes of the computing precision
         self.rounds = _rounds(config)

@@ -91,7 +91,7 @@ def make_plan(config: RunConfig, shape: ModelShape, train: RowCount, validation:
             f"{shape.max_positions}; use rows of at most {shape.max_positions} tokens"
         )
     policy, sft = config.policy, config.sft
-    dims = ParallelDims.of(config)
+    dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
     batch = policy.train_global_batch_size
     steps = total_steps(train.rows, batch, sft.max_num_steps, sft.max_num_epochs)
     positions = steps * batch * policy.max_total_sequence_length

@@ -90,7 +90,7 @@ class Policy:
         check_model_folder(config)
         check_installed(config.policy)
         self._config = config
-        self._dims = ParallelDims.of(config)
+        self._dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
         self._data_key = prepared.train.parent.name
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""
         self.next_step = 0

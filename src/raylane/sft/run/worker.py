@@ -104,7 +104,9 @@ class SftWorker:
         policy = config.policy
         end_id = prepared.end_ids[0] if prepared.end_ids else None
         hf_config = model_config(policy, prepared.vocab_size, prepared.pad_id, end_id)
-        self.mesh = WorkerMesh.make(ParallelDims.of(config), self._rank, self.device.type)
+        self.mesh = WorkerMesh.make(
+            ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers), self._rank, self.device.type
+        )
         self.model: RunModel = build_model(hf_config, policy, self.mesh, self.device, config.sft.seed)
         self.optimizer = make_optimizer(self.model, policy.optimizer)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
