@@ -80,7 +80,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 @dataclass(frozen=True)
 class Companions:
-    """What a Hugging Face folder holds besides the weights of a model."""
+    """Contents of a Hugging Face folder besides the weights of a model."""
 
     tokenizer_dir: Path
     """Folder of tokenizer and chat template."""
