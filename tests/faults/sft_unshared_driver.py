@@ -12,7 +12,7 @@ from tests.s3_server import variables
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.data.storage import Url
 from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
@@ -72,7 +72,7 @@ def main(address: str, folder: Path, endpoint: str) -> None:
     whole = train(folder, "whole", environment)
     saved = folders.list_saved(Url("s3://bucket/whole"))[-1]
     say(f"state of {len([name for name in (saved.path / 'state').sizes() if name.endswith('.distcp')])} workers")
-    exported = folders.exported(saved)
+    exported = publishing.exported(saved.path)
     assert exported is not None
     # The model of one run is the start of the next: a local folder of the driver that the other node does not see.
     base = folder / "base"

@@ -12,7 +12,7 @@ import torch
 
 from raylane.sft.model.loss import CrossEntropy
 from raylane.sft.run import step
-from raylane.sft.run.on_device import on_device
+from raylane.sft.run.micro_batches import on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raylane.sft.run.read_ahead import ReadAhead
+from raylane.sft.run.worker import ReadAhead
 
 
 def test_read_ahead_reads_the_next_item_meanwhile():

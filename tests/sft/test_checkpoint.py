@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import CheckpointingConfig
 
 
 def write(folder: Path, step: int, **metrics: float) -> Saved:
-    partial = folders.begin(folder, step)
+    partial = publishing.begin(folder, step)
     (partial / "payload").write_text(str(step))
     return folders.commit(partial, step, metrics, {"sft": {"seed": 1}})
 
@@ -33,7 +33,7 @@ def settings(**fields) -> CheckpointingConfig:
 def test_list_saved_sorts_complete_checkpoints_by_step(tmp_path):
     for step in (100, 20, 3):
         write(tmp_path, step)
-    folders.begin(tmp_path, 200)  # killed while writing
+    publishing.begin(tmp_path, 200)  # killed while writing
     (tmp_path / "step_300").mkdir()  # no marker
     (tmp_path / "notes").mkdir()
     assert [one.step for one in folders.list_saved(tmp_path)] == [3, 20, 100]
@@ -43,8 +43,8 @@ def test_list_saved_sorts_complete_checkpoints_by_step(tmp_path):
 
 def test_discard_partial_removes_only_leftovers(tmp_path):
     write(tmp_path, 3)
-    left = folders.begin(tmp_path, 4)
-    assert folders.discard_partial(tmp_path) == [left]
+    left = publishing.begin(tmp_path, 4)
+    assert publishing.discard_partial(tmp_path) == [left]
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
@@ -63,7 +63,7 @@ def test_resume_never_and_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
         folders.find(settings(resume=str(tmp_path / "step_4")))
     with pytest.raises(CheckpointError, match="is not a complete checkpoint: it has no COMPLETE file"):
-        folders.read(folders.begin(tmp_path, 9))
+        folders.read(publishing.begin(tmp_path, 9))
 
 
 def test_run_refuses_a_folder_with_later_checkpoints(tmp_path):
@@ -86,7 +86,7 @@ def test_a_damaged_description_is_told(tmp_path):
 
 
 def write_state(folder: Path, step: int) -> Saved:
-    partial = folders.begin(folder, step)
+    partial = publishing.begin(folder, step)
     (partial / "state").mkdir()
     (partial / "state/weights").write_text("weights of step " + str(step))
     return folders.commit(partial, step, {}, {})
@@ -120,7 +120,7 @@ def test_find_with_only_damaged_ones_starts_nothing_anew(tmp_path):
 
 REPLACE_AND_DIE = """
 import os, pathlib, signal, sys
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 rename, calls = pathlib.Path.rename, []
 def dying(self, target):
     calls.append(self)
@@ -128,7 +128,7 @@ def dying(self, target):
         os.kill(os.getpid(), signal.SIGKILL)
     return rename(self, target)
 pathlib.Path.rename = dying
-partial = folders.begin(pathlib.Path(sys.argv[1]), 5)
+partial = publishing.begin(pathlib.Path(sys.argv[1]), 5)
 (partial / "state").mkdir()
 (partial / "state/weights").write_text("second")
 folders.commit(partial, 5, {"val:loss": 1.0}, {})
@@ -142,8 +142,8 @@ def test_commit_killed_before_a_rename_loses_nothing(tmp_path, rename):
     write_state(tmp_path, 5)
     command = [sys.executable, "-c", REPLACE_AND_DIE, str(tmp_path), str(rename)]
     assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
-    recovered = folders.recover(tmp_path)
-    folders.discard_partial(tmp_path)
+    recovered = publishing.recover(tmp_path)
+    publishing.discard_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_5"]
     assert recovered == ([] if rename == 1 else [tmp_path / "step_5"])
     found = folders.find(settings(checkpoint_dir=str(tmp_path)))
@@ -153,9 +153,9 @@ def test_commit_killed_before_a_rename_loses_nothing(tmp_path, rename):
 def test_recover_leaves_removed_and_half_written_ones_alone(tmp_path):
     one = write_state(tmp_path, 5)
     one.path.rename(tmp_path / "step_5.removed.partial")
-    folders.begin(tmp_path, 7)
-    assert folders.recover(tmp_path) == []
-    folders.discard_partial(tmp_path)
+    publishing.begin(tmp_path, 7)
+    assert publishing.recover(tmp_path) == []
+    publishing.discard_partial(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,10 +165,10 @@ def test_discard_of_a_link_removes_the_link_alone(tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
     (folder / "step_4.partial").symlink_to(tmp_path / "mine")
-    folders.discard_partial(folder)
+    publishing.discard_partial(folder)
     assert (tmp_path / "mine/precious").exists()
     (folder / "step_4.partial").symlink_to(tmp_path / "mine")
-    (folders.begin(folder, 4) / "payload").write_text("")
+    (publishing.begin(folder, 4) / "payload").write_text("")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["precious"]
 
 
@@ -198,7 +198,7 @@ def test_the_latest_and_the_best_are_kept():
 
 def test_removing_takes_the_name_first(tmp_path):
     one = write(tmp_path, 3)
-    folders.remove(one)
+    publishing.remove(one.path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,11 +19,10 @@ import pytest
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.load import dump
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, fit, prepare, warnings
-from raylane.sft.data.rows import IGNORED
+from raylane.sft.data.rows import IGNORED, TokenCache
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
 LONG = question(99, num_words=400)
@@ -305,7 +304,7 @@ def test_damaged_offsets_are_named(tmp_path: Path) -> None:
         else:
             np.save(folder / "offsets.npy", offsets)
         with pytest.raises(DataError, match=r"Delete it and run the command again|token cache .* cannot be read"):
-            TokenCache.open(folder)
+            TokenCache(folder)
 
 
 @pytest.mark.processes

@@ -13,12 +13,11 @@ import yaml
 from raylane.errors import ConfigError, DataError
 from raylane.sft.config.load import dump, load_config
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, train_tokenizer
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.order import batch_rows, steps_per_epoch, validation_batches
 from raylane.sft.data.prepare import prepare
-from raylane.sft.data.rows import IGNORED, RowSource
+from raylane.sft.data.rows import IGNORED, RowSource, TokenCache
 from sft.conversations import config, document, question, talk, tokenizer, turn, write_jsonl
 
 PLAIN = (
@@ -292,7 +291,7 @@ def test_trap_damaged_cache_is_read_as_data(tmp_path: Path) -> None:
     path = prepared.train / "tokens.bin"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(DataError, match="is damaged"):
-        TokenCache.open(prepared.train)
+        TokenCache(prepared.train)
 
 
 def test_trap_stale_cache_after_the_data_changed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import numpy as np
 import pytest
@@ -92,7 +93,9 @@ def test_copy_that_another_run_finished_first_stays(folder, monkeypatch):
 
 def test_drafts_of_ended_processes_are_removed(folder):
     listing = list_files(folder)
-    left = delivery.own_folder() / f"model-x.draft-{2**22 + 1}"  # above the largest process ID of Linux
+    left = (
+        delivery.own_folder() / f"model-x.draft-{socket.gethostname()}-{2**22 + 1}-x"
+    )  # above the largest process ID of Linux
     left.mkdir()
     (left / "weights").write_bytes(b"a" * 1000)
     copy(folder, listing)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft.checkpoint import folders, hf_folder
+from raylane.sft.checkpoint import export, folders, publishing
 from raylane.sft.checkpoint.export import export_checkpoint
 from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
@@ -34,7 +34,7 @@ def made(folder):
             worker.setup(config, prepared, 8)
             worker.train_step(0)
             worker.train_step(1)
-            partial = folders.begin(folder / name, 2)
+            partial = publishing.begin(folder / name, 2)
             worker.save_state(str(partial / "state"), 2)
             saved = folders.commit(partial, 2, {}, {**dump(config), "prepared": prepared.train.parent.name})
             worker.save_hf(str(saved.path / "hf"))
@@ -49,7 +49,7 @@ def weights(folder):
 def test_export_equals_the_folder_that_the_workers_write(made, tmp_path, monkeypatch, name):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    monkeypatch.setattr(hf_folder, "_BYTES_PER_FILE", 30_000)  # several files
+    monkeypatch.setattr(export, "_BYTES_PER_FILE", 30_000)  # several files
     step, out = made / name / "step_2", tmp_path / "out"
     assert export_checkpoint(step, out) == out
     assert len(list(out.glob("model-*.safetensors"))) > 1
@@ -117,7 +117,6 @@ def test_export_refuses_what_it_cannot_use(made, tmp_path):
 
 def test_export_on_a_full_disk_leaves_nothing(made, tmp_path, monkeypatch):
     """A full disk leaves no folder that looks like a model."""
-    from raylane.sft.checkpoint import export
 
     def full(*_):
         raise OSError(28, "No space left on device")

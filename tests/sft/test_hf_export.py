@@ -12,9 +12,8 @@ from safetensors import safe_open
 from tests.sft import tiny_run
 from tests.sft.ranks import Ranks
 
-from raylane.sft.checkpoint import hf_export
-from raylane.sft.checkpoint.hf_export import rounds
-from raylane.sft.checkpoint.hf_folder import plan_files
+from raylane.sft.checkpoint import export as export_module
+from raylane.sft.checkpoint.export import plan_files, rounds
 from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
 
@@ -57,14 +56,14 @@ def test_header_is_read_by_safetensors(tmp_path, dtype):
 def export(worker, config, prepared, folder: str, bytes_per_file: int):
     """Build the model and export it; return the error, None if there is none."""
     worker.setup(config, prepared, 8)
-    plan = hf_export.plan_files
-    hf_export.plan_files = functools.partial(plan, bytes_per_file=bytes_per_file)
+    plan = export_module.plan_files
+    export_module.plan_files = functools.partial(plan, bytes_per_file=bytes_per_file)
     try:
         worker.save_hf(folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        hf_export.plan_files = plan
+        export_module.plan_files = plan
     return None
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from raylane.errors import CheckpointError
-from raylane.sft.model.build import read_weights
-from raylane.sft.model.hf_reader import INDEX, IndexedReader
+from raylane.sft.model import lora
+from raylane.sft.model.hf_reader import INDEX, read_weights, weight_files
 from sft import tiny_run
 
 ONE = {"a": torch.full((2, 2), 1.0)}
@@ -30,17 +29,18 @@ def write(folder: Path, files: dict[str, dict[str, torch.Tensor]], index: dict[s
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    reader = IndexedReader(folder)
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    values = {name: torch.full(tuple(one.size), torch.nan) for name, one in stored.items()}
-    load(values, storage_reader=reader, no_dist=True)
-    return values
+    shapes = {}
+    for name, file in weight_files(folder).items():
+        with safe_open(file, framework="pt") as stored:
+            shapes[name] = stored.get_slice(name).get_shape()
+    values = {name: torch.nn.Parameter(torch.full(shape, torch.nan)) for name, shape in shapes.items()}
+    read_weights(values, folder, "Model")
+    return {name: value.detach() for name, value in values.items()}
 
 
 STRAY = {"zz.safetensors": {"a": torch.zeros(2, 2), "b": torch.zeros(3), "c": torch.zeros(1)}}
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("stray", ["zz.safetensors", "consolidated.safetensors", "model.safetensors"])
 def test_file_beside_an_index_is_not_read(tmp_path, caplog, stray):
     files = {"model-1.safetensors": ONE, "model-2.safetensors": TWO, stray: STRAY["zz.safetensors"]}
@@ -50,7 +50,6 @@ def test_file_beside_an_index_is_not_read(tmp_path, caplog, stray):
     assert ("holds model.safetensors beside" in caplog.text) is (stray == "model.safetensors")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weight_in_two_indexed_files_is_read_from_its_own(tmp_path):
     files = {"model-1.safetensors": ONE, "model-2.safetensors": {**TWO, "a": torch.zeros(2, 2)}}
     for file, expected in (("model-1.safetensors", 1.0), ("model-2.safetensors", 0.0)):
@@ -61,7 +60,7 @@ def test_weight_in_two_indexed_files_is_read_from_its_own(tmp_path):
 def test_unreadable_stray_file_is_not_opened(tmp_path):
     folder = write(tmp_path, {"model-1.safetensors": ONE}, {"a": "model-1.safetensors"})
     (folder / "broken.safetensors").write_bytes(b"not safetensors")
-    assert set(IndexedReader(folder).read_metadata().state_dict_metadata) == {"a"}
+    assert set(weight_files(folder)) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_unreadable_stray_file_is_not_opened(tmp_path):
 )
 def test_folder_without_a_clear_file_is_refused(tmp_path, files, index, message):
     with pytest.raises(CheckpointError, match=message):
-        IndexedReader(write(tmp_path, files, index)).read_metadata()
+        weight_files(write(tmp_path, files, index))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
@@ -85,7 +84,7 @@ def test_damaged_index_is_refused(tmp_path, text):
     write(tmp_path, {"model-1.safetensors": ONE}, None)
     (tmp_path / INDEX).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
-        IndexedReader(tmp_path)
+        weight_files(tmp_path)
 
 
 def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path):
@@ -98,7 +97,7 @@ def test_run_beside_a_stray_file_starts_from_the_index(worker, folder, tmp_path)
     save_file({name: torch.zeros_like(one) for name, one in weights.items()}, tmp_path / "hf/zz.safetensors")
     for one in worker.model.causal_lm.parameters():
         torch.nn.init.constant_(one, 5.0)
-    read_weights(worker.model.causal_lm, tmp_path / "hf")
+    read_weights(lora.base_parameters(worker.model.causal_lm), tmp_path / "hf", "Model")
     assert all(torch.equal(one, weights[name]) for name, one in worker.model.causal_lm.named_parameters())
 
 
@@ -117,4 +116,4 @@ def test_folder_with_one_weight_per_expert_names_the_cause(worker, folder, tmp_p
     expert = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     write(tmp_path, {"model.safetensors": {**published, expert: torch.zeros(48, 32)}}, None)
     with pytest.raises(CheckpointError, match=r"a weight for each expert, .* stacked in one, .* cannot load yet"):
-        read_weights(causal_lm, tmp_path)
+        read_weights(lora.base_parameters(causal_lm), tmp_path, "Model")

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.load import load_config
+from raylane.sft.config.overrides import interpolate
 from sft.conversations import document
 
 

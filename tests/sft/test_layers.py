@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import layers
+from raylane.sft.model import build
 from sft import tiny_run
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"
@@ -70,7 +70,7 @@ def test_compiled_layers_have_the_gradients_of_plain_ones(worker, folder, change
 
 
 def test_compilation_without_a_compiler_is_refused(worker, folder, monkeypatch):
-    monkeypatch.setattr(layers.shutil, "which", lambda name: None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(ConfigError, match=r"compile_layers=true needs a C\+\+ compiler \(icpx or g\+\+ or clang\+\+\)"):
         gradients(worker, folder, COMPILE)

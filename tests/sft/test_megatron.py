@@ -14,7 +14,7 @@ import torch
 from raylane.errors import ConfigError
 from raylane.sft.config import megatron_limits
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import megatron, megatron_weights
+from raylane.sft.model import megatron
 from raylane.sft.model.attention import PackedRows, attend
 from raylane.sft.model.megatron import MegatronModel
 from raylane.sft.run.policy import Policy
@@ -167,8 +167,8 @@ def test_unpack_is_the_inverse_of_pack(how):
     parts = [torch.randn(shape) for shape in shapes[how]]
     rows = sum(map(len, parts)) + (how == "filled")
     joined = torch.full((rows, 4), 7.0)
-    megatron_weights.pack(how, parts, 3, joined)
-    found = megatron_weights.unpack(how, joined, [part.shape for part in parts], 3)
+    megatron.pack(how, parts, 3, joined)
+    found = megatron.unpack(how, joined, [part.shape for part in parts], 3)
     assert all(torch.equal(one, part) for one, part in zip(found, parts, strict=True))
     if how == "filled":
         assert not joined[5:].any()

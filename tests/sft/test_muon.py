@@ -7,8 +7,7 @@ import torch
 
 from raylane.errors import ConfigError
 from raylane.sft.config.policy import OptimizerConfig
-from raylane.sft.model.muon import MuonAdamW, orthogonalised
-from raylane.sft.model.optim import make_optimizer, set_learning_rate
+from raylane.sft.model.optim import MuonAdamW, make_optimizer, orthogonalised, set_learning_rate
 from sft import tiny_run
 
 MUON = {"policy.optimizer.name": "muon"}

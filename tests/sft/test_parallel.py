@@ -21,8 +21,8 @@ from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
 from raylane.sft.model.hf_config import model_config
 from raylane.sft.parallel.mesh import ParallelDims
-from raylane.sft.run.generation import generate
 from raylane.sft.run.policy import Policy
+from raylane.sft.run.sample import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
 from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK

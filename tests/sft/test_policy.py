@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.run import worker as worker_module
 from raylane.sft.run.delivery import FolderCopies
 from raylane.sft.run.policy import Policy
@@ -38,7 +38,7 @@ class Run(WorkerRun):
 
     def again(self):
         self.policy.call("setup", self.config, self.prepared, 8)
-        self.policy._next = 0
+        self.policy.next_step = 0
 
     def own_losses(self):
         """Of a plain model's start weights, on the global batch of step 0."""
@@ -215,14 +215,14 @@ def test_failed_save_leaves_no_partial_checkpoint(fsdp2, tmp_path, monkeypatch):
     fsdp2.again()
     settings = fsdp2.config.checkpointing.model_copy(update={"checkpoint_dir": str(tmp_path)})
     monkeypatch.setattr(fsdp2.policy, "_config", fsdp2.config.model_copy(update={"checkpointing": settings}))
-    begin = folders.begin
+    begin = publishing.begin
 
     def begin_with_obstacle(folder, step):
         partial = begin(folder, step)
         (partial / "state" / "optimizer.json").mkdir(parents=True)
         return partial
 
-    monkeypatch.setattr(folders, "begin", begin_with_obstacle)
+    monkeypatch.setattr(publishing, "begin", begin_with_obstacle)
     with pytest.raises(CheckpointError, match=r"could not be written to .*Is a directory"):
         fsdp2.policy.save({})
     monkeypatch.undo()

@@ -16,8 +16,7 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.sft.report.page import escape, read_facts, write_report
-from raylane.sft.report.plots import MAX_POINTS, thin
+from raylane.sft.report.page import MAX_POINTS, escape, read_facts, thin, write_report
 from raylane.sft.run.record import RunRecord
 from raylane.sft.run.sample import Sample
 from sft.conversations import config
@@ -178,7 +177,7 @@ def test_record_keeps_warnings_from_before_the_folder(tmp_path: Path) -> None:
         logging.getLogger("raylane.sft").error("a later one")
         texts = [one["text"] for one in read_facts(folder)["warnings"]]
         assert texts == ["3 conversations are cut", "a later one"]
-    assert not any(isinstance(one, type(record._handler)) for one in logging.getLogger("raylane").handlers)
+    assert not any(isinstance(one, RunRecord) for one in logging.getLogger("raylane").handlers)
     with recorded(tmp_path) as record:  # a resumed run adds to them, a new run begins again
         record.open(folder, resumes=True)
         logging.getLogger("raylane").warning("third")

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.data.cache import TokenCache, write_cache
-from raylane.sft.data.rows import IGNORED, RowSource
+from raylane.sft.data.rows import IGNORED, RowSource, TokenCache, write_cache
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def cache(tmp_path: Path) -> TokenCache:
             (np.array([20, 21], np.int32), np.array([False, True]), 4),
         ],
     )
-    return TokenCache.open(tmp_path / "set")
+    return TokenCache(tmp_path / "set")
 
 
 def test_the_drawing(cache: TokenCache) -> None:
@@ -79,9 +78,9 @@ def test_documents_that_are_not_there_are_refused(cache: TokenCache) -> None:
 
 def test_an_empty_cache_opens(tmp_path: Path) -> None:
     write_cache(tmp_path / "none", [])
-    assert len(TokenCache.open(tmp_path / "none")) == 0
+    assert len(TokenCache(tmp_path / "none")) == 0
 
 
 def test_a_folder_that_is_no_cache_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"token cache .* cannot be read on this machine.* Delete it and run"):
-        TokenCache.open(tmp_path)
+        TokenCache(tmp_path)

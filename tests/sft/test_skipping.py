@@ -10,7 +10,7 @@ from raylane.errors import StepNotFiniteError
 from raylane.sft.checkpoint import folders
 from raylane.sft.data.mixing import open_training_rows
 from raylane.sft.data.prepare import prepare
-from raylane.sft.run.skipping import SkippedSteps, with_rows
+from raylane.sft.run.trainer import SkippedSteps, with_rows
 from sft import tiny_run
 from sft.test_trainer_loop import NoLog, RecordingPolicy, trainer_of
 

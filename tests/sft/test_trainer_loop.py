@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raylane.errors import CheckpointDamagedError, WorkerLostError
-from raylane.sft.checkpoint import folders
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.load import build_config
 from raylane.sft.data import order
@@ -306,7 +306,7 @@ def test_sigterm_reaches_the_run_but_not_its_processes(tmp_path):
 
 def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
     trainer, _ = trainer_of(tmp_path, 9)
-    saved = [folders.commit(folders.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
+    saved = [folders.commit(publishing.begin(tmp_path, step), step, {}, {}) for step in (4, 6)]
     load = trainer.policy.load
 
     def load_unless_damaged(path):
@@ -323,6 +323,6 @@ def test_damaged_checkpoint_falls_back_to_the_previous(tmp_path):
 def test_failed_export_is_repeated_without_a_second_save(tmp_path):
     trainer, events = trainer_of(tmp_path, 4)
     trainer.policy.export = lambda saved: events.append(f"export {saved.step}")
-    trainer.resume_from(folders.commit(folders.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
+    trainer.resume_from(folders.commit(publishing.begin(tmp_path, 4), 4, {"train:loss": 1.0}, {}))
     trainer.fit()
     assert events == ["export 4"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.run import warmup
+from raylane.sft.run import step
 from raylane.sft.run.policy import Policy
 from sft import tiny_run
 
@@ -53,7 +53,7 @@ def test_state_kept_restores_every_bit(steps_before):
         disturb(model, optimizer)
         optimizer.zero_grad(set_to_none=True)
     before = state_of(model, optimizer)
-    with warmup.state_kept(model, optimizer):
+    with step.state_kept(model, optimizer):
         disturb(model, optimizer, rate=3.0)
         assert all(value != before.get(name) for name, value in state_of(model, optimizer).items())
     assert state_of(model, optimizer) == before
@@ -64,7 +64,7 @@ def test_state_kept_restores_after_an_exception():
     before = state_of(model, optimizer)
 
     def fail():
-        with warmup.state_kept(model, optimizer):
+        with step.state_kept(model, optimizer):
             disturb(model, optimizer)
             raise ArithmeticError
 

@@ -31,7 +31,7 @@ class WorkerRun:
         self.policy._config = self.config
         self.policy._setup = (self.config, self.prepared, 8)
         self.policy.facts = self.policy.call("setup", *self.policy._setup)
-        self.policy._next = 0
+        self.policy.next_step = 0
 
     def batch(self, step: int = 0) -> BatchDict:
         """Return the global batch of a step."""

@@ -121,11 +121,8 @@ class CodeFreeReader(FileSystemReader):
         metadata.
         """
         # torch's `load` calls this on every rank, after `state.load_state` did: both must get the same object.
-        if self._metadata is None:
-            self._metadata = self._read()
-        return self._metadata
-
-    def _read(self) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         path = self._folder / ".metadata"
         try:
             content = path.read_bytes()
@@ -147,6 +144,7 @@ class CodeFreeReader(FileSystemReader):
             raise CheckpointDamagedError(f"{path} holds a {type(metadata).__name__}, not metadata", path=str(path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
         return metadata
 
 

@@ -23,13 +23,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft.checkpoint.publishing import MARKER, publishing
+from raylane.sft.checkpoint import publishing
+from raylane.sft.checkpoint.publishing import MARKER
 from raylane.sft.config.keys import value_at
 from raylane.sft.config.schema import CheckpointingConfig
 from raylane.sft.data import storage
@@ -108,19 +108,16 @@ def read(path: Place) -> Saved:
             f"{path} is not a complete checkpoint: it has no {MARKER} file. Resume from another one, or remove it",
             path=str(path),
         )
+    damage = (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     try:
-        text = (path / "run.json").read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
-    except OSError as error:  # e.g. permissions, or a network file system: the checkpoint itself may be intact
-        raise CheckpointError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
-    try:
-        run = json.loads(text)
+        run = json.loads((path / "run.json").read_bytes())
         metrics = {str(name): float(value) for name, value in dict(run["metrics"]).items()}
         saved = Saved(int(run["step"]), path, metrics, dict(run["config"]))
         sizes = {str(name): int(size) for name, size in dict(run.get("files", {})).items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
+    except (*damage, OSError) as error:
+        # Permissions or a network file system: the checkpoint itself may be intact.
+        kind = CheckpointDamagedError if isinstance(error, damage) else CheckpointError
+        raise kind(f"{path}/run.json cannot be read: {error!r}", path=str(path)) from error
     # Sizes, not checksums: reading tens of gigabytes at every start would cost minutes, and a truncated file, the
     # usual damage, has another size.
     actual_sizes = _state_sizes(path)
@@ -136,14 +133,14 @@ def read(path: Place) -> Saved:
 
 def list_saved(folder: Place) -> list[Saved]:
     """Return the complete checkpoints in a folder by ascending step; other folders are ignored."""
-    return sorted((read(path) for path in publishing(folder).complete(folder)), key=lambda saved: saved.step)
+    return sorted((read(path) for path in publishing.complete(folder)), key=lambda saved: saved.step)
 
 
 def list_whole(folder: Place) -> tuple[list[Saved], list[CheckpointDamagedError]]:
     """Return the complete undamaged checkpoints by ascending step, and the errors of the damaged ones."""
     whole: list[Saved] = []
     damaged: list[CheckpointDamagedError] = []
-    for path in publishing(folder).complete(folder):
+    for path in publishing.complete(folder):
         try:
             whole.append(read(path))
         except CheckpointDamagedError as error:
@@ -164,7 +161,7 @@ def find(settings: CheckpointingConfig) -> Saved | None:
         refuse_other_owner(saved.path, settings)
         return saved
     folder = storage.at(settings.checkpoint_dir)
-    for path in publishing(folder).complete(folder):
+    for path in publishing.complete(folder):
         refuse_other_owner(path, settings)
     whole, damaged = list_whole(folder)
     # Renaming the only checkpoints would make the next start train from the beginning without a word.
@@ -200,7 +197,7 @@ def _all_damaged(settings: CheckpointingConfig, damage: CheckpointDamagedError) 
 
 def put_aside(path: Place, damage: CheckpointDamagedError) -> Place:
     """Make a damaged checkpoint invisible: it is never read or removed; return its new path."""
-    aside, done = publishing(path).put_aside(path, str(damage))
+    aside, done = publishing.put_aside(path, str(damage))
     _log.warning("%s; %s, and the run resumes from an earlier checkpoint", damage, done)
     return aside
 
@@ -215,7 +212,7 @@ def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
     state = path / "state"
     files = [*state.iterdir()] if state.is_dir() else []
     for file in (path, path / "run.json", *files):
-        owner = publishing(path).owner(file)
+        owner = publishing.owner(file)
         if owner is not None and owner != os.geteuid():
             raise CheckpointError(
                 f"{file} belongs to user {owner}, and this process runs as user {os.geteuid()}. If you trust that "
@@ -223,14 +220,6 @@ def refuse_other_owner(path: Place, settings: CheckpointingConfig) -> None:
                 path=str(path),
                 owner=owner,
             )
-
-
-def recover(folder: Place) -> list[Place]:
-    """Complete the replacements of checkpoints that were interrupted; return the paths that are visible again.
-
-    Call this before `find` and `discard_partial`, and never while another run writes to the same folder.
-    """
-    return publishing(folder).recover(folder)
 
 
 def refuse_later(settings: CheckpointingConfig, start: int) -> None:
@@ -249,14 +238,8 @@ def refuse_later(settings: CheckpointingConfig, start: int) -> None:
         )
 
 
-def begin(folder: Place, step: int) -> Place:
-    """Return an empty folder for the checkpoint of this step; remove leftovers of an earlier attempt."""
-    return publishing(folder).begin(folder, f"step_{step}")
-
-
 def commit(partial: Place, step: int, metrics: Mapping[str, float], config: Mapping[str, Any]) -> Saved:
     """Complete a written checkpoint: add run.json and publish it. A complete one of the same step is replaced."""
-    way = publishing(partial)
     run = {
         "step": step,
         "metrics": dict(metrics),
@@ -264,50 +247,14 @@ def commit(partial: Place, step: int, metrics: Mapping[str, float], config: Mapp
         "versions": {name: version(name) for name in ("raylane", "torch", "transformers", "ray", "numpy")},
         "files": _state_sizes(partial),
     }
-    way.write(partial / "run.json", json.dumps(run, indent=2))
-    return read(way.publish(partial, f"step_{step}"))
+    publishing.write(partial / "run.json", json.dumps(run, indent=2))
+    return read(publishing.publish(partial, step))
 
 
 def _state_sizes(path: Place) -> dict[str, int]:
     """Return file name -> size in bytes for all files of the state, with names that start at the checkpoint."""
-    sizes = publishing(path).sizes(path / "state")
+    sizes = publishing.sizes(path / "state")
     return {f"state/{name}": size for name, size in sorted(sizes.items())}
-
-
-def begin_export(saved: Saved) -> Place:
-    """Return a place for the Hugging Face folder of a complete checkpoint; nothing exists there."""
-    return publishing(saved.path).begin_export(saved.path)
-
-
-def commit_export(saved: Saved, partial: Place) -> Place:
-    """Make a finished Hugging Face folder part of its checkpoint, replacing an earlier one; return its path."""
-    return publishing(saved.path).publish_export(saved.path, partial)
-
-
-def exported(saved: Saved | None) -> Place | None:
-    """Return the Hugging Face folder of a checkpoint, None if there is none."""
-    return None if saved is None else publishing(saved.path).exported(saved.path)
-
-
-def discard(place: Place) -> None:
-    """Remove what was written to a place of `begin` or `begin_export`; a failure to remove it is ignored."""
-    # Frees the space if the disk is full; otherwise `discard_partial` does it at the next start.
-    with suppress(OSError):
-        publishing(place).clear(place)
-
-
-def discard_partial(folder: Place) -> list[Place]:
-    """Remove the leftovers of killed runs and return their paths. No other run may write to the folder meanwhile."""
-    way = publishing(folder)
-    leftovers = way.leftovers(folder)
-    for path in leftovers:
-        way.clear(path)
-    return leftovers
-
-
-def remove(saved: Saved) -> None:
-    """Delete a checkpoint; an interrupted removal leaves nothing that looks complete."""
-    publishing(saved.path).remove(saved.path)
 
 
 def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Saved], list[Saved]]:
@@ -317,21 +264,16 @@ def keep(saved: Sequence[Saved], settings: CheckpointingConfig) -> tuple[list[Sa
     with a value that is not finite, is never among the best; among equal values the later checkpoint is better.
     """
     by_step = sorted(saved, key=lambda checkpoint: checkpoint.step)
-    measured = [
-        checkpoint for checkpoint in by_step if math.isfinite(checkpoint.metrics.get(settings.metric_name, math.nan))
-    ]
-    sign = 1 if settings.higher_is_better else -1
-    ranked = sorted(
-        measured,
-        key=lambda checkpoint: (sign * checkpoint.metrics[settings.metric_name], checkpoint.step),
-        reverse=True,
+    name, sign = settings.metric_name, 1 if settings.higher_is_better else -1
+    measured = [checkpoint for checkpoint in by_step if math.isfinite(checkpoint.metrics.get(name, math.nan))]
+    # Sorting keeps the order of equal values, so the later checkpoint comes last.
+    ranked = sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[name])[::-1]
+    chosen = (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])
+    kept_steps = {checkpoint.step for checkpoint in chosen}
+    return (
+        [checkpoint for checkpoint in by_step if checkpoint.step in kept_steps],
+        [checkpoint for checkpoint in by_step if checkpoint.step not in kept_steps],
     )
-    kept_steps = {
-        checkpoint.step for checkpoint in (*by_step[-settings.keep_latest_k :], *ranked[: settings.keep_top_k])
-    }
-    return [checkpoint for checkpoint in by_step if checkpoint.step in kept_steps], [
-        checkpoint for checkpoint in by_step if checkpoint.step not in kept_steps
-    ]
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -2,17 +2,24 @@
 
 All functions are collective: every worker calls them with the same arguments and writes or reads its own shards. Called
 by `worker`; `folders` handles folder names, completeness and retention.
+
+`BackgroundSave` writes a copy of the state while training continues (`checkpointing.is_async`). The ranks then agree on
+the files through a process group of their own: collectives of a save must not meet those of the training steps, which
+another thread calls at the same time. The driver makes the checkpoint complete (`policy`).
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,9 +29,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
+from raylane.sft.checkpoint import state
 from raylane.sft.checkpoint.dcp import CodeFreeReader, FitPlanner, state_writer
 from raylane.sft.data.storage import Place
 from raylane.sft.model.supervised import RunModel
+from raylane.sft.parallel.sharded import gathered
 
 T = TypeVar("T")
 
@@ -161,10 +170,53 @@ def _on_every_rank(read: Callable[[], T]) -> T:
         result = read()
     except CheckpointError as error:
         mine = error
-    errors: list[CheckpointError | None] = [None] * dist.get_world_size()
     # Every rank takes part, whether or not it failed: a missing rank would block the others for ever.
-    dist.all_gather_object(errors, mine)
-    first = next((error for error in errors if error is not None), None)
+    first = next((error for error in gathered(mine) if error is not None), None)
     if first is not None:
         raise first
     return result
+
+
+_TIMEOUT = timedelta(days=1)
+"""Longest time that a rank waits for the files of another one; slow storage may take hours for a large model."""
+
+
+class BackgroundSave:
+    """Writer of one state at a time in a thread. Constructing it is collective."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._stager = BlockingAsyncStager()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        """Reason why the state could not be written; read after the thread has ended."""
+
+    def start(self, folder: Place, model: RunModel, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+        """Copy the state and begin to write it; return as soon as the model may change. Collective."""
+        assert self._thread is None, "finish comes first"
+        # A copy also of what is on the CPU already: the next step changes weights in place.
+        copied = self._stager.stage(state.collect(model, optimizer, step))
+        self._error = None
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, copied, optimizer is not None), name="raylane-save", daemon=True
+        )
+        self._thread.start()
+
+    def _write(self, folder: Place, copied: dict[str, object], has_optimizer: bool) -> None:
+        try:
+            state.write(folder, copied, has_optimizer=has_optimizer, group=self._group)
+        except BaseException as error:  # torch's error of a failed save is no Exception; `finish` raises it
+            self._error = error
+
+    @property
+    def ended(self) -> bool:
+        """True if a save was started and all ranks have written their files, or failed to."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until the state is written by all ranks. Raises CheckpointError, the same on all ranks, if it is not."""
+        assert self._thread is not None, "start comes first"
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise self._error

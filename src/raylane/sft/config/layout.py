@@ -19,6 +19,8 @@ from raylane.sft.config.schema import RunConfig
 
 DIVISIBLE_MODELS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Model types that tensor, context and pipeline parallelism are tested with."""
+_SIZES = ("pipeline_parallel_size", "dp_replicate_size", "context_parallel_size", "tensor_parallel_size")
+"""Keys of `policy.dtensor_cfg` whose product divides the number of workers."""
 
 
 def check_layout(config: RunConfig) -> None:
@@ -32,9 +34,7 @@ def check_layout(config: RunConfig) -> None:
         *batch_problems(config),
         *length_problems(config),
         *graph_problems(config),
-        *step_problems(config),
-        *validation_problems(config),
-        *checkpoint_problems(config),
+        *run_problems(config),
         *model_problems(config.policy.hf_config_overrides),
         *shape_problems(config.policy, config.policy.hf_config_overrides),
     ]
@@ -116,66 +116,58 @@ def _nearest(value: int, multiple: int) -> str:
     return f"{below} or {below + multiple}" if below else f"{multiple}"
 
 
-def _no_multiple(name: str, value: int, divisor_name: str, divisor: int, remedy: str = "") -> Iterator[str]:
-    """Yield a problem if a value is no multiple of a divisor; `remedy` goes on after the nearest multiples."""
-    if value % divisor:
-        yield f"{name}={value} is no multiple of {divisor_name}; use {_nearest(value, divisor)}{remedy}"
+def _listed(problems: Mapping[str, object]) -> list[str]:
+    """Return the texts of a table from text to condition whose condition is true."""
+    return [text for text, is_present in problems.items() if is_present]
 
 
-def worker_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems in the number of workers (replicas, nodes and GPUs), and settings that need FSDP2."""
-    cluster, settings = config.cluster, config.policy.dtensor_cfg
+def _no_multiple(name: str, value: int, divisor_name: str, divisor: int, remedy: str = "") -> dict[str, object]:
+    """Return the problem of a value that is no multiple of a divisor; `remedy` goes on after the nearest multiples."""
+    return {f"{name}={value} is no multiple of {divisor_name}; use {_nearest(value, divisor)}{remedy}": value % divisor}
+
+
+def worker_problems(config: RunConfig) -> list[str]:
+    """Return problems in the number of workers (replicas, nodes and GPUs), and settings that need FSDP2."""
+    cluster, settings, precision = config.cluster, config.policy.dtensor_cfg, config.policy.precision
     # All four sizes together: the number of readers is what remains.
-    world, group = cluster.num_workers, _group(config)
-    if world % group:
-        sizes = {
-            "pipeline_parallel_size": settings.pipeline_parallel_size,
-            "dp_replicate_size": settings.dp_replicate_size,
-            "context_parallel_size": settings.context_parallel_size,
-            "tensor_parallel_size": settings.tensor_parallel_size,
-        }
-        above = {name: size for name, size in sizes.items() if size > 1}
-        product = " x ".join(f"{name}={size}" for name, size in above.items())
-        total = f" = {group}" if len(above) > 1 else ""
-        yield (
-            f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.{product}{total}; use "
-            f"{_nearest(world, group)} workers, or sizes whose product divides {world}"
-        )
-    nodes = f"cluster.num_nodes={cluster.num_nodes}"
-    yield from _no_multiple("cluster.num_workers", world, nodes, cluster.num_nodes, " workers")
-    gpus = cluster.gpus_per_node * cluster.num_nodes
-    if gpus and world > gpus:
-        yield (
+    world, group, nodes = cluster.num_workers, _group(config), cluster.num_nodes
+    above = [f"{name}={size}" for name in _SIZES if (size := getattr(settings, name)) > 1]
+    total = f" = {group}" if len(above) > 1 else ""
+    gpus = cluster.gpus_per_node * nodes
+    needs_fsdp = {
+        f"policy.precision={precision}": precision != "float32",
+        "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
+        "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
+    }
+    return _listed(
+        {
+            f"cluster.num_workers={world} is no multiple of policy.dtensor_cfg.{' x '.join(above)}{total}; use "
+            f"{_nearest(world, group)} workers, or sizes whose product divides {world}": world % group,
+            **_no_multiple("cluster.num_workers", world, f"cluster.num_nodes={nodes}", nodes, " workers"),
             f"cluster.num_workers={world} is more than cluster.gpus_per_node={cluster.gpus_per_node} x "
-            f"cluster.num_nodes={cluster.num_nodes} = {gpus} GPUs; use at most {gpus} workers, or gpus_per_node=0"
-        )
-    if config.policy.dtensor_cfg.cpu_offload and not cluster.gpus_per_node:
-        yield ("policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false")
-    if settings.shard_parameters == "never":
-        precision = config.policy.precision
-        needs_fsdp = {
-            f"policy.precision={precision}": precision != "float32",
-            "policy.dtensor_cfg.cpu_offload=true": settings.cpu_offload,
-            "policy.dtensor_cfg.reduce_every_micro_batch=true": settings.reduce_every_micro_batch,
-        }
-        for setting in [setting for setting, needed in needs_fsdp.items() if needed]:
-            yield (
+            f"cluster.num_nodes={nodes} = {gpus} GPUs; use at most {gpus} workers, or gpus_per_node=0": 0
+            < gpus
+            < world,
+            "policy.dtensor_cfg.cpu_offload=true needs GPUs, but cluster.gpus_per_node=0; set cpu_offload to false": (
+                settings.cpu_offload and not cluster.gpus_per_node
+            ),
+            **{
                 f"{setting} needs FSDP2, but policy.dtensor_cfg.shard_parameters=never; set shard_parameters to auto "
-                f"or always, or change {setting.split('=')[0]}"
-            )
+                f"or always, or change {setting.split('=')[0]}": is_needed and settings.shard_parameters == "never"
+                for setting, is_needed in needs_fsdp.items()
+            },
+        }
+    )
 
 
 def _group(config: RunConfig) -> int:
     """Return the smallest number of workers that the parallel sizes allow."""
-    settings = config.policy.dtensor_cfg
-    sizes = (settings.pipeline_parallel_size, settings.context_parallel_size, settings.tensor_parallel_size)
-    return math.prod(sizes) * settings.dp_replicate_size
+    return math.prod(getattr(config.policy.dtensor_cfg, name) for name in _SIZES)
 
 
 def readers(config: RunConfig) -> int:
     """Return the number of workers that read different rows; at least 1, also if the sizes do not fit together."""
-    settings = config.policy.dtensor_cfg
-    return max(1, config.cluster.num_workers * settings.dp_replicate_size // _group(config))
+    return max(1, config.cluster.num_workers * config.policy.dtensor_cfg.dp_replicate_size // _group(config))
 
 
 def _reader_words(config: RunConfig) -> str:
@@ -184,215 +176,196 @@ def _reader_words(config: RunConfig) -> str:
     return f"cluster.num_workers={world}" if number == world else f"{number} readers (of cluster.num_workers={world})"
 
 
-def division_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of tensor and context parallelism with the length of rows and with other settings."""
+def division_problems(config: RunConfig) -> list[str]:
+    """Return problems of tensor and context parallelism with the length of rows and with other settings."""
     policy, settings = config.policy, config.policy.dtensor_cfg
-    length, tp, cp = policy.max_total_sequence_length, settings.tensor_parallel_size, settings.context_parallel_size
-    lengths = {"policy.max_total_sequence_length": length}
+    tp, cp, divisor = settings.tensor_parallel_size, settings.context_parallel_size, settings.row_divisor
+    lengths = {"policy.max_total_sequence_length": policy.max_total_sequence_length}
     if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_seq_len is not None:
         lengths["policy.compiled_graph.warmup_seq_len"] = policy.compiled_graph.warmup_seq_len
-    divisor = settings.row_divisor
-    for name, tokens in lengths.items():
-        if tokens % divisor:
-            cause = f"context_parallel_size={cp}" + (
-                f" x tensor_parallel_size={tp} with sequence_parallel" if settings.sequence_parallel else ""
-            )
-            yield (
-                f"{name}={tokens} does not divide by {divisor}, as policy.dtensor_cfg.{cause} needs; use "
-                f"{_nearest(tokens, divisor)}"
-            )
+    cause = f"context_parallel_size={cp}"
+    if settings.sequence_parallel:
+        cause += f" x tensor_parallel_size={tp} with sequence_parallel"
     attention = policy.hf_config_overrides.get("attn_implementation") or "raylane"
-    if cp > 1 and attention != "raylane":
-        yield (
+    return _listed(
+        {
+            **{
+                f"{name}={tokens} does not divide by {divisor}, as policy.dtensor_cfg.{cause} needs; use "
+                f"{_nearest(tokens, divisor)}": tokens % divisor
+                for name, tokens in lengths.items()
+            },
             f"policy.dtensor_cfg.context_parallel_size={cp} works with raylane's attention only, but "
-            f"policy.hf_config_overrides.attn_implementation={attention!r}; remove the latter"
-        )
-    if settings.sequence_parallel and tp == 1:
-        yield (
+            f"policy.hf_config_overrides.attn_implementation={attention!r}; remove the latter": (
+                cp > 1 and attention != "raylane"
+            ),
             "policy.dtensor_cfg.sequence_parallel=true divides activations among tensor-parallel workers, but "
-            "tensor_parallel_size=1; set tensor_parallel_size above 1, or sequence_parallel to false"
-        )
+            "tensor_parallel_size=1; set tensor_parallel_size above 1, or sequence_parallel to false": (
+                settings.sequence_parallel and tp == 1
+            ),
+        }
+    )
 
 
-def pipeline_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of the pipeline with its schedule and the number of micro-batches."""
-    policy, settings = config.policy, config.policy.dtensor_cfg
-    pp, schedule = settings.pipeline_parallel_size, settings.pipeline_schedule
-    if pp == 1:
-        return
-    per_worker = settings.stages_per_worker
-    if (per_worker > 1) is not (schedule in INTERLEAVED):
-        need = "2 or more stages" if schedule in INTERLEAVED else "1 stage"
-        yield (
-            f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
-            f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule"
-        )
-    if settings.pipeline_edges == "raylane":
-        if schedule not in EDGE_SCHEDULES:
-            yield (
-                f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules {', '.join(EDGE_SCHEDULES)}, not "
-                f"{schedule}; set pipeline_edges=torch, or another pipeline_schedule"
-            )
-        if policy.compiled_graph.mode == "off":
-            yield (
-                "policy.dtensor_cfg.pipeline_edges=raylane needs compiled graphs, and policy.compiled_graph.mode=off; "
-                "set pipeline_edges=torch, or the mode to required"
-            )
-    if settings.reduce_every_micro_batch:
-        yield (
-            "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
-            "step; set it to false, or pipeline_parallel_size to 1"
-        )
+def pipeline_problems(config: RunConfig) -> list[str]:
+    """Return problems of the pipeline with its schedule and the number of micro-batches."""
+    policy, settings, graph = config.policy, config.policy.dtensor_cfg, config.policy.compiled_graph
+    schedule, per_worker = settings.pipeline_schedule, settings.stages_per_worker
+    if settings.pipeline_parallel_size == 1:
+        return []
+    need = "2 or more stages" if schedule in INTERLEAVED else "1 stage"
+    over_edges = settings.pipeline_edges == "raylane"
     counts = {"policy.train_global_batch_size": policy.train_global_batch_size}
-    if policy.compiled_graph.mode != "off" and policy.compiled_graph.warmup_gbs:
-        counts["policy.compiled_graph.warmup_gbs"] = policy.compiled_graph.warmup_gbs
-    for name, rows in counts.items():
-        if problem := _pipeline_problem(config, rows, policy.train_micro_batch_size):
-            yield f"{name}={rows} {problem}, or a smaller policy.train_micro_batch_size"
+    if graph.mode != "off" and graph.warmup_gbs:
+        counts["policy.compiled_graph.warmup_gbs"] = graph.warmup_gbs
+    problems = {name: _pipeline_problem(config, rows, policy.train_micro_batch_size) for name, rows in counts.items()}
+    return _listed(
+        {
+            f"policy.dtensor_cfg.pipeline_schedule={schedule} needs {need} on each worker, but "
+            f"pipeline_stages_per_worker={per_worker}; remove the latter, or choose another schedule": (
+                (per_worker > 1) is not (schedule in INTERLEAVED)
+            ),
+            f"policy.dtensor_cfg.pipeline_edges=raylane runs the schedules {', '.join(EDGE_SCHEDULES)}, not "
+            f"{schedule}; set pipeline_edges=torch, or another pipeline_schedule": (
+                over_edges and schedule not in EDGE_SCHEDULES
+            ),
+            "policy.dtensor_cfg.pipeline_edges=raylane needs compiled graphs, and policy.compiled_graph.mode=off; set "
+            "pipeline_edges=torch, or the mode to required": over_edges and graph.mode == "off",
+            "policy.dtensor_cfg.reduce_every_micro_batch=true does not work in a pipeline, which reduces once per "
+            "step; set it to false, or pipeline_parallel_size to 1": settings.reduce_every_micro_batch,
+            **{
+                f"{name}={counts[name]} {problem}, or a smaller policy.train_micro_batch_size": problem
+                for name, problem in problems.items()
+            },
+        }
+    )
 
 
-def dynamic_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Yield settings that do not fit micro-batches with a token budget."""
+def dynamic_problems(policy: PolicyConfig) -> list[str]:
+    """Return settings that do not fit micro-batches with a token budget."""
     settings, length = policy.dynamic_batching, policy.max_total_sequence_length
     if not settings.enabled:
-        return
-    if policy.sequence_packing.enabled:
-        yield (
+        return []
+    pp, round_to = policy.dtensor_cfg.pipeline_parallel_size, settings.sequence_length_round
+    needed = -(-length // round_to) * round_to
+    return _listed(
+        {
             "policy.dynamic_batching.enabled=true and policy.sequence_packing.enabled=true exclude each other: packed "
-            "rows all have the same length; set one of the two to false"
-        )
-    if (pp := policy.dtensor_cfg.pipeline_parallel_size) > 1:
-        yield (
+            "rows all have the same length; set one of the two to false": policy.sequence_packing.enabled,
             "policy.dynamic_batching.enabled=true does not work in a pipeline, whose micro-batches all have the same "
-            f"shape; set it to false, or policy.dtensor_cfg.pipeline_parallel_size={pp} to 1"
-        )
-    needed = -(-length // settings.sequence_length_round) * settings.sequence_length_round
-    if policy.micro_batch_tokens < needed:
-        yield (
+            f"shape; set it to false, or policy.dtensor_cfg.pipeline_parallel_size={pp} to 1": pp > 1,
             f"policy.dynamic_batching.train_mb_tokens={policy.micro_batch_tokens} has no room for a row of "
             f"policy.max_total_sequence_length={length} tokens, rounded up to {needed} by sequence_length_round="
-            f"{settings.sequence_length_round}; use at least {needed}"
-        )
+            f"{round_to}; use at least {needed}": policy.micro_batch_tokens < needed,
+        }
+    )
 
 
-def batch_problems(config: RunConfig) -> Iterator[str]:
-    """Yield batch sizes that do not divide into micro-batches for all workers."""
-    train = (config.policy.train_global_batch_size, config.policy.micro_batch_divisor)
-    val = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
-    names = (("policy.train_", train, True), ("sft.val_", val, _validates(config)))
-    for prefix, (global_size, micro_size), used in names:
-        per_round = micro_size * readers(config)
-        if used and global_size % per_round:
-            yield (
-                f"{prefix}global_batch_size={global_size} is no multiple of {prefix}micro_batch_size={micro_size} x "
-                f"{_reader_words(config)} = {per_round}; use a global batch size of "
-                f"{_nearest(global_size, per_round)}, or another micro batch size"
-            )
+def batch_problems(config: RunConfig) -> list[str]:
+    """Return batch sizes that do not divide into micro-batches for all workers."""
+    sizes = {"policy.train_": (config.policy.train_global_batch_size, config.policy.micro_batch_divisor)}
+    if _validates(config):
+        sizes["sft.val_"] = (config.sft.val_global_batch_size, config.sft.val_micro_batch_size)
+    problems: dict[str, object] = {}
+    for prefix, (size, micro) in sizes.items():
+        per_round = micro * readers(config)
+        problems[
+            f"{prefix}global_batch_size={size} is no multiple of {prefix}micro_batch_size={micro} x "
+            f"{_reader_words(config)} = {per_round}; use a global batch size of {_nearest(size, per_round)}, or "
+            "another micro batch size"
+        ] = size % per_round
+    return _listed(problems)
 
 
-def length_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems in the row length."""
+def length_problems(config: RunConfig) -> list[str]:
+    """Return problems in the row length."""
     length, divisor = config.policy.max_total_sequence_length, config.policy.make_sequence_length_divisible_by
     setting = f"policy.make_sequence_length_divisible_by={divisor}"
-    yield from _no_multiple("policy.max_total_sequence_length", length, setting, divisor)
     positions = config.policy.hf_config_overrides.get("max_position_embeddings")
-    if isinstance(positions, int) and length > positions:
-        yield (
+    return _listed(
+        {
+            **_no_multiple("policy.max_total_sequence_length", length, setting, divisor),
             f"policy.max_total_sequence_length={length} is more than policy.hf_config_overrides."
-            f"max_position_embeddings={positions}; raise the latter or shorten the former"
-        )
+            f"max_position_embeddings={positions}; raise the latter or shorten the former": (
+                isinstance(positions, int) and length > positions
+            ),
+        }
+    )
 
 
-def graph_problems(config: RunConfig) -> Iterator[str]:
-    """Yield warm-up sizes that no real step has, and a graph with too few slots for the steps in flight."""
-    graph, policy = config.policy.compiled_graph, config.policy
+def graph_problems(config: RunConfig) -> list[str]:
+    """Return warm-up sizes that no real step has, and a graph with too few slots for the steps in flight."""
+    graph, policy, in_flight = config.policy.compiled_graph, config.policy, config.sft.steps_in_flight
     if graph.mode == "off":
-        return
+        return []
     per_round = policy.micro_batch_divisor * readers(config)
     rows = f"policy.train_micro_batch_size={policy.train_micro_batch_size} x {_reader_words(config)} = {per_round}"
-    gbs = graph.warmup_gbs or 0
-    yield from _no_multiple("policy.compiled_graph.warmup_gbs", gbs, rows, per_round, ", or 0 for no warm-up")
-    length, longest = graph.warmup_seq_len, policy.max_total_sequence_length
-    if length is not None and length > longest:
-        yield (
-            f"policy.compiled_graph.warmup_seq_len={length} is more than policy.max_total_sequence_length={longest}, "
-            f"so no real row has this length; use at most {longest}, or null"
-        )
+    length, longest = graph.warmup_seq_len or 0, policy.max_total_sequence_length
     divisor = policy.make_sequence_length_divisible_by
     setting = f"policy.make_sequence_length_divisible_by={divisor}"
-    yield from _no_multiple("policy.compiled_graph.warmup_seq_len", length or 0, setting, divisor)
-    if graph.inflight is not None and graph.inflight < config.sft.steps_in_flight:
-        yield (
-            f"policy.compiled_graph.inflight={graph.inflight} is less than sft.steps_in_flight="
-            f"{config.sft.steps_in_flight}; raise the former or lower the latter"
-        )
-
-
-def step_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem if the run has no end."""
-    steps, epochs = config.sft.max_num_steps, config.sft.max_num_epochs
-    if steps is None and epochs is None:
-        yield "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them"
+    return _listed(
+        {
+            **_no_multiple(
+                "policy.compiled_graph.warmup_gbs", graph.warmup_gbs or 0, rows, per_round, ", or 0 for no warm-up"
+            ),
+            f"policy.compiled_graph.warmup_seq_len={length} is more than policy.max_total_sequence_length={longest}, "
+            f"so no real row has this length; use at most {longest}, or null": length > longest,
+            **_no_multiple("policy.compiled_graph.warmup_seq_len", length, setting, divisor),
+            f"policy.compiled_graph.inflight={graph.inflight} is less than sft.steps_in_flight={in_flight}; raise the "
+            "former or lower the latter": graph.inflight is not None and graph.inflight < in_flight,
+        }
+    )
 
 
 def _validates(config: RunConfig) -> bool:
     return config.sft.val_period > 0 or config.sft.val_at_start or config.sft.val_at_end
 
 
-def validation_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem if validation is requested without data, or a metric is compared that nothing measures."""
-    if _validates(config) and not config.data.has_validation:
-        asked = next(
-            f"sft.{name}={value}"
-            for name in ("val_period", "val_at_start", "val_at_end")
-            if (value := getattr(config.sft, name))
-        )
-        yield (
-            f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 leave nothing to "
-            "validate on; set one of the two"
-        )
-    if config.sft.sample_prompts and not _validates(config):
-        yield (
-            f"sft.sample_prompts holds {len(config.sft.sample_prompts)} questions for every validation, but nothing "
-            "validates; set sft.val_period, or remove the questions"
-        )
-    saving = config.checkpointing
-    if saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and not _validates(config):
-        yield (
-            f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but nothing "
-            "validates; set sft.val_period, or checkpointing.metric_name=train:loss"
-        )
+def run_problems(config: RunConfig) -> list[str]:
+    """Return problems of the run as a whole: no end, validation without data, a metric that nothing measures."""
+    sft, saving, validates = config.sft, config.checkpointing, _validates(config)
+    # Losses that were not measured at the steps of the checkpoints cannot be compared.
+    compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss"
+    best = f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but"
+    uneven = saving.save_period and (not sft.val_period or saving.save_period % sft.val_period)
+    periods = ("val_period", "val_at_start", "val_at_end")
+    asked = next((f"sft.{name}={value}" for name in periods if (value := getattr(sft, name))), "")
+    return _listed(
+        {
+            "sft.max_num_steps and sft.max_num_epochs are both null, so the run would never end; set one of them": (
+                sft.max_num_steps is None and sft.max_num_epochs is None
+            ),
+            f"{asked} asks for validation, but data.validation=null and data.validation_fraction=0.0 "
+            "leave nothing to validate on; set one of the two": validates and not config.data.has_validation,
+            f"sft.sample_prompts holds {len(sft.sample_prompts)} questions for every validation, but nothing "
+            "validates; set sft.val_period, or remove the questions": sft.sample_prompts and not validates,
+            f"{best} nothing validates; set sft.val_period, or checkpointing.metric_name=train:loss": (
+                compares and not validates
+            ),
+            f"{best} checkpointing.save_period={saving.save_period} saves at steps that sft.val_period="
+            f"{sft.val_period} does not validate at; make save_period a multiple of val_period, or set "
+            "checkpointing.metric_name=train:loss": compares and validates and uneven,
+        }
+    )
 
 
-def checkpoint_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a problem if `keep_top_k` would compare losses that were not measured at the steps of the checkpoints."""
-    saving, val = config.checkpointing, config.sft.val_period
-    compares = saving.enabled and saving.keep_top_k and saving.metric_name == "val:loss" and _validates(config)
-    if compares and saving.save_period and (not val or saving.save_period % val):
-        yield (
-            f"checkpointing.keep_top_k={saving.keep_top_k} compares checkpointing.metric_name='val:loss', but "
-            f"checkpointing.save_period={saving.save_period} saves at steps that sft.val_period={val} does not "
-            "validate at; make save_period a multiple of val_period, or set checkpointing.metric_name=train:loss"
-        )
-
-
-def model_problems(shape: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems in the sizes of a model with random weights, as far as the configuration names these sizes."""
-
-    def size(key: str) -> int | None:
-        value = shape.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-    hidden, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+def model_problems(shape: Mapping[str, Any]) -> list[str]:
+    """Return problems in the sizes of a model with random weights, as far as the configuration names these sizes."""
+    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: size for name in names if type(size := shape.get(name)) is int and size > 0}
+    problems: dict[str, object] = {}
+    key = "policy.hf_config_overrides"
     # These architectures compute head_dim as hidden_size / num_attention_heads (configuration classes of
     # transformers 5). Qwen3 and others have an independent head_dim, so the two sizes need not divide.
-    computes_head_dim = shape.get("model_type") in ("llama", "mistral", "qwen2")
-    if computes_head_dim and hidden and heads and size("head_dim") is None:
-        name, other = "policy.hf_config_overrides.hidden_size", f"num_attention_heads={heads}"
-        yield from _no_multiple(name, hidden, other, heads, ", or set head_dim")
-    if heads and kv_heads:
-        name, remedy = "policy.hf_config_overrides.num_attention_heads", " heads, or fewer key-value heads"
-        yield from _no_multiple(name, heads, f"num_key_value_heads={kv_heads}", kv_heads, remedy)
+    computes_head_dim = shape.get("model_type") in ("llama", "mistral", "qwen2") and "head_dim" not in sizes
+    if computes_head_dim and {"hidden_size", "num_attention_heads"} <= sizes.keys():
+        hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+        other = f"num_attention_heads={heads}"
+        problems |= _no_multiple(f"{key}.hidden_size", hidden, other, heads, ", or set head_dim")
+    if {"num_attention_heads", "num_key_value_heads"} <= sizes.keys():
+        heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+        other, remedy = f"num_key_value_heads={kv_heads}", " heads, or fewer key-value heads"
+        problems |= _no_multiple(f"{key}.num_attention_heads", heads, other, kv_heads, remedy)
+    return _listed(problems)
 
 
 def shape_problems(policy: PolicyConfig, shape: Mapping[str, Any]) -> Iterator[str]:

@@ -16,8 +16,8 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from raylane.errors import ConfigError
 from raylane.sft.config import keys, layout, overrides
-from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import Reason
+from raylane.sft.config.overrides import interpolate
 from raylane.sft.config.schema import RunConfig
 
 
@@ -82,8 +82,8 @@ def differences(document: Mapping[str, Any], model: type[BaseModel] = RunConfig)
     changed: dict[str, Any] = {}
     for key, value in document.items():
         field = model.model_fields.get(key)
-        inner = field.annotation if field is not None else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+        inner = keys.model_of(field.annotation) if field is not None else None
+        if inner is not None and isinstance(value, Mapping):
             below = differences(value, inner)
             if below:
                 changed[key] = below

@@ -17,18 +17,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raylane.sft.config.policy import PolicyConfig
-from raylane.sft.config.section import Fraction, NaturalInt, PositiveFloat, PositiveInt, Section
+from raylane.sft.config.policy import Fraction, NaturalInt, PolicyConfig, PositiveFloat, PositiveInt, Section
 from raylane.workers.options import RANK_VARIABLES
 
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value
-
-
-def _number_as_text(value: Any) -> Any:
-    """Return a number as text: YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text."""
-    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 class SftConfig(Section):
@@ -239,7 +233,8 @@ class ClusterConfig(Section):
     """Number of logical CPUs that each worker requests from Ray, and number of its torch threads."""
     start_timeout_s: PositiveFloat = 120.0
     """Maximum time in seconds for placing and starting all workers."""
-    env_vars: dict[str, Annotated[str, BeforeValidator(_number_as_text)]] = Field(default_factory=dict)
+    # YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text.
+    env_vars: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
     """Environment variables to set before Python starts in the workers, e.g. NCCL_DEBUG; an open mapping of text to
     text. NeMo-RL: policy.dtensor_cfg.env_vars."""
 

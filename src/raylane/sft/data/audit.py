@@ -82,13 +82,17 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
             f"{long:,} above {limit} tokens: {counts.truncated:,} truncated ({counts.cut_tokens:,} tokens lost), "
             f"{counts.split:,} split, {counts.dropped:,} dropped"
         )
+    dropped = (
+        f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
+        f"{counts.unsupervised:,} with nothing supervised at all"
+    )
     lines = [
         ("conversations", f"{counts.conversations:,} read, the longest {counts.longest:,} tokens"),
         ("documents", f"{counts.documents:,} kept, {counts.tokens:,} tokens"),
         ("supervised", f"{counts.supervised:,} tokens, {counts.supervised_percent:.1f}%"),
         ("end token", f"supervised: {ended} ({counts.ended_turns:,} of {counts.turns:,} assistant turns)"),
         ("over-long", overlong),
-        ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({_dropped(counts)})"),
+        ("dropped", f"{counts.dropped + counts.emptied + counts.unsupervised:,} ({dropped})"),
         ("control text", f"{counts.control_tokens:,} conversations contain special tokens as text"),
         ("repeated", f"{counts.repeated:,} conversations repeat an earlier one"),
         ("rows", f"{rows.num_rows:,} of {rows.row_tokens} tokens, {100 * rows.efficiency:.1f}% full ({layout})"),
@@ -98,29 +102,18 @@ def figures(name: str, counts: DataCounts, rows: RowSource, config: RunConfig) -
     return "\n".join([name, *(f"  {key:<14}{text}" for key, text in lines)])
 
 
-def _dropped(counts: DataCounts) -> str:
-    return (
-        f"{counts.dropped:,} over-long, {counts.emptied:,} with nothing supervised after cutting, "
-        f"{counts.unsupervised:,} with nothing supervised at all"
-    )
-
-
 def report(prepared: PreparedData, config: RunConfig, sets: dict[str, RowSource]) -> str:
     """Return the statistics of every set."""
     parts = [figures(name, prepared.report[name], rows, config) for name, rows in sets.items()]
     if len(prepared.files) > 1:
-        parts.append(_files(prepared, config))
+        # One line for each file of training data: weight, contents, and its part of an epoch.
+        files = [*zip(config.data.train_paths, config.data.train_weights, prepared.files, strict=True)]
+        epoch = sum(weight * counts.tokens for _, weight, counts in files)
+        lines = [
+            f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
+            f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% "
+            "of the tokens of an epoch"
+            for path, weight, counts in files
+        ]
+        parts.append("\n".join(["files", *lines]))
     return "\n\n".join(parts)
-
-
-def _files(prepared: PreparedData, config: RunConfig) -> str:
-    """Return one line for each file of training data: weight, contents, and its part of an epoch."""
-    weights = config.data.train_weights
-    epoch = sum(weight * counts.tokens for weight, counts in zip(weights, prepared.files, strict=True))
-    lines = [
-        f"  {path}: weight {weight:g}, {counts.conversations:,} conversations, {counts.documents:,} documents, "
-        f"{counts.tokens:,} tokens ({counts.supervised:,} supervised), {100 * weight * counts.tokens / epoch:.1f}% of "
-        "the tokens of an epoch"
-        for path, weight, counts in zip(config.data.train_paths, weights, prepared.files, strict=True)
-    ]
-    return "\n".join(["files", *lines])

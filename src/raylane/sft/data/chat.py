@@ -267,20 +267,18 @@ class ChatTokenizer:
     def misplaced(self, conversation: Conversation, encoded: Encoded) -> str | None:
         """Return the fault in the mask of this conversation, or None if the mask covers the assistant's text only."""
         supervised_text = self.decode(encoded.tokens[encoded.supervised])
-        texts = {role: [] for role in ("assistant", "other")}  # type: dict[str, list[str]]
-        for message in conversation.messages:
-            texts["assistant" if message["role"] == "assistant" else "other"].append(message["content"].strip())
+        assistant = [message for message in conversation.messages if message["role"] == "assistant"]
         # Tool calls and reasoning are the assistant's words too, and often repeat the question.
-        assistant_text = "\n".join(
-            _texts_in([message for message in conversation.messages if message["role"] == "assistant"])
-        )
+        assistant_text = "\n".join(_texts_in(assistant))
         assistant_text += "\n" + self._round_trip(assistant_text)
-        for text in texts["other"]:
+        others = [message["content"].strip() for message in conversation.messages if message["role"] != "assistant"]
+        for text in others:
             # A wrong mask may start or end within the text, so both ends are searched. Short parts occur by chance.
             for part in (text[:20], text[-20:]):
                 if len(part) >= 16 and part in supervised_text and part not in assistant_text:
                     return f"the loss would include what the assistant did not write: {part!r}"
-        trained = [text for text, weight in zip(texts["assistant"], conversation.weights, strict=True) if weight]
+        weighted = zip(assistant, conversation.weights, strict=True)
+        trained = [message["content"].strip() for message, weight in weighted if weight]
         missing = [text for text in trained if not self._contains(text, supervised_text)]
         if trained and len(missing) == len(trained):
             return f"the loss would not include what the assistant wrote: {missing[0][:60]!r}"

@@ -12,79 +12,17 @@ Files of weight 1 only are packed together instead, as one file. Called by `work
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from raylane.errors import DataError
 from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.cache import TokenCache
-from raylane.sft.data.order import epoch_order
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import RowSource
-
-_FIXED = 2**32
-"""Number that stands for the epoch in the seed of a file's fixed order; no run has so many epochs."""
-
-
-@dataclass(frozen=True)
-class WeightedFiles:
-    """Number of packed rows of each file, in the order of the packs, and weight of each file."""
-
-    rows: tuple[int, ...]
-    weights: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        for number, (rows, weight) in enumerate(zip(self.rows, self.weights, strict=True)):
-            if not sum(_shares(rows, weight)):
-                raise DataError(
-                    f"data.train[{number}] makes {rows} rows, and weight={weight:g} uses none of them in an epoch. Use "
-                    f"a weight of at least {0.5 / max(rows, 1):.2g}, or more data",
-                    rows=rows,
-                    weight=weight,
-                )
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows in one epoch."""
-        return sum(
-            whole * rows + part
-            for rows, weight in zip(self.rows, self.weights, strict=True)
-            for whole, part in [_shares(rows, weight)]
-        )
-
-    def epoch_rows(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the packed rows that an epoch uses, file by file, int64 [num_rows], read-only."""
-        return _drawn(self.rows, self.weights, seed, epoch)
-
-
-# Every step of an epoch asks again; two entries for the same reason as in `order.epoch_order`.
-@functools.lru_cache(maxsize=2)
-def _drawn(rows_of_files: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
-    drawn, first = [], 0
-    for number, (rows, weight) in enumerate(zip(rows_of_files, weights, strict=True)):
-        whole, part = _shares(rows, weight)
-        # One fixed order per file. Each epoch takes the next rows of it, and starts again at its end.
-        fixed = epoch_order(rows, seed, _FIXED + number)
-        chosen = fixed[np.arange(epoch * part, (epoch + 1) * part) % rows]
-        drawn += [np.tile(np.arange(rows, dtype=np.int64), whole) + first, chosen + first]
-        first += rows
-    joined = np.concatenate(drawn)
-    joined.setflags(write=False)
-    return joined
-
-
-def _shares(rows: int, weight: float) -> tuple[int, int]:
-    """Return (times that all rows are used, number of rows used once more) in an epoch."""
-    whole = math.floor(weight)
-    return whole, round((weight - whole) * rows)
+from raylane.sft.data.rows import RowSource, TokenCache, WeightedFiles
 
 
 def pack_by_file(
@@ -106,7 +44,7 @@ def pack_by_file(
 
 def open_rows(folder: str | Path, policy: PolicyConfig, pad_id: int) -> RowSource:
     """Return the rows of a cache folder, laid out as `policy` asks (packing algorithm and row length)."""
-    cache = TokenCache.open(folder)
+    cache = TokenCache(folder)
     packs = pack_documents(cache.lengths, policy.max_total_sequence_length, _packing_algorithm(policy))
     return RowSource(cache, packs, policy.max_total_sequence_length, pad_id)
 
@@ -121,8 +59,13 @@ def open_training_rows(prepared: PreparedData, config: RunConfig) -> RowSource:
     policy, weights = config.policy, config.data.train_weights
     if set(weights) == {1.0}:
         return open_rows(prepared.train, policy, prepared.pad_id)
-    cache = TokenCache.open(prepared.train)
+    cache = TokenCache(prepared.train)
     documents = [file.documents for file in prepared.files]
     length = policy.max_total_sequence_length
     packs, counts = pack_by_file(cache.lengths, documents, length, _packing_algorithm(policy))
     return RowSource(cache, packs, length, prepared.pad_id, WeightedFiles(counts, weights))
+
+
+def rows_of_step(rows: RowSource, config: RunConfig, step: int) -> np.ndarray:
+    """Return the indices of the rows of a step's global batch, int64 [rows]; see `RowSource.step_rows`."""
+    return rows.step_rows(config.policy.train_global_batch_size, config.sft.seed, step, config.data.shuffle)

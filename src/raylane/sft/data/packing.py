@@ -52,11 +52,6 @@ def concatenate(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     return packs
 
 
-def _longest_first(sizes: np.ndarray) -> list[int]:
-    order: list[int] = np.argsort(-sizes, kind="stable").tolist()
-    return order
-
-
 def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     """Place the longest documents first, each into the first row with room.
 
@@ -65,7 +60,7 @@ def first_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)
-    for index in _longest_first(sizes):
+    for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
         node = 1
         while node < leaves:
@@ -90,7 +85,7 @@ def best_fit_decreasing(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     rows_with: list[list[int]] = [[] for _ in range(capacity + 1)]
     nonempty = 0
-    for index in _longest_first(sizes):
+    for index in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[index])
         fitting = nonempty >> size
         if fitting:

@@ -10,10 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
-import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +22,9 @@ from raylane.errors import ConfigError, DataError
 from raylane.sft.config.keys import explain
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import storage
-from raylane.sft.data.cache import write_cache
 from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
+from raylane.sft.data.rows import write_cache
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +81,11 @@ class PreparedData:
     end_ids: tuple[int, ...]  # tokens that end a turn
     report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
     files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
+
+    def in_folder(self, folder: Path) -> PreparedData:
+        """Return the same data with its paths in another folder, which has the same files."""
+        validation = None if self.validation is None else folder / "validation"
+        return replace(self, tokenizer_dir=folder / "tokenizer", train=folder / "train", validation=validation)
 
 
 PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
@@ -157,14 +158,8 @@ def read_prepared(done: Path) -> PreparedData:
     """Return the content of a finished cache folder, with paths inside this folder whatever the file contains."""
     folder = done.parent
     try:
-        prepared = PREPARED.validate_json(done.read_bytes(), strict=True)
         # Paths in the file are ignored: a copied or shared cache must not point elsewhere.
-        return replace(
-            prepared,
-            tokenizer_dir=folder / "tokenizer",
-            train=folder / "train",
-            validation=None if prepared.validation is None else folder / "validation",
-        )
+        return PREPARED.validate_json(done.read_bytes(), strict=True).in_folder(folder)
     except (OSError, ValidationError) as error:
         reason = explain(error, "its content") if isinstance(error, ValidationError) else str(error)
         raise DataError(f"{done} is damaged: {reason}. Delete {folder} and run again") from error
@@ -234,21 +229,8 @@ def _tokenizer_folder(config: RunConfig) -> str | None:
 
 
 def _build(config: RunConfig, folder: Path, sources: str) -> None:
-    """Fill a draft folder beside `folder`, then rename it: readers never see a partial cache.
-
-    Of two concurrent builders the first one wins. `sources` is the digest of the data files that the name of the folder
-    was made from.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale_drafts(folder)
-    prefix = f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-"
-    # The prefix has the host name because other nodes use the same process IDs.
-    draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
-    # mkdtemp makes a folder for this user alone; others in the group may share the cache.
-    umask = os.umask(0o077)  # the umask can only be read by setting it
-    os.umask(umask)
-    draft.chmod(0o777 & ~umask)
-    try:
+    """Fill the cache folder; `sources` is the digest of the data files that its name was made from."""
+    with storage.filled_beside(folder) as draft:
         prepared = _fill(config, draft, folder)
         # The folder's name is made from the digest taken before reading; a file that changed since would be cached
         # under the name of its old content.
@@ -258,22 +240,6 @@ def _build(config: RunConfig, folder: Path, sources: str) -> None:
                 "again when they are complete"
             )
         (draft / "prepared.json").write_bytes(PREPARED.dump_json(prepared, indent=2))
-        try:
-            draft.rename(folder)
-        except OSError:  # the folder exists if another builder was first; its content is the same
-            if not (folder / "prepared.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _remove_stale_drafts(folder: Path) -> None:
-    """Remove drafts of ended processes on this node; a draft can be as large as the data."""
-    for draft in folder.parent.glob(f"{folder.name}.draft-{socket.gethostname()}-*"):
-        number = draft.name.rpartition("-")[0].rpartition("-")[2]
-        # A process of this node that no longer exists cannot finish its draft.
-        if number.isdecimal() and not draft.is_symlink() and not Path("/proc", number).exists():
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
@@ -290,11 +256,10 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         )
         tokenizer = ChatTokenizer.train(texts, settings)
     tokenizer.save(draft / "tokenizer")
-    seen: set[bytes] = set()
-    files = tuple(FileCounts() for _ in config.data.train)
-    report = {"train": _write_set(config, tokenizer, draft, "train", seen, files)}
+    sets = _Sets(config, tokenizer)
+    report = {"train": sets.write(draft, "train")}
     if config.data.has_validation:
-        report["validation"] = _write_set(config, tokenizer, draft, "validation", seen)
+        report["validation"] = sets.write(draft, "validation")
     return PreparedData(
         tokenizer_dir=folder / "tokenizer",
         train=folder / "train",
@@ -303,7 +268,7 @@ def _fill(config: RunConfig, draft: Path, folder: Path) -> PreparedData:
         pad_id=tokenizer.pad_id,
         end_ids=tuple(sorted(tokenizer.end_ids)),
         report=report,
-        files=files,
+        files=sets.files,
     )
 
 
@@ -336,105 +301,94 @@ def conversations_at(config: RunConfig, numbers: Sequence[int]) -> list[str]:
     return places
 
 
-def _write_set(
-    config: RunConfig,
-    tokenizer: ChatTokenizer,
-    draft: Path,
-    name: str,
-    seen: set[bytes],
-    files: tuple[FileCounts, ...] = (),
-) -> DataCounts:
-    """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token.
+class _Sets:
+    """Tokenisation of the sets of a run, the training set first."""
 
-    `files`, if given, receives the statistics of each file.
-    """
-    counts = DataCounts()
-    write_cache(draft / name, _documents(config, tokenizer, name, seen, counts, files))
-    if not counts.documents:
-        limit = config.policy.max_total_sequence_length
-        asked = f"data.validation_fraction={config.data.validation_fraction}" if name == "validation" else "data.train"
-        raise DataError(
-            f"no {name} documents are left of {counts.conversations} conversations ({asked}; longer than "
-            f"policy.max_total_sequence_length={limit} and dropped: {counts.dropped}, "
-            f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised}). "
-            "Give more data, a larger length, or a chat template that marks the assistant's text"
-        )
-    if not counts.ended_turns:
-        raise DataError(
-            f"none of the {counts.turns} assistant turns of the {name} data has its end token supervised, so the model "
-            "would never learn to stop; put the end token inside {% generation %} ... {% endgeneration %}, or make it "
-            "the tokenizer's eos_token"
-        )
-    return counts
+    def __init__(self, config: RunConfig, tokenizer: ChatTokenizer) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._row_tokens = config.policy.max_total_sequence_length
+        self._seen: set[bytes] = set()
+        """Digests of the training conversations so far, which find repeated ones."""
+        self.files = tuple(FileCounts() for _ in config.data.train)
+        """Statistics of each file of training data."""
 
-
-def _documents(
-    config: RunConfig,
-    tokenizer: ChatTokenizer,
-    name: str,
-    seen: set[bytes],
-    counts: DataCounts,
-    files: tuple[FileCounts, ...],
-) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """Yield (tokens, supervised, index of the conversation) of one set, and count them.
-
-    `seen` collects the digests of training conversations, and finds repeated ones later.
-    """
-    for origin, (number, conversation) in enumerate(_conversations(config, name)):
-        file_counts = files[number] if files else FileCounts()
-        file_counts.conversations += 1
-        encoded = tokenizer.encode(conversation)
-        counts.conversations += 1
-        counts.turns += encoded.num_turns
-        counts.ended_turns += encoded.num_ended_turns
-        counts.longest = max(counts.longest, len(encoded.tokens))
-        counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
-        counts.control_tokens += tokenizer.special_in(conversation) is not None
-        digest = conversation.digest()
-        if name == "train":
-            counts.repeated += digest in seen
-            seen.add(digest)
-        else:
-            counts.also_in_train += digest in seen
-        if not encoded.supervised.any():
-            if not config.data.allow_unsupervised:
-                roles = ", ".join(message["role"] for message in conversation.messages)
-                raise DataError(
-                    f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct it, "
-                    "or set data.allow_unsupervised=true to leave out (and count) such conversations"
-                )
-            counts.unsupervised += 1
-            continue
-        checks = config.data.check_masks and origin < MASK_CHECKS
-        if checks and (wrong := tokenizer.misplaced(conversation, encoded)):
+    def write(self, draft: Path, name: str) -> DataCounts:
+        """Tokenise one set and write its cache; DataError if it has no documents or no supervised end token."""
+        counts, data = DataCounts(), self._config.data
+        write_cache(draft / name, self._documents(name, counts))
+        if not counts.documents:
+            asked = f"data.validation_fraction={data.validation_fraction}" if name == "validation" else "data.train"
             raise DataError(
-                f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with raylane "
-                "inspect-data. If they are right, set data.check_masks=false"
+                f"no {name} documents are left of {counts.conversations} conversations ({asked}; longer than "
+                f"policy.max_total_sequence_length={self._row_tokens} and dropped: {counts.dropped}, "
+                f"cut before the first supervised token: {counts.emptied}, nothing supervised: {counts.unsupervised}). "
+                "Give more data, a larger length, or a chat template that marks the assistant's text"
             )
-        for tokens, supervised in _fit_and_count(config, conversation, encoded, counts):
-            for statistics in (counts, file_counts):
-                statistics.documents += 1
-                statistics.tokens += len(tokens)
-                statistics.supervised += int(np.count_nonzero(supervised))
-            yield tokens, supervised, origin
+        if not counts.ended_turns:
+            raise DataError(
+                f"none of the {counts.turns} assistant turns of the {name} data has its end token supervised, so the "
+                "model would never learn to stop; put the end token inside {% generation %} ... {% endgeneration %}, "
+                "or make it the tokenizer's eos_token"
+            )
+        return counts
 
+    def _documents(self, name: str, counts: DataCounts) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Yield (tokens, supervised, index of the conversation) of one set, and count them."""
+        data, tokenizer = self._config.data, self._tokenizer
+        for origin, (number, conversation) in enumerate(_conversations(self._config, name)):
+            file_counts = self.files[number] if name == "train" else FileCounts()
+            file_counts.conversations += 1
+            encoded = tokenizer.encode(conversation)
+            counts.conversations += 1
+            counts.turns += encoded.num_turns
+            counts.ended_turns += encoded.num_ended_turns
+            counts.longest = max(counts.longest, len(encoded.tokens))
+            counts.reasoning_left_out += tokenizer.reasoning_left_out(conversation, encoded)
+            counts.control_tokens += tokenizer.special_in(conversation) is not None
+            digest = conversation.digest()
+            if name == "train":
+                counts.repeated += digest in self._seen
+                self._seen.add(digest)
+            else:
+                counts.also_in_train += digest in self._seen
+            if not encoded.supervised.any():
+                if not data.allow_unsupervised:
+                    roles = ", ".join(message["role"] for message in conversation.messages)
+                    raise DataError(
+                        f"{conversation.where}: nothing in this conversation is supervised (roles: {roles}); correct "
+                        "it, or set data.allow_unsupervised=true to leave out (and count) such conversations"
+                    )
+                counts.unsupervised += 1
+                continue
+            checks = data.check_masks and origin < MASK_CHECKS
+            if checks and (wrong := tokenizer.misplaced(conversation, encoded)):
+                raise DataError(
+                    f"{conversation.where}: {wrong}; check the {{% generation %}} spans of the chat template with "
+                    "raylane inspect-data. If they are right, set data.check_masks=false"
+                )
+            for tokens, supervised in self._fitting(conversation, encoded, counts):
+                for statistics in (counts, file_counts):
+                    statistics.documents += 1
+                    statistics.tokens += len(tokens)
+                    statistics.supervised += int(np.count_nonzero(supervised))
+                yield tokens, supervised, origin
 
-def _fit_and_count(
-    config: RunConfig, conversation: Conversation, encoded: Encoded, counts: DataCounts
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the documents of one conversation that have a supervised token, and count the others."""
-    row_tokens = config.policy.max_total_sequence_length
-    pieces, done = fit(encoded.tokens, encoded.supervised, row_tokens, config.data.overlong, conversation.where)
-    counts.dropped += done == "drop"
-    counts.split += done == "split"
-    if done == "truncate":
-        counts.truncated += 1
-        counts.cut_tokens += len(encoded.tokens) - row_tokens
-    for tokens, supervised in pieces:
-        if supervised.any():
-            yield tokens, supervised
-        else:
-            counts.emptied += 1
+    def _fitting(
+        self, conversation: Conversation, encoded: Encoded, counts: DataCounts
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the documents of one conversation that have a supervised token, and count the others."""
+        overlong, where = self._config.data.overlong, conversation.where
+        pieces, done = fit(encoded.tokens, encoded.supervised, self._row_tokens, overlong, where)
+        counts.dropped += done == "drop"
+        counts.split += done == "split"
+        if done == "truncate":
+            counts.truncated += 1
+            counts.cut_tokens += len(encoded.tokens) - self._row_tokens
+        for tokens, supervised in pieces:
+            if supervised.any():
+                yield tokens, supervised
+            else:
+                counts.emptied += 1
 
 
 def warnings(prepared: PreparedData, config: RunConfig) -> list[str]:

@@ -1,4 +1,14 @@
-"""Rows of fixed length made of documents: the input of the model. Called by workers and, to feed them, by the driver.
+"""Rows of fixed length made of tokenised documents: the input of the model. Called by workers and by the driver.
+
+The documents are on disk and read through memory maps: written once by the driver, opened quickly by every worker.
+
+    folder/tokens.bin      int32[sum n]    all documents, one after the other
+           supervised.bin  uint8[sum n]    1 where the token has a loss
+           offsets.npy     int64[N + 1]    document i is tokens[offsets[i] : offsets[i + 1]]
+           origin.npy      int64[N]        conversation (counted from 0) that document i was made from
+
+A folder is complete if it exists under its final name: it is filled beside that name and then renamed. This module
+knows nothing of text.
 
 B = rows requested, T = length of a row. Each document in a row starts its positions at 0 and has its own id, which
 limits attention to the document. The label of a position is the next token *of the same document*:
@@ -11,45 +21,168 @@ limits attention to the document. The label of a position is the next token *of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from raylane.errors import DataError
 from raylane.sft.data import order
-from raylane.sft.data.cache import TokenCache
 from raylane.sft.data.packing import Packs, efficiency
+
+
+def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
+    """Create and fill `folder` with (tokens int32 [n], supervised bool [n], origin); tokens are not kept in memory."""
+    folder.mkdir(parents=True)
+    ends, origins = [0], []
+    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "supervised.bin").open("wb") as mask_file:
+        for tokens, supervised, origin in documents:
+            tokens_file.write(np.ascontiguousarray(tokens, dtype=np.int32).tobytes())
+            mask_file.write(np.ascontiguousarray(supervised, dtype=np.uint8).tobytes())
+            ends.append(ends[-1] + len(tokens))
+            origins.append(origin)
+    # int64: a large data set has more than 2**31 tokens.
+    np.save(folder / "offsets.npy", np.asarray(ends, dtype=np.int64))
+    np.save(folder / "origin.npy", np.asarray(origins, dtype=np.int64))
+
+
+class TokenCache:
+    """Open cache folder. The arrays it returns are read-only views of the mapped files.
+
+    Attributes: `folder`; `lengths` int64 [N], tokens in each document; `origin` int64 [N].
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Map the files of `folder`; DataError if files are missing or inconsistent."""
+        self.folder = folder = Path(folder)
+        try:
+            # Without pickle, a manipulated file cannot run code.
+            offsets, origin = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "origin.npy"))
+            sizes = [(folder / name).stat().st_size for name in ("tokens.bin", "supervised.bin")]
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(
+                f"token cache {folder} cannot be read on this machine: {error}. Delete it and run the command again"
+            ) from error
+        valid = offsets.dtype == np.int64 and offsets.ndim == 1 and len(offsets) > 0 and int(offsets[0]) == 0
+        valid = valid and bool((np.diff(offsets) > 0).all())
+        if not valid or origin.dtype != np.int64 or origin.shape != (len(offsets) - 1,):
+            raise DataError(
+                f"token cache {folder} is damaged: its offsets are wrong. Delete it and run the command again"
+            )
+        total = int(offsets[-1])
+        if sizes != [4 * total, total]:
+            raise DataError(
+                f"token cache {folder} is damaged: {total} tokens in files of {sizes} bytes. Delete it and run the "
+                "command again"
+            )
+        self._tokens: np.ndarray = np.empty(0, np.int32)
+        self._supervised: np.ndarray = np.empty(0, np.bool_)
+        if total:  # an empty file cannot be mapped
+            self._tokens = np.memmap(folder / "tokens.bin", dtype=np.int32, mode="r")
+            self._supervised = np.memmap(folder / "supervised.bin", dtype=np.bool_, mode="r")
+        self._offsets, self.origin = offsets, origin
+        self.lengths: np.ndarray = np.diff(offsets)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"TokenCache({str(self.folder)!r}, {len(self)} documents, {self.num_tokens} tokens)"
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in all documents."""
+        return int(self._offsets[-1])
+
+    @property
+    def num_supervised(self) -> int:
+        """Number of supervised tokens in all documents; each access reads the whole mask."""
+        return int(np.count_nonzero(self._supervised))
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens int32 [n], supervised bool [n]) of one document; IndexError if the index is out of range."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+        return self._tokens[part], self._supervised[part]
+
 
 IGNORED = -100
 """Label of a position without a loss (`ignore_index` of torch.nn.functional.cross_entropy)."""
 
 
-class Mixture(Protocol):
-    """Choice of the rows of each epoch (`mixing.WeightedFiles`)."""
+_FIXED = 2**32
+"""Number that stands for the epoch in the seed of a file's fixed order; no run has so many epochs."""
+
+
+@dataclass(frozen=True)
+class WeightedFiles:
+    """Number of packed rows of each file, in the order of the packs, and weight of each file."""
+
+    rows: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for number, (rows, weight) in enumerate(zip(self.rows, self.weights, strict=True)):
+            if not sum(_shares(rows, weight)):
+                raise DataError(
+                    f"data.train[{number}] makes {rows} rows, and weight={weight:g} uses none of them in an epoch. Use "
+                    f"a weight of at least {0.5 / max(rows, 1):.2g}, or more data",
+                    rows=rows,
+                    weight=weight,
+                )
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in an epoch, the same for all epochs."""
+        """Number of rows in one epoch."""
+        return sum(
+            whole * rows + part
+            for rows, weight in zip(self.rows, self.weights, strict=True)
+            for whole, part in [_shares(rows, weight)]
+        )
 
     def epoch_rows(self, seed: int, epoch: int) -> np.ndarray:
-        """Return indices of rows, int64 [num_rows]; a row may occur more than once."""
+        """Return the packed rows that an epoch uses, file by file, int64 [num_rows], read-only."""
+        return _drawn(self.rows, self.weights, seed, epoch)
 
 
+# Every step of an epoch asks again; two entries for the same reason as in `order.epoch_order`.
+@functools.lru_cache(maxsize=2)
+def _drawn(rows_of_files: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int) -> np.ndarray:
+    drawn, first = [], 0
+    for number, (rows, weight) in enumerate(zip(rows_of_files, weights, strict=True)):
+        whole, part = _shares(rows, weight)
+        # One fixed order per file. Each epoch takes the next rows of it, and starts again at its end.
+        fixed = order.epoch_order(rows, seed, _FIXED + number)
+        chosen = fixed[np.arange(epoch * part, (epoch + 1) * part) % rows]
+        drawn += [np.tile(np.arange(rows, dtype=np.int64), whole) + first, chosen + first]
+        first += rows
+    joined = np.concatenate(drawn)
+    joined.setflags(write=False)
+    return joined
+
+
+def _shares(rows: int, weight: float) -> tuple[int, int]:
+    """Return (times that all rows are used, number of rows used once more) in an epoch."""
+    whole = math.floor(weight)
+    return whole, round((weight - whole) * rows)
+
+
+@dataclass(eq=False, repr=False)
 class RowSource:
-    """Rows of T tokens, made from a token cache and packs. Random access, no state.
+    """Rows of T tokens, made from a token cache and packs. Random access, no state."""
 
-    Attributes: `cache`; `packs`, the documents of each row; `row_tokens`, T; `pad_id`; `mixture`, the rows of an epoch
-    (None: each row once).
-    """
-
-    def __init__(
-        self, cache: TokenCache, packs: Packs, row_tokens: int, pad_id: int, mixture: Mixture | None = None
-    ) -> None:
-        self.cache = cache
-        self.packs = packs
-        self.row_tokens = row_tokens
-        self.pad_id = pad_id
-        self.mixture = mixture
+    cache: TokenCache
+    packs: Packs
+    """Documents of each row."""
+    row_tokens: int
+    """T."""
+    pad_id: int
+    mixture: WeightedFiles | None = None
+    """Choice of the rows of each epoch; None: each row once."""
 
     def __repr__(self) -> str:
         return f"RowSource({self.num_rows} rows of {self.row_tokens} tokens, {100 * self.efficiency:.1f}% full)"

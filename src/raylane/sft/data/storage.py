@@ -14,6 +14,9 @@ import functools
 import importlib
 import io
 import os
+import secrets
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,17 +62,9 @@ class Url:
         """URL without its last part."""
         return Url(self.text.rpartition("/")[0])
 
-    def with_name(self, name: str) -> Url:
-        """Return the URL with another last part."""
-        return self.parent / name
-
     def resolve(self) -> Url:
         """Return the URL itself, which does not depend on a working directory."""
         return self
-
-    def is_symlink(self) -> bool:
-        """Return False: storage has no links."""
-        return False
 
     def is_file(self) -> bool:
         """Return True if there is such a file; OSError if storage does not answer."""
@@ -293,3 +288,34 @@ def local_copy(place: Place) -> Iterator[Path]:
         folder = Path(name)
         download(place, folder)
         yield folder
+
+
+def new_draft(folder: Path) -> Path:
+    """Create and return an empty folder beside `folder`; remove the drafts that ended processes of this node left."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The names of drafts have the host, because other nodes use the same process IDs.
+    for other in folder.parent.glob(f"*.draft-{socket.gethostname()}-*"):
+        number = other.name.rpartition("-")[0].rpartition("-")[2]
+        if number.isdecimal() and not other.is_symlink() and not Path("/proc", number).exists():
+            shutil.rmtree(other, ignore_errors=True)
+    draft = folder.with_name(f"{folder.name}.draft-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    draft.mkdir()
+    return draft
+
+
+@contextmanager
+def filled_beside(folder: Path) -> Iterator[Path]:
+    """Yield a draft of `folder`, which gets this name at the end of the block: readers never see a partial folder.
+
+    Of two processes that fill the same folder the first one wins. After an exception the draft is removed.
+    """
+    draft = new_draft(folder)
+    try:
+        yield draft
+        try:
+            draft.rename(folder)
+        except OSError:  # the folder exists if another process was first; its content is the same
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,30 +1,30 @@
 """Construction of the model of a run, divided over the workers.
 
-The order matters: keep the layers of a pipeline stage, divide matrices (tensor parallelism), shard with FSDP2, read the
-weights. Called by `worker`; collective.
+The order matters: keep the layers of a pipeline stage, choose the activations that layers keep for the backward pass,
+divide matrices (tensor parallelism), shard with FSDP2, read the weights, compile. Called by `worker`; collective.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import importlib.util
+import os
+import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from raylane.errors import CheckpointError, ConfigError
+from raylane.errors import ConfigError
 from raylane.sft.config.layout import DIVISIBLE_MODELS
-from raylane.sft.config.policy import PolicyConfig
+from raylane.sft.config.policy import Checkpointing, PolicyConfig
 from raylane.sft.model import attention, lora
-from raylane.sft.model.adapter_files import adapter_names, read_adapter
 from raylane.sft.model.hf_config import attention_implementation
-from raylane.sft.model.hf_reader import IndexedReader
+from raylane.sft.model.hf_reader import read_weights
 from raylane.sft.model.initial import fill_random
-from raylane.sft.model.layers import apply_checkpointing, compile_layers, decoder_layers
 from raylane.sft.model.megatron import MegatronModel
 from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import RunModel, StageModel, SupervisedModel
@@ -72,7 +72,7 @@ def _build(
         causal_lm = _causal_lm(hf_config, attention_implementation(policy))
     # On the whole model: patterns may choose layers of other stages, and files hold the adapters of all of them.
     lora.adapt(causal_lm, settings.lora_cfg)
-    in_files = set(adapter_names(causal_lm))
+    in_files = set(lora.adapter_names(causal_lm))
     if stage is not None:
         lora.check_stages(causal_lm, stage[1])
         keep_stage(causal_lm, *stage)
@@ -99,10 +99,11 @@ def _build(
         if name is None:
             fill_random(causal_lm, seed)
         else:
-            read_weights(causal_lm, Path(name))
+            # `base_parameters` has a tied weight only once.
+            read_weights(lora.base_parameters(causal_lm), Path(name), type(causal_lm).__name__)
     lora.initialise(causal_lm, seed)
     if settings.lora_cfg.enabled and settings.lora_cfg.adapter_path is not None:
-        read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
+        lora.read_adapter(causal_lm, Path(settings.lora_cfg.adapter_path), in_files)
     if settings.compile_layers:
         compile_layers(causal_lm, device)
     return MegatronModel(causal_lm, mesh, policy, device) if policy.megatron_cfg.enabled else model
@@ -196,35 +197,69 @@ def _restore_buffers(model: SupervisedModel, hf_config: Any, device: torch.devic
             setattr(module, key, getattr(fresh, key).to(device))
 
 
-def read_weights(causal_lm: Any, folder: Path) -> None:
-    """Fill the parameters in place from the safetensors of a Hugging Face folder, converting dtypes. Collective."""
-    parameters: dict[str, Any] = lora.base_parameters(causal_lm)  # has a tied weight only once
-    reader = IndexedReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    missing = sorted(set(parameters) - set(stored))
-    if missing:
-        advice = "Set policy.model_name to a folder of this model"
-        separate = any(re.search(r"\.experts\.\d+\.", name) for name in stored)
-        if separate and any(".experts." in name for name in missing):
-            advice = (
-                "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in "
-                "one, which raylane cannot load yet. Use a model without experts"
-            )
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(parameters)} weights of {type(causal_lm).__name__}, "
-            f"e.g. {missing[:3]}; it holds e.g. {sorted(stored)[:3]}. {advice}",
-            path=str(folder),
+# Results that "selective" keeps: they cost the most to compute again, and memory proportional to the row length only.
+# Batched products (bmm) are not kept, because eager attention makes its T x T scores with them.
+_KEPT = (
+    "mm",
+    "addmm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def decoder_layers(causal_lm: Any) -> Any:
+    """Return the decoder layers of a model; ConfigError for a class that has them elsewhere (Llama 4, GPT-2)."""
+    layers = getattr(causal_lm.get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"{type(causal_lm).__name__} keeps its decoder layers where raylane does not look, so they can be "
+            "neither sharded nor compiled. Use an architecture that can be trained: llama, qwen2, qwen3, gemma, mistral"
         )
-    for name in parameters:
-        dtype = stored[name].properties.dtype  # type: ignore[union-attr]
-        # The numbers of quantised weights need scales, which are not read.
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise CheckpointError(
-                f"{folder} holds a quantised model ({name} is {dtype}). Use a model in bfloat16, float16 or float32",
-                path=str(folder),
-            )
-    try:
-        load(parameters, storage_reader=reader)
-    except CheckpointException as error:
-        reason = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-        raise CheckpointError(f"the weights in {folder} do not fit this model: {reason}", path=str(folder)) from error
+    return layers
+
+
+def apply_checkpointing(causal_lm: Any, choice: Checkpointing | Literal[False]) -> None:
+    """Make the layers compute activations again in the backward pass, as `choice` says; False keeps all of them."""
+    if choice is False:
+        return
+    kwargs: dict[str, Any] = {"use_reentrant": False}
+    if choice == "selective":
+        operations = [getattr(torch.ops.aten, name).default for name in _KEPT]
+        if importlib.util.find_spec("torch.nn.attention.varlen") is not None:  # raylane's attention on GPUs
+            importlib.import_module("torch.nn.attention.varlen")
+            operations.append(torch.ops.torch_attn._varlen_attn.default)
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, operations)
+    # transformers 5.x renamed the method, and the old name warns if both exist.
+    enable = getattr(causal_lm, "activation_checkpointing_enable", None) or causal_lm.gradient_checkpointing_enable
+    enable(kwargs)
+    if choice == "every_other_layer":
+        for number, layer in enumerate(decoder_layers(causal_lm)):
+            layer.gradient_checkpointing = number % 2 == 0
+
+
+def compile_layers(causal_lm: Any, device: torch.device) -> None:
+    """Compile the forward pass of each decoder layer with torch's inductor. Call it after sharding.
+
+    Compilation itself happens in the first passes. ConfigError if no compiler is installed.
+    """
+    from transformers import AttentionInterface
+
+    missing = None
+    compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        missing = "the package triton"
+    elif not any(shutil.which(name) for name in compilers):
+        missing = f"a C++ compiler ({' or '.join(compilers)})"
+    if missing is not None:
+        raise ConfigError(
+            f"policy.dtensor_cfg.compile_layers=true needs {missing} on every worker. Install it, or set "
+            "compile_layers to false",
+            key="policy.dtensor_cfg.compile_layers",
+        )
+    # The plan of a micro-batch consists of numbers, for each of which the compiler would make new code.
+    AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.attend))  # type: ignore[no-untyped-call]
+    for layer in decoder_layers(causal_lm):
+        # The bound method alone: FSDP2's hooks, which run around it, cannot be compiled, and names stay the same.
+        layer.forward = torch.compile(layer.forward)

@@ -47,3 +47,11 @@ def with_own_defaults(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return inner
+
+
+def with_own_defaults_in_methods(cls: type[R]) -> type[R]:
+    """Make all public methods of a class run inside `own_defaults`; a decorator."""
+    for name, method in list(vars(cls).items()):
+        if callable(method) and not name.startswith("_"):
+            setattr(cls, name, with_own_defaults(method))
+    return cls

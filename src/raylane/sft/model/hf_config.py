@@ -22,9 +22,6 @@ NOT_ATTRIBUTES = ("model_type", "rope_theta")
 # positions, which separate packed documents.
 ATTENTION = ("raylane", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
-# Keys that another key of the run sets: transformers would accept an override, but it would change nothing.
-_DECIDED_ELSEWHERE = {"dtype": "policy.precision", "torch_dtype": "policy.precision"}
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -56,10 +53,11 @@ def model_config(policy: PolicyConfig, vocab_size: int, pad_id: int | None = Non
     attention_implementation(policy)
     overrides = copy.deepcopy(policy.hf_config_overrides)
     overrides.pop("attn_implementation", None)
-    for key in overrides:
-        if key in _DECIDED_ELSEWHERE:
+    # transformers would accept these, but they would change nothing.
+    for key in ("dtype", "torch_dtype"):
+        if key in overrides:
             raise ConfigError(
-                f"policy.hf_config_overrides.{key} has no effect here; set {_DECIDED_ELSEWHERE[key]} instead", key=key
+                f"policy.hf_config_overrides.{key} has no effect here; set policy.precision instead", key=key
             )
     if policy.model_name is None:
         config = _from_scratch(overrides, vocab_size, pad_id, end_id)
@@ -161,10 +159,7 @@ def _from_folder(folder: str, overrides: dict[str, Any]) -> Any:
             "safetensors), or to null to start from random weights"
         )
     try:
-        config = _read_config(folder, {})
-        overrides = _checked(overrides, config)
-        if not overrides:
-            return config
+        overrides = _checked(overrides, _read_config(folder, {}))
         return _applied(_read_config(folder, overrides), overrides)
     except ConfigError:
         raise

@@ -1,163 +1,156 @@
 """Reading of the safetensors of a Hugging Face folder: the index, where there is one, decides which files count.
 
-torch's own reader takes every `.safetensors` file of a folder. Published folders often hold more of them than belong to
-the model (a consolidated copy, adapters, an older shard), and of two files with the same weight the last one would win.
+Published folders often hold more `.safetensors` files than belong to the model (a consolidated copy, adapters, an older
+shard). Which file counts is never left to the order of a listing.
 
     with model.safetensors.index.json      each weight from the file that the index names; other files are not opened
     without                                all files; the same weight in two of them is an error
 
-Called by `build`, on all workers.
+Called by `build`, on all workers; each reads only its own part of a divided weight.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from raylane.errors import CheckpointError
+from raylane.sft.parallel.sharded import own_part
 
 INDEX = "model.safetensors.index.json"
 """Name of the index: https://huggingface.co/docs/transformers/big_models"""
 _SINGLE = "model.safetensors"
+_AGAIN = "Copy or download the folder again"
 
 _log = logging.getLogger(__name__)
 
 
-class _Listing(FileSystem):
-    """torch's access to local files, with a listing that holds one file."""
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each weight. Reads the index and the headers of the files that count.
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def ls(self, path: Any) -> list[str]:
-        """Return the one file."""
-        return [str(self._file)]
-
-
-class IndexedReader(HuggingFaceStorageReader):
-    """torch's reader of a Hugging Face folder, which reads each weight from the file that the index names."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read the index. CheckpointError if it is damaged, or if the folder has no weights."""
-        super().__init__(str(folder))
-        self._folder = folder
-        self._index: dict[str, str] | None = None
-        """Name of each weight -> its file; None without an index."""
-        self._metadata: Metadata | None = None
-        path = folder / INDEX
-        if not path.is_file():
-            if not any(folder.glob("*.safetensors")):
+    CheckpointError if the folder has no weights, if the index is damaged, names a file that does not exist or a weight
+    that its file does not hold, or if two files hold the same weight and there is no index.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed_files(folder, index)
+    files: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name in _names(file):
+            if name in files:
                 raise CheckpointError(
-                    f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model "
-                    "first",
+                    f"{folder} holds {name} twice, in {files[name].name} and in {file.name}, and has no {INDEX} that "
+                    "tells which one counts. Remove the file that does not belong to the model",
                     path=str(folder),
+                    files=[files[name].name, file.name],
                 )
-            return
-        try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            self._index = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            files[name] = file
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no .safetensors file, and other weight files are not read. Convert the model first",
+            path=str(folder),
+        )
+    return files
+
+
+def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
+    try:
+        names = {str(name): str(file) for name, file in json.loads(index.read_text("utf-8"))["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}. {_AGAIN}", path=str(folder)) from error
+    if not names:
+        raise CheckpointError(f"{index} names no weights. {_AGAIN}", path=str(folder))
+    for file in sorted(set(names.values())):
+        if Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path} cannot be read: {error!r}. Copy or download the folder again", path=str(folder)
-            ) from error
-        files = self._index.values()
-        outside = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
-        if outside or not files:
-            cause = "names no weights"
-            if outside:
-                cause = f"names {outside[0]!r}, which is no .safetensors file of the folder"
-            raise CheckpointError(f"{path} {cause}. Copy or download the folder again", path=str(folder))
-
-    def read_metadata(self) -> Metadata:
-        """Return names, shapes and places of the weights, read once from the headers of the files.
-
-        CheckpointError if the index names a file that does not exist or a weight that its file does not hold, or if two
-        files hold the same weight and there is no index.
-        """
-        if self._metadata is None:
-            self._metadata = self._read()
-        return self._metadata
-
-    def _read(self) -> Metadata:
-        merged: Metadata | None = None
-        origins: dict[Any, Path] = {}
-        for file in self._files():
-            self.fs = _Listing(file)
-            try:
-                of_file = super().read_metadata()
-            except Exception as error:  # safetensors' own error class and, for damaged headers, others
-                raise CheckpointError(
-                    f"{file} cannot be read: {error}. Copy or download the folder again", path=str(self._folder)
-                ) from error
-            if merged is None:
-                merged = Metadata(state_dict_metadata={}, storage_data={}, storage_meta=of_file.storage_meta)
-            # A weight may have several parts, in files that torch's distributed writer made.
-            for place, stored in of_file.storage_data.items():
-                if not self._belongs(place.fqn, file):
-                    continue
-                if place in origins:
-                    raise CheckpointError(
-                        f"{self._folder} holds {place.fqn} twice, in {origins[place].name} and in {file.name}, and has "
-                        f"no {INDEX} that tells which one counts. Remove the file that does not belong to the model",
-                        path=str(self._folder),
-                        files=[origins[place].name, file.name],
-                    )
-                origins[place] = file
-                merged.storage_data[place] = stored
-            for name, tensor in of_file.state_dict_metadata.items():
-                if self._belongs(name, file):
-                    _add(merged.state_dict_metadata, name, tensor)
-        assert merged is not None, "`_files` returns at least one file"
-        index = self._index or {}
-        missing = [name for name in index if name not in merged.state_dict_metadata]
-        if missing:
+                f"{index} names {file!r}, which is no .safetensors file of the folder. {_AGAIN}", path=str(folder)
+            )
+        of_file = [name for name in names if names[name] == file]
+        if not (folder / file).is_file():
             raise CheckpointError(
-                f"{index[missing[0]]} does not hold {missing[0]}, although {self._folder / INDEX} names it for "
-                f"this weight ({len(missing)} such weights). Copy or download the folder again",
-                path=str(self._folder),
+                f"{index} names the file {file} for {of_file[0]} and {len(of_file) - 1} more, and there is no such "
+                f"file. {_AGAIN}",
+                path=str(folder),
+                files=[file],
             )
-        return merged
-
-    def _files(self) -> list[Path]:
-        """Return the files that are opened."""
-        if self._index is None:
-            return sorted(self._folder.glob("*.safetensors"))
-        files = [self._folder / name for name in sorted(set(self._index.values()))]
-        for file in files:
-            if not file.is_file():
-                names = [name for name, of_name in self._index.items() if of_name == file.name]
-                raise CheckpointError(
-                    f"{self._folder / INDEX} names the file {file.name} for {names[0]} and {len(names) - 1} more, "
-                    "and there is no such file. Copy or download the folder again",
-                    path=str(self._folder),
-                    files=[file.name],
-                )
-        if _SINGLE not in self._index.values() and (self._folder / _SINGLE).is_file():
-            _log.warning(
-                "%s holds %s beside %s: the weights are read from the files that the index names. Other programs may "
-                "read %s instead; remove the one that is out of date",
-                self._folder,
-                _SINGLE,
-                INDEX,
-                _SINGLE,
+        if missing := sorted(set(of_file) - _names(folder / file)):
+            raise CheckpointError(
+                f"{file} does not hold {missing[0]}, although {index} names it for this weight ({len(missing)} such "
+                f"weights). {_AGAIN}",
+                path=str(folder),
             )
-        return files
+    if _SINGLE not in names.values() and (folder / _SINGLE).is_file():
+        _log.warning(
+            "%s holds %s beside %s: the weights are read from the files that the index names. Other programs may read "
+            "it instead; remove the one that is out of date",
+            *(folder, _SINGLE, INDEX),
+        )
+    return {name: folder / file for name, file in names.items()}
 
-    def _belongs(self, name: str, file: Path) -> bool:
-        return self._index is None or self._index.get(name) == file.name
+
+def _names(file: Path) -> set[str]:
+    """Return the names of the weights in one file."""
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return set(stored.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. {_AGAIN}", path=str(file.parent)) from error
 
 
-def _add(merged: dict[str, Any], name: str, tensor: Any) -> None:
-    """Add the parts of a weight that one file holds."""
-    if name not in merged:
-        merged[name] = tensor
-        return
-    before = merged[name]
-    before.chunks.extend(tensor.chunks)
-    before.size = type(before.size)(max(a, b) for a, b in zip(before.size, tensor.size, strict=True))
+def read_weights(parameters: Mapping[str, nn.Parameter], folder: Path, model: str) -> None:
+    """Fill parameters in place, converting data types; `model` names them in errors.
+
+    CheckpointError as `weight_files`, and if weights are missing, quantised or of another shape.
+    """
+    files = weight_files(folder)
+    missing = sorted(set(parameters) - set(files))
+    if missing:
+        advice = "Set policy.model_name to a folder of this model"
+        separate = any(re.search(r"\.experts\.\d+\.", name) for name in files)
+        if separate and any(".experts." in name for name in missing):
+            advice = (
+                "The folder has a weight for each expert, and transformers keeps the experts of a layer stacked in "
+                "one, which raylane cannot load yet. Use a model without experts"
+            )
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(parameters)} weights of {model}, e.g. {missing[:3]}; it holds e.g. "
+            f"{sorted(files)[:3]}. {advice}",
+            path=str(folder),
+        )
+    for file, names in groupby(sorted(parameters, key=files.__getitem__), files.__getitem__):
+        with safe_open(file, framework="pt") as stored:
+            for name in names:
+                _read(parameters[name], stored.get_slice(name), name, folder)
+
+
+def _read(parameter: nn.Parameter, stored: Any, name: str, folder: Path) -> None:
+    """Copy this worker's part of one stored weight into a parameter."""
+    if (shape := tuple(stored.get_shape())) != tuple(parameter.shape):
+        raise CheckpointError(
+            f"the weights in {folder} do not fit this model: {name} has shape {list(shape)} in the folder and "
+            f"{list(parameter.shape)} in this run",
+            path=str(folder),
+        )
+    sizes, starts = shape, (0,) * len(shape)
+    if isinstance(parameter, DTensor):
+        sizes, starts = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    values = stored[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    # The numbers of quantised weights need scales, which are not read.
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise CheckpointError(
+            f"{folder} holds a quantised model ({name} is {values.dtype}). Use a model in bfloat16, float16 or float32",
+            path=str(folder),
+        )
+    with torch.no_grad():
+        own_part(parameter).copy_(values)

@@ -7,7 +7,6 @@ every process that makes the same model, gets the same weights. Called by `build
 from __future__ import annotations
 
 import copy
-import zlib
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from torch import Tensor, nn
 
 from raylane.errors import ConfigError
 from raylane.sft.model import lora
-
-
-def seed_of(seed: int, name: str) -> int:
-    """Return the seed of the random numbers of one module, by its name in the model's files."""
-    return (seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63
 
 
 def fill_random(causal_lm: Any, seed: int) -> None:
@@ -61,7 +55,7 @@ def random_weights(
     # An adapted layer has the values that it would have without its adapter.
     name = name.removesuffix(".base")
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed_of(seed, name))
+        torch.default_generator.manual_seed(lora.seed_of(seed, name))
         causal_lm._init_weights(stand_in)
     values = {key: parameter.detach() for key, parameter in stand_in._parameters.items() if parameter is not None}
     if unset := [key for key, value in values.items() if bool(value.isnan().any())]:

@@ -11,13 +11,23 @@ So optimizer, checkpoints, exports and clipping are those of every other layout,
 Megatron. Attention is `attention.attend`, because Megatron-core's own separates packed documents only with Transformer
 Engine, which needs CUDA. Written for megatron-core 0.16. Made by `build`. B = rows, T = tokens in a row, H, V as in
 `loss`, D = size of a head.
+
+`pairs`, `pack` and `unpack` convert weights and gradients; they are functions of tensors, each the part of one
+tensor-parallel worker: Megatron-core and `tensor_parallel` divide the same dimensions of the same matrices, so nothing
+is sent to convert them.
+
+    linear_qkv     one group after the other: its query heads, its key head, its value head
+    linear_fc1     gate_proj above up_proj
+    embedding      rows of the vocabulary, filled up with zeros so that all workers have as many
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from raylane.errors import ConfigError
 from raylane.sft.config.megatron_limits import check_installed, check_shape
 from raylane.sft.config.policy import PolicyConfig
-from raylane.sft.model import attention, megatron_weights
+from raylane.sft.model import attention
 from raylane.sft.model.supervised import SupervisedModel
 from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
@@ -55,13 +65,11 @@ class MegatronModel(SupervisedModel):
         # In a tuple, or it would be a submodule, whose parameters would be trained and saved too.
         self._engine = (engine,)
         self._weights = list(
-            megatron_weights.pairs(
-                dict(engine.named_parameters()), dict(causal_lm.named_parameters()), _head_dim(causal_lm.config)
-            )
+            pairs(dict(engine.named_parameters()), dict(causal_lm.named_parameters()), _head_dim(causal_lm.config))
         )
         for weight in self._weights:
-            weight.target.register_post_accumulate_grad_hook(_Return(weight))  # type: ignore[no-untyped-call]
-        self.gradient_sum = _SummedGradients(self._weights, mesh)
+            weight.target.register_post_accumulate_grad_hook(partial(_return_gradient, weight))  # type: ignore[no-untyped-call]
+        self.gradient_sum = partial(_sum_gradients, self._weights, mesh)
         self._own_words = own_part(causal_lm.get_output_embeddings().weight).shape[0]
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
@@ -96,7 +104,7 @@ class MegatronModel(SupervisedModel):
         with torch.no_grad():
             for weight in self._weights:
                 parts = [own_part(source) for source in weight.sources]
-                megatron_weights.pack(weight.how, parts, weight.head_dim, weight.target)
+                pack(weight.how, parts, weight.head_dim, weight.target)
 
 
 class _Attention(nn.Module):
@@ -127,58 +135,43 @@ class _Attention(nn.Module):
         return out.transpose(0, 1).flatten(2)
 
 
-class _Return:
-    """Hook that moves a gradient of Megatron's model to the parameters that its weight was made of."""
-
-    def __init__(self, weight: megatron_weights.Weight) -> None:
-        self._weight = weight
-
-    def __call__(self, target: Tensor) -> None:
-        gradient, target.grad = target.grad, None
-        assert gradient is not None, "torch calls this hook after it has set the gradient"
-        # float32 before the sum over micro-batches: sums in bfloat16 would lose small gradients.
-        weight, gradient = self._weight, gradient.float()
-        # Of parts: both models are divided in the same way.
-        shapes = [own_part(source.detach()).shape for source in weight.sources]
-        parts = megatron_weights.unpack(weight.how, gradient, shapes, weight.head_dim)
-        for source, part in zip(weight.sources, parts, strict=True):
-            if source.grad is not None:
-                own_part(source.grad).add_(part)
-            elif isinstance(source, DTensor):
-                source.grad = DTensor.from_local(
-                    part.contiguous(),
-                    source.device_mesh,
-                    source.placements,
-                    run_check=False,
-                    shape=source.shape,
-                    stride=source.stride(),
-                )
-            else:
-                source.grad = part.contiguous()
+def _return_gradient(weight: Weight, target: Tensor) -> None:
+    """Move a gradient of Megatron's model to the parameters that its weight was made of."""
+    gradient, target.grad = target.grad, None
+    assert gradient is not None, "torch calls this hook after it has set the gradient"
+    # float32 before the sum over micro-batches: sums in bfloat16 would lose small gradients.
+    gradient = gradient.float()
+    # Of parts: both models are divided in the same way.
+    shapes = [own_part(source.detach()).shape for source in weight.sources]
+    for source, part in zip(weight.sources, unpack(weight.how, gradient, shapes, weight.head_dim), strict=True):
+        if source.grad is not None:
+            own_part(source.grad).add_(part)
+        elif isinstance(source, DTensor):
+            source.grad = DTensor.from_local(
+                part.contiguous(),
+                source.device_mesh,
+                source.placements,
+                run_check=False,
+                shape=source.shape,
+                stride=source.stride(),
+            )
+        else:
+            source.grad = part.contiguous()
 
 
-class _SummedGradients:
-    """Sum of the gradients over the workers that read different rows, as `GradientSum` for other models."""
+def _sum_gradients(weights: list[Weight], mesh: WorkerMesh, parameters: Iterable[nn.Parameter]) -> None:
+    """Replace each gradient by its sum over the workers that read different rows. Collective.
 
-    def __init__(self, weights: list[megatron_weights.Weight], mesh: WorkerMesh) -> None:
-        self._weights, self._mesh = weights, mesh
-
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by its sum. Collective."""
-        # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
-        parts = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        partial = [
-            own_part(parameter.grad)
-            for w in self._weights
-            if w.is_partial
-            for parameter in w.sources
-            if parameter.grad is not None
-        ]
-        if self._mesh.tp is not None:
-            _sum(partial, self._mesh.tp.get_group())
-        # The tensor-parallel sum first: the one over the readers includes these gradients.
-        if self._mesh.dims.readers > 1:
-            _sum(parts, self._mesh.fsdp.get_group())
+    As `GradientSum` does it for other models.
+    """
+    # `own_part` shares memory with the gradient, so a sum that is written into it stays there.
+    parts = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    partial_sources = [parameter for weight in weights if weight.is_partial for parameter in weight.sources]
+    if mesh.tp is not None:
+        _sum([own_part(source.grad) for source in partial_sources if source.grad is not None], mesh.tp.get_group())
+    # The tensor-parallel sum first: the one over the readers includes these gradients.
+    if mesh.dims.readers > 1:
+        _sum(parts, mesh.fsdp.get_group())
 
 
 def _sum(tensors: list[Tensor], group: Any) -> None:
@@ -253,3 +246,92 @@ def _gpt_model(config: Any, mesh: WorkerMesh, dtype: torch.dtype) -> Any:
             # `MegatronModel` makes the angles from the positions in each document.
             position_embedding_type="none",
         )
+
+
+How = Literal["whole", "filled", "stacked", "grouped"]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of Megatron's model and the parameters of the Hugging Face model that it is made of."""
+
+    target: nn.Parameter
+    sources: tuple[nn.Parameter, ...]
+    how: How
+    head_dim: int
+    is_partial: bool = False
+    """True if each tensor-parallel worker has the gradient of its own heads only, and the sum is the gradient."""
+
+
+def pairs(target: Mapping[str, nn.Parameter], source: Mapping[str, nn.Parameter], head_dim: int) -> Iterator[Weight]:
+    """Yield all weights; `target` and `source` are the named parameters of the two models."""
+    layers = sorted({int(name.split(".")[2]) for name in source if name.startswith("model.layers.")})
+    whole = {"decoder.final_layernorm.weight": "model.norm.weight"}
+    filled = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "output_layer.weight": "lm_head.weight",
+    }
+    joined: dict[str, tuple[How, list[str]]] = {}
+    for i in layers:
+        mine, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
+        whole |= {
+            f"{mine}input_layernorm.weight": f"{theirs}input_layernorm.weight",
+            f"{mine}pre_mlp_layernorm.weight": f"{theirs}post_attention_layernorm.weight",
+            f"{mine}self_attention.linear_proj.weight": f"{theirs}self_attn.o_proj.weight",
+            f"{mine}self_attention.q_layernorm.weight": f"{theirs}self_attn.q_norm.weight",
+            f"{mine}self_attention.k_layernorm.weight": f"{theirs}self_attn.k_norm.weight",
+            f"{mine}mlp.linear_fc2.weight": f"{theirs}mlp.down_proj.weight",
+        }
+        for kind in ("weight", "bias"):
+            names = [f"{theirs}self_attn.{letter}_proj.{kind}" for letter in "qkv"]
+            joined[f"{mine}self_attention.linear_qkv.{kind}"] = ("grouped", names)
+        joined[f"{mine}mlp.linear_fc1.weight"] = (
+            "stacked",
+            [f"{theirs}mlp.{half}_proj.weight" for half in ("gate", "up")],
+        )
+    joined |= {name: ("whole", [other]) for name, other in whole.items()}
+    joined |= {name: ("filled", [other]) for name, other in filled.items()}
+    # Absent names (biases, norms of heads, a tied head) are names that Megatron's model does not have either.
+    used = set()
+    for name, parameter in target.items():
+        how, names = joined[name]
+        used |= set(names)
+        is_partial = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        yield Weight(parameter, tuple(source[source_name] for source_name in names), how, head_dim, is_partial)
+    # A weight without a place would silently keep its first value.
+    assert used == set(source), f"no place in Megatron's model for {sorted(set(source) - used)}"
+
+
+def pack(how: How, parts: list[Tensor], head_dim: int, target: Tensor) -> None:
+    """Copy parts of Hugging Face weights into the weight of Megatron's model that they form."""
+    if how == "whole":
+        target.copy_(parts[0])
+    elif how == "filled":
+        target[: len(parts[0])].copy_(parts[0])
+        target[len(parts[0]) :].zero_()
+    elif how == "stacked":
+        target.view(2, -1, *target.shape[1:]).copy_(torch.stack(parts))
+    else:
+        for into, part in zip(_groups(target, parts, head_dim), parts, strict=True):
+            into.copy_(part.view_as(into))
+
+
+def unpack(how: How, gradient: Tensor, shapes: list[torch.Size], head_dim: int) -> list[Tensor]:
+    """Return the parts of a gradient of Megatron's model that belong to the Hugging Face weights; the inverse."""
+    if how == "whole":
+        return [gradient]
+    if how == "filled":
+        return [gradient[: shapes[0][0]]]
+    if how == "stacked":
+        return list(gradient.chunk(2))
+    # Only the numbers of rows are needed.
+    empty = [gradient.new_empty(shape, device="meta") for shape in shapes]
+    return [part.reshape(shape) for part, shape in zip(_groups(gradient, empty, head_dim), shapes, strict=True)]
+
+
+def _groups(joined: Tensor, parts: list[Any], head_dim: int) -> list[Tensor]:
+    """Return views [groups, rows, ...] of the query, key and value rows of a joined weight or bias."""
+    # The keys have one head in each group.
+    groups = len(parts[1]) // head_dim
+    by_group = joined.view(groups, -1, *joined.shape[1:])
+    return list(torch.split(by_group, [len(part) // groups for part in parts], dim=1))

@@ -11,12 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from raylane.sft.data.rows import IGNORED
 from raylane.sft.model.loss import LossFunction
@@ -25,13 +20,6 @@ from raylane.sft.parallel.mesh import WorkerMesh
 from raylane.sft.parallel.sharded import own_part
 from raylane.sft.parallel.stages import merged
 from raylane.workers.batch import BatchDict
-
-_SCHEDULES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
-}
 
 
 class PipelinedModel(RunModel):
@@ -108,7 +96,7 @@ class PipelinedModel(RunModel):
                 for stage in self.own_stages
             ]
             several = len(stages) > 1
-            make = _SCHEDULES[self._schedule]
+            make: Any = get_schedule_class(self._schedule.replace("_", ""))
             # The loss is a sum that is scaled already, so torch must not divide by the number of micro-batches.
             self._plans[key] = make(
                 stages if several else stages[0], count, loss_fn=self._loss if backward else None, scale_grads=False

@@ -53,8 +53,8 @@ class ImportedConfig:
         """Return the report as text, several lines."""
         lines = []
         for title, is_set in (("Left out or replaced:", False), ("Set as in NeMo-RL:", True)):
-            if rows := [_row(note.key, note.reason) for note in self.notes if note.is_set == is_set]:
-                lines += [title, *rows]
+            if rows := [note for note in self.notes if note.is_set == is_set]:
+                lines += [title, *(f"  {note.key:<{_REPORT_WIDTH}} {note.reason}" for note in rows)]
         if self.refused:
             lines += ["Left out, because raylane lacks it:", *(f"  {problem.text}" for problem in self.refused)]
         if self.to_do:
@@ -62,10 +62,6 @@ class ImportedConfig:
         return "\n".join(
             [*lines, "The configuration is incomplete." if self.to_do else "The configuration is complete."]
         )
-
-
-def _row(key: str, reason: str) -> str:
-    return f"  {key:<{_REPORT_WIDTH}} {reason}"
 
 
 def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig:
@@ -81,11 +77,8 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
     # Keys that neither NeMo-RL (as far as the table goes) nor raylane has.
     unknown = keys.unknown(plain, RunConfig, refusal)
     for key in unknown:
-        *parents, name = key.split(".")
-        section = plain
-        for parent in parents:
-            section = section[parent]
-        del section[name]
+        parent, _, name = key.rpartition(".")
+        del (keys.value_at(plain, parent) if parent else plain)[name]
     refused += _unknown_problems(unknown)
     data = plain.get("data")
     # A required key stays in the file even without a value, so that the user sees where to write it.
@@ -141,21 +134,15 @@ def _unknown_problems(unknown: Mapping[str, str]) -> list[translate.Problem]:
 def _local_problems(document: Mapping[str, Any]) -> list[str]:
     """Return what a run on this machine would refuse: names on a hub, and a template without marks."""
     problems = []
-    policy = document.get("policy")
-    policy = policy if isinstance(policy, Mapping) else {}
-    tokenizer = policy.get("tokenizer")
-    tokenizer = tokenizer if isinstance(tokenizer, Mapping) else {}
-    for key, name in (
-        ("policy.model_name", policy.get("model_name")),
-        ("policy.tokenizer.name", tokenizer.get("name")),
-    ):
+    for key in ("policy.model_name", "policy.tokenizer.name"):
+        name = keys.value_at(document, key)
         # NeMo-RL takes names on the hub; raylane takes folders only and downloads nothing.
         if isinstance(name, str) and not Path(name).is_dir():
             problems.append(
                 f"{key}={name} is no folder on this machine: download it (`hf download {name} --local-dir DIR`), and "
                 f"set {key}=DIR"
             )
-    template = tokenizer.get("chat_template")
+    template = keys.value_at(document, "policy.tokenizer.chat_template")
     if isinstance(template, str) and "{%" in template and "generation" not in template:
         problems.append(
             "policy.tokenizer.chat_template has no {% generation %} ... {% endgeneration %}, which NeMo-RL does not "

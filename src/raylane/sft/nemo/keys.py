@@ -7,15 +7,15 @@ and `dialect` takes its error messages from it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def _off(value: Any) -> bool:
-    """Return True for null, false, 0 and empty values."""
-    return not value
+def _anything(value: Any) -> bool:
+    return True
 
 
 def _on(value: Any) -> bool:
@@ -28,11 +28,7 @@ def _one_or_null(value: Any) -> bool:
 
 def _float32(value: Any) -> bool:
     """Return True for no data type (NeMo-RL's files write None, which YAML reads as text) and for float32."""
-    return not value or str(value).rpartition(".")[2] in ("None", "float32")
-
-
-def _anything(value: Any) -> bool:
-    return True
+    return not value or str(value).rpartition(".")[2] in ("None", "float32", "fp32")
 
 
 def _disabled(value: Any) -> bool:
@@ -61,7 +57,7 @@ class Rule:
 
 
 _HARMLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "off": (_off, "off or empty"),
+    "off": (operator.not_, "off or empty"),
     "true": (_on, "`true`"),
     "1": (_one_or_null, "`1`"),
     "any": (_anything, "any"),
@@ -77,11 +73,22 @@ _ROWS = [
     for line in Path(__file__).with_name("rules.txt").read_text(encoding="utf-8").splitlines()
     if line and not line.startswith("#")
 ]
-RULES = tuple(
+_RULES = tuple(
     Rule(key, *_HARMLESS[word], left_out, refused, changes_training=model == "model")
     for key, word, left_out, refused, model, *_ in _ROWS
     if word in _HARMLESS
 )
+
+
+def _rules_of(prefix: str) -> dict[str, Rule]:
+    return {rule.key.removeprefix(prefix): rule for rule in _RULES if rule.key.startswith(prefix)}
+
+
+OPTIMIZER_RULES = _rules_of("optimizer:")
+"""Keys of policy.megatron_cfg.optimizer, which `schedule` translates -> treatment of the ones without an equal."""
+DATA_SET_RULES = _rules_of("data_set:")
+"""Keys of one data set, without the ones that `translate` reads -> treatment."""
+RULES = tuple(rule for rule in _RULES if ":" not in rule.key)
 """Keys that are left out or refused. A rule for a section covers all keys below it."""
 RENAMES = {key: name for key, word, name, *_ in _ROWS if word == "same"}
 """NeMo-RL key -> raylane key with the same values."""

@@ -1,10 +1,14 @@
-"""Translation of torch's learning rate schedulers, as NeMo-RL lists them, to keys of `policy.scheduler`.
+"""Translation of optimizers and learning rate schedules: torch's as NeMo-RL lists them, and those of Megatron-core.
 
 NeMo-RL has one mapping `{name, kwargs}` or a list of them with one `{milestones: [...]}`, which become a SequentialLR
 (nemo_rl/models/automodel/setup.py). Only schedules that `optim.learning_rate` computes exactly are translated. Pure
 functions; called by `translate`.
 
 A scheduler is stepped once after each optimizer step, so step t (from 0) runs at torch's value for t.
+
+policy.megatron_cfg has an optimizer and a schedule of its own; the sizes in it are renamed, and its other keys left out
+or refused, by the tables in `keys`. Facts are from examples/configs/sft.yaml of NVIDIA-NeMo/RL and from megatron-core
+0.16.1 (optimizer/optimizer_config.py and optimizer_param_scheduler.py).
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+
+from raylane.sft.nemo.keys import OPTIMIZER_RULES
 
 _PREFIX = "torch.optim.lr_scheduler."
 
@@ -125,3 +131,80 @@ def _decay(name: str, kwargs: dict[str, Any], peak: float, steps: int | None) ->
         "min_lr_ratio": ratio,
         "min_lr_at": "after_last_step" if length == steps else "last_step",
     }
+
+
+_ARGUMENTS = {"lr": "lr", "adam_eps": "eps"}
+"""Key of megatron_cfg.optimizer -> argument of AdamW."""
+
+_TRANSLATED = {"optimizer", "fp16", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"}
+"""Keys of megatron_cfg.optimizer that this module reads; `keys.OPTIMIZER_RULES` has the others."""
+
+
+def megatron_optimizer(section: Mapping[str, Any], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return policy.optimizer for the same optimizer; ValueError with the reason if there is none.
+
+    `scheduler` is the section beside it, which has the weight decay: InexactScheduleError if that changes.
+    """
+    name = str(section.get("optimizer", "adam")).lower()
+    if name not in ("adam", "adamw"):
+        raise ValueError(f"optimizer={name}: only adam, which is AdamW, can be translated; set policy.optimizer")
+    if section.get("fp16"):
+        raise ValueError("fp16=true: policy.precision is bfloat16 or float32; set fp16=false and bf16=true")
+    if section.get("decoupled_weight_decay") not in (None, True):
+        raise ValueError(
+            "decoupled_weight_decay=false: megatron-core then adds the decay to the gradients (Adam with L2), and "
+            "AdamW does not; set it to true"
+        )
+    for key, value in section.items():
+        shown = str(value).lower() if isinstance(value, bool) else value
+        rule = OPTIMIZER_RULES.get(key)
+        if rule is not None and not rule.harmless(value):
+            raise ValueError(f"{key}={shown}: {rule.why_refused}")
+        if rule is None and key not in {*_TRANSLATED, "decoupled_weight_decay"}:
+            raise ValueError(f"{key}={shown}: this key is not known, so its effect would be lost; remove it")
+    kwargs = {new: section[old] for old, new in _ARGUMENTS.items() if section.get(old) is not None}
+    # Megatron's scheduler overwrites the optimizer's value in every step. NeMo-RL's key may be null: not set.
+    decay = section.get("weight_decay")
+    start, end = (
+        decay if scheduler.get(f"{moment}_weight_decay") is None else scheduler[f"{moment}_weight_decay"]
+        for moment in ("start", "end")
+    )
+    if start != end:
+        raise InexactScheduleError(
+            f"a weight decay that changes during the run (start_weight_decay={start}, end_weight_decay={end}) cannot "
+            "be expressed; set both to one value"
+        )
+    if end is not None:
+        kwargs["weight_decay"] = end
+    betas = [section.get("adam_beta1", 0.9), section.get("adam_beta2", 0.999)]
+    # Megatron-core decays no biases and no norms.
+    return {"name": "adamw", "weight_decay_on": "matrices", "kwargs": {**kwargs, "betas": betas}}
+
+
+def megatron_schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
+    """Return policy.scheduler with the same learning rates; InexactScheduleError if there is none.
+
+    `optimizer` is the section beside it, which has the highest and the lowest rate; `steps` is the number of steps of
+    the run (None: not known).
+    """
+    style, peak = section.get("lr_decay_style", "linear"), optimizer.get("lr")
+    if style not in ("constant", "linear", "cosine"):
+        raise InexactScheduleError(f"lr_decay_style={style} cannot be expressed; use constant, linear or cosine")
+    if not isinstance(peak, int | float) or not peak:
+        raise InexactScheduleError(f"megatron_cfg.optimizer.lr={peak!r} is no learning rate; set it")
+    warmup = section.get("lr_warmup_iters") or 0
+    schedule: dict[str, Any] = {"name": style, "warmup_steps": warmup}
+    if warmup:
+        schedule["first_step"] = float(section.get("lr_warmup_init") or 0.0) / peak
+        if schedule["first_step"] > 1:
+            raise InexactScheduleError("lr_warmup_init is above the learning rate, so the rate would fall; lower it")
+    if style == "constant":
+        return schedule
+    # The lowest rate is reached at step lr_decay_iters, counted from 0; null means the length of the run.
+    end = section.get("lr_decay_iters") or steps
+    if steps is None or end not in (steps, steps - 1):
+        raise InexactScheduleError(
+            f"lr_decay_iters={end} is not the end of the run; set it to sft.max_num_steps={steps}, or set the latter"
+        )
+    schedule["min_lr_at"] = "after_last_step" if end == steps else "last_step"
+    return {**schedule, "min_lr_ratio": float(optimizer.get("min_lr") or 0.0) / peak}

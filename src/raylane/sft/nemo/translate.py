@@ -8,18 +8,39 @@ by `dialect` and `import_config`. The tables of keys are in `keys`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.config.interpolation import interpolate
 from raylane.sft.config.keys import value_at
-from raylane.sft.nemo.data import translate_data
-from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES
-from raylane.sft.nemo.megatron import megatron_clipping, megatron_optimizer, megatron_schedule
-from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
+from raylane.sft.config.overrides import interpolate
+from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
+from raylane.sft.nemo.schedule import (
+    InexactScheduleError,
+    is_torch_scheduler,
+    megatron_optimizer,
+    megatron_schedule,
+    translate_scheduler,
+)
 
+_PAIRS = ("ResponseDataset",)
+_MESSAGES = ("openai_format", "OpenAIFormatDataset")
+_OLD: tuple[str, ...] = (
+    "dataset_name",
+    "chat_key",
+    "input_key",
+    "output_key",
+    "prompt_file",
+    "system_prompt_file",
+    "system_prompt",
+    "system_key",
+    "tool_key",
+    "use_preserving_dataset",
+    "split",
+)
+"""Keys of a data set that configurations of 2025 have in `data` itself."""
+_OLD_FILES = {"train": "train_data_path", "validation": "val_data_path"}
 _MEGATRON = "policy.megatron_cfg"
 _ALL = 1_000_000
 """Number of checkpoints to keep that stands for all of them."""
@@ -141,10 +162,8 @@ def translate(document: Mapping[str, Any], *, with_their_defaults: bool = False)
 
 
 def _section(document: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
-    *parents, name = key.split(".")
-    section: Any = document
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
+    parent, _, name = key.rpartition(".")
+    section = value_at(document, parent) if parent else document
     return (section if isinstance(section, dict) else None), name
 
 
@@ -177,7 +196,7 @@ class _Translator:
         section, name = _section(self.plain, key)
         assert section is not None
         if reason is not None:
-            self.notes.append(Note(key, reason))
+            self._note(key, reason)
         return section.pop(name)
 
     def _refuse(self, key: str, reason: str, must_set: str | None = None) -> None:
@@ -244,7 +263,8 @@ class _Translator:
         except ValueError as error:
             self._refuse(f"{_MEGATRON}.optimizer", f"{error}", "policy.optimizer.name")
             return
-        _replace(self.plain, "policy.max_grad_norm", megatron_clipping(optimizer))
+        # Megatron-core clips to 1 by default, and 0 switches it off.
+        _replace(self.plain, "policy.max_grad_norm", optimizer.get("clip_grad", 1.0) or None)
         _replace(self.plain, "policy.optimizer", adamw)
         _replace(self.plain, "policy.scheduler", schedule)
         self._remove(f"{_MEGATRON}.optimizer", "replaced by policy.optimizer and policy.max_grad_norm")
@@ -330,13 +350,100 @@ class _Translator:
                 section["keep_latest_k"] = latest
 
     def translate_data(self) -> None:
-        """Translate the data sets."""
+        """Translate the data sets; keys that are the same in raylane are kept as they are.
+
+        NeMo-RL names a data set, which it downloads, or a file with `dataset_name: ResponseDataset` (one question and
+        one answer per line) or `openai_format` (messages). raylane reads local JSONL files only. Configurations of 2025
+        have the same keys in `data` itself.
+        """
         if not isinstance(self.plain.get("data"), dict):
             return
-        translation = translate_data(self.plain["data"])
-        self.plain["data"] = translation.keys
-        self.notes += [Note(key, reason) for key, reason in translation.notes]
-        self.problems += [Problem(reason, key, key) for key, reason in translation.problems]
+        data, translated = dict(self.plain["data"]), dict[str, Any]()
+        # The keys of 2025 move from `data` to `data.train` and `data.validation`.
+        old_paths = {name: data.pop(old) for name, old in _OLD_FILES.items() if old in data}
+        if old_paths or "dataset_name" in data:
+            shared = {key: data.pop(key) for key in _OLD if key in data}
+            # A data set by name has its own validation part; files are named one by one.
+            for name in ("train", "validation") if "dataset_name" in shared and not old_paths else old_paths:
+                path = {"data_path": old_paths[name]} if name in old_paths else {}
+                data.setdefault(name, {**shared, **path})
+            self._note("data.dataset_name", "replaced by data.train and data.validation")
+        default = data.pop("default", None) or {}
+        if default:
+            self._note("data.default", "its values are used for data.train and data.validation")
+        for name in ("train", "validation"):
+            sets = data.get(name)
+            if isinstance(sets, Mapping):
+                sets = [sets]
+            # A file name, or a list of names and of {path, weight}, is raylane's own form and stays as it is.
+            if not isinstance(sets, list) or not all(
+                isinstance(data_set, Mapping) and "path" not in data_set for data_set in sets
+            ):
+                continue
+            del data[name]
+            paths = [path for data_set in sets for path in self._one_set({**default, **data_set}, name, translated)]
+            # raylane has one validation file; training data may be spread over several.
+            if name == "validation" and len(paths) > 1:
+                self._lack("data.validation", f"several files ({', '.join(paths)}): join them into one")
+            elif len(paths) == len(sets) and paths:
+                self._set(translated, name, paths[0] if len(paths) == 1 else paths)
+                self._note(f"data.{name}", "the section is replaced by its data_path")
+        self.plain["data"] = {**translated, **data}  # the user's own keys win over translated ones
+
+    def _one_set(self, data_set: dict[str, Any], name: str, translated: dict[str, Any]) -> Iterator[str]:
+        """Yield the path of one data set if raylane can read it; set its other keys in `translated`."""
+        where = f"data.{name}"
+        kind, path = data_set.pop("dataset_name", None), data_set.pop("data_path", None)
+        question, answer = data_set.pop("input_key", None), data_set.pop("output_key", None)
+        chat = data_set.pop("chat_key", None)
+        # The size of the validation set that is held out from the training data.
+        size = data_set.pop("split_validation_size", 0)
+        if size and name == "train":
+            # NeMo-RL passes the value to train_test_split, for which 1 and above is a number of rows.
+            if isinstance(size, int | float) and 0 < size < 1:
+                self._set(translated, "validation_fraction", size)
+                self._note(f"{where}.split_validation_size", "replaced by data.validation_fraction")
+            else:
+                reason = f"{where}.split_validation_size={size} is no fraction: it must be less than 1"
+                self._lack("data.validation_fraction", reason)
+        for key, value in data_set.items():
+            if key in DATA_SET_RULES and not (key == "tool_key" and value not in (None, "tools")):
+                self._note(f"{where}.{key}", DATA_SET_RULES[key].why_left_out)
+            elif value:  # an unknown key that requests something; null and empty text request nothing
+                self._lack(where, f"{where}.{key}={value!r} is not supported; put its effect into the data")
+            else:
+                self._note(f"{where}.{key}", "empty")
+        if kind is not None and kind not in (*_PAIRS, *_MESSAGES):
+            reason = (
+                f"{where}.dataset_name={kind!r} is a data set that NeMo-RL downloads, and raylane reads local files. "
+                f"Write it as JSONL, and set {where} to its path (with data.messages_key, or data.input_key and "
+                "data.output_key)"
+            )
+            self._lack(where, reason)
+        elif not isinstance(path, str):
+            self._lack(where, f"{where}.data_path is not set; set {where} to the path of a JSONL file")
+        else:
+            # NeMo-RL's defaults of input_key and output_key (response_dataset.py).
+            if kind in _PAIRS or (kind is None and (question or answer)):
+                self._set(translated, "input_key", question or "input")
+                self._set(translated, "output_key", answer or "output")
+            elif chat:
+                self._set(translated, "messages_key", chat)
+            yield path
+
+    def _set(self, translated: dict[str, Any], key: str, value: Any) -> None:
+        """Set a key of `data`, unless another data set needs another value of it."""
+        other = translated.setdefault(key, value)
+        if other != value:
+            reason = f"data sets with {key}={other!r} and {value!r}: all files must have the same"
+            self._lack(f"data.{key}", reason)
+
+    def _note(self, key: str, reason: str) -> None:
+        self.notes.append(Note(key, reason))
+
+    def _lack(self, key: str, reason: str) -> None:
+        """Record that a key of raylane must be set, because its value could not be translated."""
+        self.problems.append(Problem(reason, key, key))
 
     def drop_repeated_lengths(self) -> None:
         """Remove lengths that only repeat policy.max_total_sequence_length, and those of packing that is off."""

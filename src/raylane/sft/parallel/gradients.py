@@ -17,6 +17,7 @@ of the step before. Called by `step`; made by `build`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from raylane.core.semaphore import Segment
 from raylane.sft.parallel.mesh import SHARED_BYTES, shares_gradients
+from raylane.sft.parallel.sharded import gathered
 
 _DATA_AT = 4096
 """Offset of the numbers in the segment, whose first page has a key of its own."""
@@ -82,22 +84,14 @@ class GradientSum:
 def _share(rows: int, numel: int) -> Tensor | None:
     """Return zeros [rows, numel] that all workers map; None on all of them if one cannot map the memory of rank 0."""
     created = Segment.make(_DATA_AT + rows * numel * 4) if dist.get_rank() == 0 else None
-    paths: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(paths, created.path if created else "")
-    segment = created or _opened(paths[0])
+    path, segment = gathered(created.path if created else "")[0], created
+    if segment is None:
+        with suppress(OSError):  # rank 0 is on another host, or its memory is hidden from this process
+            segment = Segment.open(path)
     # Rank 0 keeps its descriptor until all ranks have opened it, and all ranks take the same way.
-    answers = [False] * dist.get_world_size()
-    dist.all_gather_object(answers, segment is not None)
+    answers = gathered(segment is not None)
     if created is not None:
         created.close_fd()
     if segment is None or not all(answers):
         return None
     return torch.frombuffer(segment.memory, dtype=torch.float32, offset=_DATA_AT).view(rows, numel)
-
-
-def _opened(path: str) -> Segment | None:
-    """Map the memory of another worker; None if it is on another host, or hidden from this process."""
-    try:
-        return Segment.open(path)
-    except OSError:
-        return None

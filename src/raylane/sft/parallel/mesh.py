@@ -67,13 +67,9 @@ class ParallelDims:
     @classmethod
     def of(cls, settings: DTensorConfig, num_workers: int) -> ParallelDims:
         """Return the sizes in the configuration, which were checked when it was loaded."""
-        dims = cls(
-            pp=settings.pipeline_parallel_size,
-            dp_replicate=settings.dp_replicate_size,
-            cp=settings.context_parallel_size,
-            tp=settings.tensor_parallel_size,
-        )
-        return cls(dims.pp, dims.dp_replicate, num_workers // dims.world, dims.cp, dims.tp)
+        pp, replicas = settings.pipeline_parallel_size, settings.dp_replicate_size
+        cp, tp = settings.context_parallel_size, settings.tensor_parallel_size
+        return cls(pp, replicas, num_workers // (pp * replicas * cp * tp), cp, tp)
 
     @property
     def sizes(self) -> tuple[int, ...]:

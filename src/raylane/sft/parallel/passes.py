@@ -3,12 +3,13 @@
     1f1b, 2 workers, 3 micro-batches     worker 0   F0 F1 B0 F2 B1 B2
                                          worker 1   F0 B0 F1 B1 F2 B2
 
-Pure functions without torch. `passes_of_step` is called by `policy`; `edges` carries the passes out in the workers.
+Pure functions without torch. `passes_of_step` is called by `policy`; `step.EdgeStep` runs the passes in the workers.
 Sources of the schedules: gpipe arXiv 1811.06965, 1f1b and its interleaved form arXiv 2104.04473.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from raylane.sft.parallel.mesh import ParallelDims
@@ -26,8 +27,8 @@ class Work(NamedTuple):
 def worker_order(schedule: str, worker: int, workers: int, per_worker: int, micro_batches: int) -> list[Work]:
     """Return the work of one worker, in order. Interleaved: `micro_batches` must be a multiple of `workers`."""
     total = micro_batches * per_worker
-    forward = [_nth(i, True, worker, workers, per_worker, micro_batches) for i in range(total)]
-    backward = [_nth(i, False, worker, workers, per_worker, micro_batches) for i in range(total)]
+    forward = [_nth(i, True, worker, workers, per_worker) for i in range(total)]
+    backward = [_nth(i, False, worker, workers, per_worker) for i in range(total)]
     if schedule == "gpipe":
         return forward + backward
     # Forward passes before the first backward pass: the last worker begins at once, an earlier one has to wait until
@@ -42,7 +43,7 @@ def worker_order(schedule: str, worker: int, workers: int, per_worker: int, micr
     return order
 
 
-def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int, micro_batches: int) -> Work:
+def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int) -> Work:
     """Return the i-th forward or backward pass of a worker."""
     if per_worker == 1:
         return Work(forward, worker, i)
@@ -53,6 +54,7 @@ def _nth(i: int, forward: bool, worker: int, workers: int, per_worker: int, micr
     return Work(forward, worker + local_stage * workers, group * workers + micro_batch)
 
 
+@functools.cache
 def passes_of_step(schedule: str, dims: ParallelDims, per_worker: int, micro_batches: int) -> tuple[Pass, ...]:
     """Return the passes of one step on all workers: forward and backward passes, and the end of the step on each."""
     stages = dims.pp * per_worker

@@ -1,9 +1,24 @@
-"""Conversion of sharded tensors: to whole ones, to the part of this worker, and back. Plain tensors pass unchanged."""
+"""Conversion of sharded tensors: to whole ones, to the part of this worker, and back. Plain tensors pass unchanged.
+
+Also the exchange of plain values among workers.
+"""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+T = TypeVar("T")
+
+
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all workers of a group (None: of all workers), in the order of their ranks. Collective."""
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def whole(tensor: Tensor) -> Tensor:

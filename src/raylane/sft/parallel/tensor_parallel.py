@@ -19,17 +19,25 @@ tokens with a loss.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from raylane.errors import ConfigError
 from raylane.sft.data.rows import IGNORED
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -79,16 +87,6 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
 
     Afterwards the last norm returns whole rows, and the output head returns its own part of the vocabulary.
     """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
     # Read before the modules are divided, which removes the tie.
     tied = causal_lm.config.tie_word_embeddings
     between = Shard(1) if sequence_parallel else Replicate()
@@ -134,16 +132,12 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
 
 def _whole_rows(local: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return whole rows [B, T, H] from parts [B, T / tp, H]."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     whole: Tensor = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(mesh, [Replicate()]).to_local()
     return whole
 
 
 def whole_vocabulary(local: Tensor, mesh: DeviceMesh, words: int) -> Tensor:
     """Return logits [B, T, V] from the parts of the vocabulary of all workers; `words` is V."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
     rows, tokens = local.shape[:2]
     # With the whole shape: by itself DTensor takes all parts to be equally large.
     divided = DTensor.from_local(
@@ -160,9 +154,6 @@ def whole_vocabulary(local: Tensor, mesh: DeviceMesh, words: int) -> Tensor:
 
 def first_word(head: nn.Module) -> int:
     """Return the number of the first word of the vocabulary that this worker's part of the head computes."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     weight = head.weight
     assert isinstance(weight, DTensor)
     offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1]

@@ -28,35 +28,6 @@ _TEXTS = {"note", "prompt", "answer"}
 """Keys of texts; a line with one of them holds no metrics."""
 
 
-class _TensorBoard:
-    """Files for TensorBoard."""
-
-    def __init__(self, run_dir: Path) -> None:
-        module = _optional("torch.utils.tensorboard", "logger.tensorboard_enabled", "tensorboard")
-        self._writer = module.SummaryWriter(log_dir=str(run_dir / "tensorboard"))
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name.replace(":", "/"), value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """Run on Weights & Biases."""
-
-    def __init__(self, settings: LoggerConfig, run_dir: Path) -> None:
-        module = _optional("wandb", "logger.wandb_enabled", "wandb")
-        self._run = module.init(project=settings.wandb.project, name=settings.wandb.name, dir=str(run_dir))
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log({name.replace(":", "/"): value for name, value in figures.items()}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 def _optional(module: str, key: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -78,11 +49,14 @@ class MetricsLog:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.path = self.run_dir / METRICS_FILE
-        self._sinks: list[_TensorBoard | _Wandb] = []
+        self._tensorboard: Any = None
         if settings.tensorboard_enabled:
-            self._sinks.append(_TensorBoard(self.run_dir))
+            module = _optional("torch.utils.tensorboard", "logger.tensorboard_enabled", "tensorboard")
+            self._tensorboard = module.SummaryWriter(log_dir=str(self.run_dir / "tensorboard"))
+        self._wandb: Any = None
         if settings.wandb_enabled:
-            self._sinks.append(_Wandb(settings, self.run_dir))
+            module, wandb = _optional("wandb", "logger.wandb_enabled", "wandb"), settings.wandb
+            self._wandb = module.init(project=wandb.project, name=wandb.name, dir=str(self.run_dir))
         self._stream = sys.stdout if stream is None else stream
         self._live = self._stream.isatty()
         self._bar_width = 0
@@ -112,8 +86,12 @@ class MetricsLog:
         named = {f"{prefix}:{name}" if prefix else name: float(value) for name, value in figures.items()}
         # JSON has no NaN and no infinity, so both are written as text, which float() reads back.
         self._write(step, {name: value if math.isfinite(value) else str(value) for name, value in named.items()})
-        for sink in self._sinks:
-            sink.write(step, named)
+        shown = {name.replace(":", "/"): value for name, value in named.items()}
+        if self._tensorboard is not None:
+            for name, value in shown.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(shown, step=step)
 
     def note(self, step: int, text: str) -> None:
         """Record an event of the run in words, for example a restart; `read_notes` returns the notes."""
@@ -173,9 +151,12 @@ class MetricsLog:
         """Close the file and every destination; a second call does nothing."""
         self._clear_bar()
         self._file.close()
-        sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
+        tensorboard, wandb = self._tensorboard, self._wandb
+        self._tensorboard = self._wandb = None
+        if tensorboard is not None:
+            tensorboard.close()
+        if wandb is not None:
+            wandb.finish()
 
 
 def progress_line(step: int, total: int, figures: Mapping[str, float]) -> str:

@@ -21,12 +21,11 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -50,19 +49,11 @@ class FolderCopies:
         if not self.by_node:  # the usual case, which also works outside Ray
             return config, prepared
         folders = self.by_node.get(ray.get_runtime_context().get_node_id(), {})
-        if (data := folders.get(str(_data_folder(prepared)))) is not None:
-            prepared = replace(
-                prepared,
-                tokenizer_dir=Path(data) / prepared.tokenizer_dir.name,
-                train=Path(data) / prepared.train.name,
-                validation=None if prepared.validation is None else Path(data) / prepared.validation.name,
-            )
-        model = config.policy.model_name
-        if model is not None and model in folders:
-            config = config.model_copy(
-                update={"policy": config.policy.model_copy(update={"model_name": folders[model]})}
-            )
-        return config, prepared
+        if (data := folders.get(str(prepared.train.parent))) is not None:
+            prepared = prepared.in_folder(Path(data))
+        policy = config.policy
+        policy = policy.model_copy(update={"model_name": folders.get(policy.model_name or "", policy.model_name)})
+        return config.model_copy(update={"policy": policy}), prepared
 
 
 def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) -> FolderCopies:
@@ -96,7 +87,7 @@ def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) 
                     "nodes share, or to a URL such as s3://bucket/run",
                     key="checkpointing.checkpoint_dir",
                 )
-        folders = [_data_folder(prepared)]
+        folders = [prepared.train.parent]
         if config.policy.model_name is not None:
             folders.append(Path(config.policy.model_name))
         by_node: dict[str, dict[str, str]] = {node: {} for node in others}
@@ -109,27 +100,22 @@ def provide(config: RunConfig, prepared: PreparedData, node_ids: Sequence[str]) 
             ray.kill(receiver)
 
 
-def _data_folder(prepared: PreparedData) -> Path:
-    return prepared.train.parent
-
-
 def _provide_folder(folder: Path, receivers: Mapping[str, Any]) -> dict[str, str]:
     """Return node -> path of a folder with the same files; send the files to the nodes that have none."""
     listing = list_files(folder)
     answers = ray.get([receiver.find.remote(str(folder), listing) for receiver in receivers.values()])
     paths = dict(zip(receivers, answers, strict=True))
-    lacking = [receivers[node] for node, path in paths.items() if path is None]
+    lacking = {node: receivers[node] for node, path in paths.items() if path is None}
     waiting: list[list[Any]] = []
     for name, block in _blocks(folder, listing) if lacking else ():
         # Stored once, and fetched by each node; at most two blocks are on the way, so a model of any size fits.
         ref = ray.put(block)
-        waiting.append([receiver.write.remote(name, ref) for receiver in lacking])
+        waiting.append([receiver.write.remote(name, ref) for receiver in lacking.values()])
         if len(waiting) > 1:
             ray.get(waiting.pop(0))
     ray.get([ref for refs in waiting for ref in refs])
-    for receiver, path in zip(lacking, ray.get([other.finish.remote() for other in lacking]), strict=True):
-        paths[next(node for node, other in receivers.items() if other is receiver)] = path
-    return {node: path for node, path in paths.items() if path is not None}
+    paths.update(zip(lacking, ray.get([receiver.finish.remote() for receiver in lacking.values()]), strict=True))
+    return paths
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, str]]:
@@ -149,17 +135,13 @@ def list_files(folder: Path) -> dict[str, tuple[int, str]]:
     return listing
 
 
-def _blocks(folder: Path, listing: Mapping[str, tuple[int, str]]) -> Iterator[tuple[str, np.ndarray]]:
+def _blocks(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
     """Yield (name of the file, next bytes of it); for an empty file one empty block."""
-    for name, (size, _) in listing.items():
+    for name in names:
         with (folder / name).open("rb") as file:
-            sent = 0
-            while sent < size or sent == 0:
-                block = np.fromfile(file, np.uint8, min(_BLOCK_BYTES, size - sent))
+            yield name, file.read(_BLOCK_BYTES)
+            while block := file.read(_BLOCK_BYTES):
                 yield name, block
-                if not len(block):
-                    break
-                sent += len(block)
 
 
 class FolderReceiver:
@@ -184,18 +166,16 @@ class FolderReceiver:
         self._final = own_folder() / f"{Path(folder).name}-{digest}"
         if list_files(self._final) == listing:
             return str(self._final)
-        self._draft, self._listing = self._final.with_name(f"{self._final.name}.draft-{os.getpid()}"), listing
-        _remove_stale_drafts(self._draft)
-        self._draft.mkdir()
+        self._draft, self._listing = storage.new_draft(self._final), listing
         return None
 
-    def write(self, name: str, block: np.ndarray) -> None:
+    def write(self, name: str, block: bytes) -> None:
         """Append a block to a file of the copy."""
         assert self._draft is not None, "find comes first"
         path = self._draft / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
-            file.write(block.data)
+            file.write(block)
 
     def finish(self) -> str:
         """Give the copy its final name and return it."""
@@ -208,14 +188,6 @@ class FolderReceiver:
         shutil.rmtree(self._final, ignore_errors=True)  # damaged, or `find` would have returned it
         self._draft.rename(self._final)
         return str(self._final)
-
-
-def _remove_stale_drafts(draft: Path) -> None:
-    """Remove the drafts of ended processes, also of an earlier one with this number."""
-    for other in draft.parent.glob("*.draft-*"):
-        number = other.name.rpartition("-")[2]
-        if other == draft or (number.isdecimal() and not Path("/proc", number).exists()):
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def own_folder() -> Path:

@@ -120,6 +120,8 @@ class _Worker:
         self.trained = self.held if all_trained else adapters
         self.trained_root = self.root if all_trained else 0
         self.trained_layer = self.layer if all_trained else -(-adapters // stage.layers)
+        self.flat_bytes = _MASTER * self.trained_layer if self.shards else 0
+        """Gradients of a layer, joined for one reduction."""
         self.head = -(-shape.vocab_size // dims.tp) * shape.hidden_size if all_trained and stage.has_head else 0
         self.accumulates = self.rounds > 1 and not settings.reduce_every_micro_batch
         self.piped = dims.pp > 1
@@ -137,11 +139,6 @@ class _Worker:
         self.shared_bytes = _MASTER * shared
         self.tokens = policy.micro_batch_tokens // dims.cp
         self._measure_activations(config, shape, all_trained)
-
-    @property
-    def flat_bytes(self) -> int:
-        """Gradients of a layer, joined for one reduction."""
-        return _MASTER * self.trained_layer if self.shards else 0
 
     def _measure_activations(self, config: RunConfig, shape: ModelShape, all_trained: bool) -> None:
         """Set the bytes of activations.
@@ -196,9 +193,12 @@ class _Worker:
         self.logits_bytes = max(logits + (size * self.head if several else 0), parts)
 
     def _memory(
-        self, moment: str, *, reduced: int, unreduced_bytes: int, gathered: int, token_bytes: int, logits_bytes: int = 0
+        self, moment: str, reduced: int, unreduced_bytes: int, gathered: int, token_bytes: int, logits_bytes: int = 0
     ) -> MemoryEstimate:
-        """Return the sum at one moment; `reduced` counts trained parameters whose gradients were reduced."""
+        """Return the sum at one moment.
+
+        `reduced` counts trained parameters whose gradients were reduced, `gathered` parameters that FSDP2 has gathered.
+        """
         held = self.held if not self.shards else -(-self.held // self.shard)
         trained = self.trained if not self.shards else -(-self.trained // self.shard)
         reduced = reduced if not self.shards else -(-reduced // self.shard)
@@ -223,26 +223,21 @@ class _Worker:
             yield from self._with_waiting(self.stage.waiting - 1)
         # The gradients of layers are reduced one after the other, unless they are summed over micro-batches first.
         by_layer = self.trained - self.trained_root if self._earlier_bytes(0) == 0 else 0
-        yield self._memory(
-            "last layer",
-            reduced=by_layer,
-            unreduced_bytes=self._earlier_bytes(0) + self.size * self.head + self.flat_bytes,
-            gathered=self.in_backward,
-            token_bytes=self.inner + self.temporary,
-        )
+        unreduced = self._earlier_bytes(0) + self.size * self.head + self.flat_bytes
+        yield self._memory("last layer", by_layer, unreduced, self.in_backward, self.inner + self.temporary)
         # The last gradients are summed over the workers.
         if not self.shards:
             copied = _MASTER * self.trained if self.replicas > 1 else 0
-            yield self._memory("reduction", reduced=self.trained, unreduced_bytes=copied, gathered=0, token_bytes=0)
+            yield self._memory("reduction", self.trained, copied, 0, 0)
         elif self.piped:
             # All units are reduced after the last micro-batch, each from a copy.
             largest = max(self.trained_layer, self.trained_root)
             whole = _MASTER * (self.trained + largest)
-            yield self._memory("reduction", reduced=0, unreduced_bytes=whole, gathered=self.held, token_bytes=0)
+            yield self._memory("reduction", 0, whole, self.held, 0)
         else:
             # Embedding and head come last, and FSDP2 sums them from a copy.
             root = (self.size + _MASTER) * self.trained_root
-            yield self._memory("reduction", reduced=self.trained, unreduced_bytes=root, gathered=0, token_bytes=0)
+            yield self._memory("reduction", self.trained, root, 0, 0)
 
     def _earlier_bytes(self, waiting: int) -> int:
         """Return the bytes of whole gradients of earlier micro-batches while so many wait for their backward pass."""
@@ -255,25 +250,10 @@ class _Worker:
         reduced = self.trained if self.rounds > 1 and earlier == 0 and self.stage.waiting == 1 else 0
         waiting_bytes, head = self.until_backward * waiting, self.size * self.head
         if self.stage.has_head:
-            yield self._memory(
-                "loss",
-                reduced=reduced,
-                unreduced_bytes=earlier,
-                gathered=self.after_forward,
-                token_bytes=waiting_bytes + self.last_norm,
-                logits_bytes=self.logits_bytes,
-            )
-        yield self._memory(
-            "first layer",
-            reduced=reduced,
-            unreduced_bytes=earlier + head,
-            gathered=self.in_backward,
-            token_bytes=waiting_bytes + self.again + self.temporary,
-        )
-        yield self._memory(
-            "second layer",
-            reduced=max(reduced, 0 if earlier else self.trained_layer),
-            unreduced_bytes=earlier + head + self.flat_bytes,
-            gathered=self.in_backward,
-            token_bytes=waiting_bytes - self.freed + self.again + self.temporary,
-        )
+            at_loss = waiting_bytes + self.last_norm
+            yield self._memory("loss", reduced, earlier, self.after_forward, at_loss, self.logits_bytes)
+        at_layer = waiting_bytes + self.again + self.temporary
+        yield self._memory("first layer", reduced, earlier + head, self.in_backward, at_layer)
+        reduced = max(reduced, 0 if earlier else self.trained_layer)
+        unreduced = earlier + head + self.flat_bytes
+        yield self._memory("second layer", reduced, unreduced, self.in_backward, at_layer - self.freed)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import check_layout, check_model_folder, micro_batches
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data.mixing import open_training_rows
+from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
-from raylane.sft.data.prepare import PreparedData
-from raylane.sft.model.hf_config import ModelShape
+from raylane.sft.data.prepare import PreparedData, prepare
+from raylane.sft.model.hf_config import ModelShape, model_config, model_shape
 from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
 from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 
@@ -56,10 +56,6 @@ class RunPlan:
 
 def plan_run(config: RunConfig) -> RunPlan:
     """Return the forecast of a run: prepare its data (or find it in the cache) and count the model's parameters."""
-    from raylane.sft.data.mixing import open_rows
-    from raylane.sft.data.prepare import prepare
-    from raylane.sft.model.hf_config import model_config, model_shape
-
     # Before the data, whose preparation may take long.
     check_model_folder(config)
     prepared = prepare(config)
@@ -164,6 +160,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         share = batch // plan.dims.readers
         micro = f"{share} rows in micro-batches of at most {policy.micro_batch_tokens:,} tokens"
     positions = f"{batch * policy.max_total_sequence_length:,} positions a step"
+    validations = f"{plan.validations} times, {plan.validation_batches} batches each" if plan.validations else "never"
     lines = [
         ("mesh", _mesh(plan, config)),
         ("model", _model(plan, config)),
@@ -172,7 +169,7 @@ def render(plan: RunPlan, config: RunConfig) -> str:
         ("batch", f"{batch} rows = {_readers(plan.dims)} x {micro}; {positions}"),
         ("steps", _steps(plan, config)),
         ("tokens", f"{plan.positions:,} positions, about {plan.supervised:,} of them supervised"),
-        ("validate", _validate(plan)),
+        ("validate", validations),
         ("save", _save(plan, config)),
         ("compute", f"{plan.flops:.2e} floating-point operations in all, {plan.flops / plan.total_steps:.2e} a step"),
         ("memory", _memory(plan.memory) + (" (master weights in host memory)" if offloads else "")),
@@ -226,12 +223,6 @@ def _steps(plan: RunPlan, config: RunConfig) -> str:
     schedule = config.policy.scheduler
     never = ", which is longer than this run" if schedule.warmup_steps > plan.total_steps else ""
     return f"{plan.total_steps:,} = {epochs}; {schedule.warmup_steps} of warm-up{never}, then {schedule.name}"
-
-
-def _validate(plan: RunPlan) -> str:
-    if not plan.validations:
-        return "never"
-    return f"{plan.validations} times, {plan.validation_batches} batches each"
 
 
 def _save(plan: RunPlan, config: RunConfig) -> str:

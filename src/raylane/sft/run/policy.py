@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft.checkpoint import folders, state
+from raylane.sft.checkpoint import folders, publishing, state
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
 from raylane.sft.config.load import build_config, dump
@@ -65,14 +64,17 @@ class _Unfinished:
 
 
 @contextmanager
-def _save_errors(step: int, folder: Place) -> Iterator[None]:
+def _writing(place: Place | None, failed: str, path: Place) -> Iterator[None]:
+    """Discard a place (None: none yet) after an error in a `with` block; an OSError becomes CheckpointError."""
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(
-            f"step {step} cannot be saved in {folder}: {error}. Check its free space and permissions",
-            path=str(folder),
-        ) from error
+    except (OSError, RaylaneError) as error:
+        if place is not None:
+            publishing.discard(place)  # frees the space again if the disk is full
+        if isinstance(error, RaylaneError):
+            raise
+        text = f"{failed}: {error}. Check its free space and permissions"
+        raise CheckpointError(text, path=str(path)) from error
 
 
 class Policy:
@@ -91,19 +93,17 @@ class Policy:
         self._dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
         self._data_key = prepared.train.parent.name
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""
-        self._next = 0
-        """Number of the step that `train` runs next."""
+        self.next_step = 0
+        """Number of the step that `train` runs next, counted from 0."""
         self._saving: _Unfinished | None = None
         """Checkpoint that `save_nowait` has begun; None if there is none."""
         self.save_ended = False
         """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
-        self._passes_of: dict[int, tuple[Pass, ...]] = {}
-        """Passes of a step by the number of micro-batches of a worker."""
         self._losses: dict[str, LossFunction] = {}
         """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
         device = "cuda" if config.cluster.gpus_per_node else "cpu"
         policy, graph, sharding = config.policy, config.policy.compiled_graph, config.policy.dtensor_cfg
-        self._group = CompiledWorkerGroup(
+        self.group = CompiledWorkerGroup(  # public, for direct calls
             SftWorker,
             self._dims.named_sharding,
             init_args=(device, config.cluster.cpus_per_worker),
@@ -123,18 +123,8 @@ class Policy:
             self.facts: dict[str, Any] = self._set_up()
             """Facts about the model for the log, as `SftWorker.setup` returns them."""
         except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
-            self._group.shutdown(timeout_s=10)
+            self.group.shutdown(timeout_s=10)
             raise
-
-    @property
-    def group(self) -> CompiledWorkerGroup:
-        """Worker group, for direct calls."""
-        return self._group
-
-    @property
-    def next_step(self) -> int:
-        """Number of the step that `train` would run, counted from 0."""
-        return self._next
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method of `SftWorker` on all workers, wait, and return the result of one of them."""
@@ -144,7 +134,7 @@ class Policy:
 
     def train_step_nowait(self, number: int) -> GroupFuture:
         """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
-        self._next = number + 1
+        self.next_step = number + 1
         passes = self._passes(self._config.policy.train_global_batch_size, None)
         return self._send("train_step", number, passes=passes)
 
@@ -178,7 +168,7 @@ class Policy:
             raise ValueError(f"gbs must be the number of rows in the batch ({batch.size}), got {gbs}; leave it out")
         future = self._send_batch(batch, loss_fn, mbs, eval_mode=eval_mode)
         if not eval_mode:
-            self._next += 1
+            self.next_step += 1
         return future
 
     def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
@@ -192,22 +182,21 @@ class Policy:
             loss_name = next((name for name, sent in self._losses.items() if sent is loss_fn), None)
             if loss_name is None:
                 loss_name = f"loss-{len(self._losses)}"
-                self._group.get_all_worker_results(
-                    self._group.run_all_workers_single_data("add_loss", loss_name, loss_fn)
+                self.group.get_all_worker_results(
+                    self.group.run_all_workers_single_data("add_loss", loss_name, loss_fn)
                 )
                 self._losses[loss_name] = loss_fn
         # The group takes one list per axis, outermost first: parts[replica][shard].
         inner = self._dims.dp_shard
-        return self._group.run_all_workers_sharded_data(
+        return self.group.run_all_workers_sharded_data(
             "train_batch",
             in_sharded_axes=DATA_AXES,
             replicate_on_axes=COPY_AXES,
             output_is_replicated=AXES,
             common_kwargs={
-                "number": self._next,
+                "number": self.next_step,
                 "loss": loss_name,
                 "micro_batch_size": mbs,
-                "eval_mode": False,
                 "with_passes": bool(passes),
                 **how,
             },
@@ -243,7 +232,7 @@ class Policy:
         """
         settings, policy = self._config.policy.compiled_graph, self._config.policy
         count = policy.train_global_batch_size if settings.warmup_gbs is None else settings.warmup_gbs
-        if not count or not self._group.compiled:
+        if not count or not self.group.compiled:
             return None
         length = settings.warmup_seq_len or policy.max_total_sequence_length
         if self._config.sft.feed == "workers":
@@ -257,17 +246,17 @@ class Policy:
 
         Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
         """
-        self._group.recover()
+        self.group.recover()
         self._saving, self.save_ended = None, False
         self._losses.clear()
-        self._next = 0
+        self.next_step = 0
         self.facts = self._set_up()
 
     def _set_up(self) -> dict[str, Any]:
         """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
         config, prepared, _ = self._setup
-        copies = delivery.provide(config, prepared, self._group.node_ids)
-        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self._group.compiled:
+        copies = delivery.provide(config, prepared, self.group.node_ids)
+        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self.group.compiled:
             _log.warning(
                 "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
                 "connects the stages"
@@ -340,37 +329,32 @@ class Policy:
             self.call("finish_save")
         except RaylaneError:
             if not state.is_written(unfinished.partial / "state"):
-                folders.discard(unfinished.partial)
+                publishing.discard(unfinished.partial)
                 raise
         return self._complete(unfinished)
 
     def _begin(self, method: str, metrics: Mapping[str, float]) -> _Unfinished:
         """Let the workers write the state of the current step; on failure remove its partial folder."""
         folder = storage.at(self._config.checkpointing.checkpoint_dir)
-        with _save_errors(self._next, folder):
-            partial = folders.begin(folder, self._next)
-            try:
-                self.call(method, str(partial / "state"), self._next)
-            except (OSError, RaylaneError):
-                folders.discard(partial)  # frees the space again if the disk is full
-                raise
-        return _Unfinished(self._next, folder, partial, dict(metrics))
+        failed = f"step {self.next_step} cannot be saved in {folder}"
+        with _writing(None, failed, folder):
+            partial = publishing.begin(folder, self.next_step)
+        with _writing(partial, failed, folder):
+            self.call(method, str(partial / "state"), self.next_step)
+        return _Unfinished(self.next_step, folder, partial, dict(metrics))
 
     def _complete(self, written: _Unfinished) -> Saved:
         """Complete a checkpoint whose state is written, then remove old ones."""
-        settings = self._config.checkpointing
-        with _save_errors(written.step, written.folder):
-            try:
-                saved = folders.commit(written.partial, written.step, written.metrics, self._description())
-            except (OSError, RaylaneError):
-                folders.discard(written.partial)
-                raise
-            # Old checkpoints are removed only after the new one is complete.
+        settings, failed = self._config.checkpointing, f"step {written.step} cannot be saved in {written.folder}"
+        with _writing(written.partial, failed, written.folder):
+            saved = folders.commit(written.partial, written.step, written.metrics, self._description())
+        # Old checkpoints are removed only after the new one is complete.
+        with _writing(None, failed, written.folder):
             whole, damaged = folders.list_whole(written.folder)
             for damage in damaged:  # never removed: the user may want to examine the files
                 _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
             for old in folders.keep(whole, settings)[1]:
-                folders.remove(old)
+                publishing.remove(old.path)
         return saved
 
     def export(self, saved: Saved) -> Place:
@@ -379,12 +363,12 @@ class Policy:
         The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
         CheckpointError states that the checkpoint itself is complete.
         """
-        partial = folders.begin_export(saved)
+        partial = publishing.begin_export(saved.path)
         try:
             self.call("save_hf", str(partial))
-            return folders.commit_export(saved, partial)
+            return publishing.publish_export(saved.path, partial)
         except (OSError, RaylaneError) as error:
-            folders.discard(partial)
+            publishing.discard(partial)
             if isinstance(error, WorkerLostError):  # a trainer starts the workers again
                 raise
             raise CheckpointError(
@@ -408,17 +392,10 @@ class Policy:
             # Weights of two models would lie side by side.
             raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
         draft = target.with_name(f"{target.name}.partial")
-        folders.discard(draft)  # of an interrupted export
-        try:
+        publishing.discard(draft)  # of an interrupted export
+        with _writing(draft, f"{target} could not be written", target):
             self.call("save_hf", str(draft))
             draft.rename(target)
-        except (OSError, RaylaneError) as error:
-            folders.discard(draft)
-            if isinstance(error, RaylaneError):
-                raise
-            raise CheckpointError(
-                f"{target} could not be written: {error}. Check its free space and permissions", path=str(target)
-            ) from error
 
     def load(self, path: str | Place) -> int:
         """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
@@ -438,8 +415,8 @@ class Policy:
             _log.warning("%s", change)
         for difference in folders.differences(before, now):
             _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
-        self._next = int(self.call("load_state", str((saved.path / "state").resolve())))
-        return self._next
+        self.next_step = int(self.call("load_state", str((saved.path / "state").resolve())))
+        return self.next_step
 
     def _description(self) -> dict[str, Any]:
         # Paths of the data may change, e.g. on another machine; the weights of the files matter.
@@ -455,36 +432,32 @@ class Policy:
 
     def shutdown(self, timeout_s: float = 30.0) -> bool:
         """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""
-        return self._group.shutdown(timeout_s, cleanup_method="teardown")
+        return self.group.shutdown(timeout_s, cleanup_method="teardown")
 
     def abandon(self) -> None:
         """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
-        self._group.shutdown(timeout_s=10)
+        self.group.shutdown(timeout_s=10)
 
     def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
         """Call a method on all workers with the same arguments; only one worker sends its result back."""
         # Only methods of steps take passes.
         extra = {"with_passes": True} if passes else {}
-        return self._group.run_all_workers_sharded_data(
+        return self.group.run_all_workers_sharded_data(
             method, *args, replicate_on_axes=AXES, output_is_replicated=AXES, common_kwargs=extra, passes=passes
         )
 
     def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
         """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
         settings, policy = self._config.policy.dtensor_cfg, self._config.policy
-        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self._group.compiled:
+        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self.group.compiled:
             return ()
         count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
-        if count not in self._passes_of:
-            self._passes_of[count] = passes_of_step(
-                settings.pipeline_schedule, self._dims, settings.stages_per_worker, count
-            )
-        return self._passes_of[count]
+        return passes_of_step(settings.pipeline_schedule, self._dims, settings.stages_per_worker, count)
 
     def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
         limit_s = self._config.sft.step_timeout_s
         try:
-            return self._group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
+            return self.group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
         except WorkerCallError as error:
             if "timeout_s" in error.fields and timeout_s is None:
                 raise WorkerCallError(
@@ -502,9 +475,7 @@ class Policy:
     def __enter__(self) -> Policy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.shutdown()
         else:

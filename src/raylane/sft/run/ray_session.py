@@ -64,10 +64,10 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
 
 
 def _unreachable(address: str, source: str, error: Exception) -> ConfigError:
-    remedy = {
-        "RAY_ADDRESS": "correct RAY_ADDRESS, or unset it to run on this machine alone",
-        "cluster.address": "correct cluster.address, or set it to local to run on this machine alone",
-    }[source]
+    remedy = "correct cluster.address, or set it to local"
+    if source == "RAY_ADDRESS":
+        remedy = "correct RAY_ADDRESS, or unset it"
     return ConfigError(
-        f"the Ray cluster at {source}={address} cannot be reached: {error}. Start it (`ray start --head`), {remedy}"
+        f"the Ray cluster at {source}={address} cannot be reached: {error}. Start it (`ray start --head`), {remedy} to "
+        "run on this machine alone"
     )

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from raylane.errors import DataError
@@ -28,10 +26,14 @@ _MAX_WARNINGS = 200
 _MAX_WARNING_CHARACTERS = 2_000
 
 
-class RunRecord:
-    """Recorder of a run's facts, and a context manager around the whole run. Draws the report at its end."""
+class RunRecord(logging.Handler):
+    """Recorder of a run's facts, and a context manager around the whole run. Draws the report at its end.
+
+    As a handler of the log it keeps the text of each warning and error, from any thread.
+    """
 
     def __init__(self, config: RunConfig) -> None:
+        super().__init__(logging.WARNING)
         shown = dump(config)
         # Environment variables may hold keys and passwords, and reports are passed on.
         shown["cluster"]["env_vars"] = dict.fromkeys(shown["cluster"]["env_vars"], "(hidden)")
@@ -41,16 +43,13 @@ class RunRecord:
         self._run_dir: Path | None = None
         self._old_size = 0
         """Size of metrics.jsonl when a new run began; an earlier run in the same folder may have left it."""
-        self._handler = _WarningHandler(self._add_warning)
 
     def __enter__(self) -> RunRecord:
-        logging.getLogger("raylane").addHandler(self._handler)
+        logging.getLogger("raylane").addHandler(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        logging.getLogger("raylane").removeHandler(self._handler)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        logging.getLogger("raylane").removeHandler(self)
         if error is not None and self._run_dir is not None and _size(self._run_dir) != self._old_size:
             self._facts["status"] = f"ended by {type(error).__name__}: {error}"[:_MAX_WARNING_CHARACTERS]
             self._draw()
@@ -89,9 +88,15 @@ class RunRecord:
             _log.warning("the report of the run in %s could not be drawn: %r", self._run_dir, error)
             return None
 
-    def _add_warning(self, text: str) -> None:
-        self._keep({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "text": text[:_MAX_WARNING_CHARACTERS]})
-        self._save()
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        # logging.Handler.handle holds the handler's lock here, so two threads are never here at once.
+        try:
+            text = record.getMessage()[:_MAX_WARNING_CHARACTERS]
+            self._keep({"time": time.strftime("%Y-%m-%d %H:%M:%S"), "text": text})
+            self._save()
+        except Exception:  # e.g. a full disk; logging must not end the run
+            self.handleError(record)
 
     def _keep(self, warning: dict[str, str]) -> None:
         """Add a warning, or count it if there are many already: the file is rewritten for each one."""
@@ -108,18 +113,3 @@ class RunRecord:
 def _size(run_dir: Path) -> int:
     path = run_dir / METRICS_FILE
     return path.stat().st_size if path.exists() else 0
-
-
-class _WarningHandler(logging.Handler):
-    """Log handler that passes on the text of each warning and error, from any thread, one at a time."""
-
-    def __init__(self, keep: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._keep = keep
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # logging.Handler.handle holds the handler's lock here, so `keep` is never called by two threads at once.
-        try:
-            self._keep(record.getMessage())
-        except Exception:  # e.g. a full disk; logging must not end the run
-            self.handleError(record)

@@ -41,9 +41,8 @@ from raylane.sft.model import attention
 from raylane.sft.model.attention import PackedRows
 from raylane.sft.model.loss import CrossEntropy
 from raylane.sft.model.pipeline import PipelinedModel
-from raylane.sft.model.supervised import OnHost, RunModel, SupervisedModel, release_gathered
-from raylane.sft.run.micro_batches import Division, FixedRows, divide
-from raylane.sft.run.on_device import on_device
+from raylane.sft.model.supervised import OnHost, RunModel, release_gathered
+from raylane.sft.run.micro_batches import Division, FixedRows, divide, on_device
 from raylane.sft.run.step import evaluating, forward_only
 from raylane.workers.batch import BatchDict
 
@@ -78,14 +77,14 @@ def check_model(
     `how` is the division into micro-batches of the run. Runs in evaluation mode: with dropout any two passes would
     differ. In a pipeline, where no worker can compute hidden states alone, losses are compared.
     """
-    packs = compared_packs(source)
+    check, packs = _Check(model, source, device, precision), compared_packs(source)
     if isinstance(model, PipelinedModel):
         for pack in packs:
-            _check_losses(model, source, pack, device, precision)
+            check.losses(pack)
     else:
         with torch.no_grad(), evaluating(model):
-            _check_loss(_whole(model), source, device, precision)
-            _check_hidden(_whole(model), source, packs, device, precision, how)
+            check.loss()
+            check.hidden(packs, how)
     release_gathered(model)
 
 
@@ -157,7 +156,7 @@ def _by_transformers(model: RunModel, row: PackedRows | None = None) -> Iterator
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    parts: list[SupervisedModel] = [*model.own_stages] if isinstance(model, PipelinedModel) else [_whole(model)]
+    parts: Any = model.own_stages if isinstance(model, PipelinedModel) else [model]
     # Layers of a pipeline stage and their decoder have configurations of their own.
     modules: list[Any] = [module for part in parts for module in part.causal_lm.modules()]
     configs = {
@@ -187,41 +186,6 @@ def _by_transformers(model: RunModel, row: PackedRows | None = None) -> Iterator
             model.swap_plans(plans)
 
 
-def _whole(model: RunModel) -> SupervisedModel:
-    assert isinstance(model, SupervisedModel)
-    return model
-
-
-def _check_losses(
-    model: PipelinedModel, source: RowSource, pack: tuple[int, ...], device: torch.device, precision: str
-) -> None:
-    """Compare the loss of some documents in one row with those of each document in a row of its own."""
-    chosen = tuple(pack[place] for place in compared_documents(source, pack))
-    rows = _with_packs(source, [chosen, *((document,) for document in chosen)])
-    step = model.mesh.dims.row_multiple
-    tokens = min(source.row_tokens, _REFERENCE_TOKENS // step * step)
-    batches = [_first_tokens(BatchDict.from_arrays(rows.rows([number])), tokens) for number in range(rows.num_rows)]
-    totals = [forward_only(model, batches[0], FixedRows(1), CrossEntropy(), device)]
-    with _by_transformers(model) if model.own_stages[0].has_reference else nullcontext():
-        totals += [forward_only(model, batch, FixedRows(1), CrossEntropy(), device) for batch in batches[1:]]
-    summed = torch.stack(totals)
-    dist.all_reduce(summed)
-    # Every context-parallel worker has computed whole rows of the reference.
-    copies = model.mesh.dims.cp if model.own_stages[0].has_reference else 1
-    packed, alone = float(summed[0]), float(summed[1:].sum()) / copies
-    if not abs(packed - alone) <= _TOLERANCE[precision] * max(1.0, abs(alone)):
-        raise ConfigError(
-            f"this model does not separate packed documents: {len(chosen)} documents have the loss {packed:.6g} in one "
-            f"row and {alone:.6g} alone. Set policy.sequence_packing.enabled=false, "
-            "or policy.hf_config_overrides.attn_implementation=eager"
-        )
-
-
-def _first_tokens(batch: BatchDict, tokens: int) -> BatchDict:
-    """Return the first tokens of rows whose tensors all have a value for each token."""
-    return BatchDict({name: values[:, :tokens] for name, values in batch.items()})
-
-
 class _Extremes:
     """Cross-entropy from logits that notes the most and the least probable token of each place."""
 
@@ -235,43 +199,140 @@ class _Extremes:
         return CrossEntropy()(logits, batch)
 
 
-def _check_loss(model: SupervisedModel, source: RowSource, device: torch.device, precision: str) -> None:
-    """Compare the loss from logits with the loss from hidden states, and the ranges of the logits.
+class _Check:
+    """Comparisons of one model on rows of the training data; each raises ConfigError unless the two sides are equal."""
 
-    Of a model with random weights the loss alone is nearly that of equal logits, whatever their scale. Compared on one
-    row of at most `_LOSS_TOKENS` tokens around the first supervised token of the data.
-    """
-    tokens, supervised = source.cache.document(0)
-    first = int(np.argmax(supervised)) if supervised.any() else 0
-    start = max(0, min(first - _LOSS_TOKENS // 2, len(tokens) - _LOSS_TOKENS))
-    ids = torch.from_numpy(tokens[start : start + _LOSS_TOKENS].astype(np.int64))[None]
-    labels = torch.full_like(ids, IGNORED)
-    labels[:, :-1] = ids[:, 1:]  # all positions, supervised or not: the two losses can be compared on any labels
-    # Tensor parallelism needs rows of certain lengths; the repeated last token has no label.
-    missing = -ids.shape[1] % model.mesh.dims.row_multiple
-    ids = torch.cat([ids, ids[:, -1:].expand(1, missing)], dim=1)
-    labels = F.pad(labels, (0, missing), value=IGNORED)
-    row = BatchDict(input_ids=ids, labels=labels, position_ids=torch.arange(ids.shape[1])[None])
-    batch = row.to(device)
-    extremes = _Extremes(batch["labels"])
-    by_logits = float(model(batch, extremes))
-    by_hidden = float(model(batch, CrossEntropy()))
-    if not math.isfinite(by_logits):
-        raise ConfigError(
-            f"the loss is {by_logits} before the first step: the weights are not finite, or overflow in "
-            f"policy.precision={precision}. Check policy.model_name, or use policy.precision=float32"
-        )
-    pairs = [(by_logits, by_hidden)]
-    ends = [BatchDict({**batch, "labels": labels}) for labels in (extremes.lowest, extremes.highest)]
-    ranges = [[float(model(end, loss)) for end in ends] for loss in (_from_logits, CrossEntropy())]
-    pairs.append((ranges[0][0] - ranges[0][1], ranges[1][0] - ranges[1][1]))
-    # Written as `not <=`, so that a NaN on either side fails the check.
-    if any(not abs(a - b) <= _TOLERANCE[precision] * abs(a) for a, b in pairs):
-        raise ConfigError(
-            f"this model class changes its logits after its output head: the loss is {by_logits:.6g} from its logits "
-            f"and {by_hidden:.6g} from its hidden states, the range of its logits {pairs[1][0]:.6g} and "
-            f"{pairs[1][1]:.6g}. Use an architecture that can be trained: llama, qwen2, qwen3, gemma, mistral"
-        )
+    def __init__(self, model: RunModel, source: RowSource, device: torch.device, precision: str) -> None:
+        self._model, self._source, self._device, self._precision = model, source, device, precision
+        self._first: Any = model.own_stages[0] if isinstance(model, PipelinedModel) else model
+        self._multiple = model.mesh.dims.row_multiple
+        """Divisor of the length of rows that tensor and context parallelism need."""
+
+    def _differ(self, value: float, reference: float, scale: float) -> bool:
+        # Written as `not <=`, so that a NaN on either side fails the check.
+        return not abs(value - reference) <= _TOLERANCE[self._precision] * scale
+
+    def _rows(self, packs: Packs) -> RowSource:
+        return RowSource(self._source.cache, packs, self._source.row_tokens, self._source.pad_id)
+
+    def losses(self, pack: tuple[int, ...]) -> None:
+        """Compare the loss of some documents in one row with those of each document in a row of its own."""
+        chosen = tuple(pack[place] for place in compared_documents(self._source, pack))
+        rows = self._rows([chosen, *((document,) for document in chosen)])
+        tokens = min(self._source.row_tokens, _REFERENCE_TOKENS // self._multiple * self._multiple)
+        batches = [_first_tokens(BatchDict.from_arrays(rows.rows([number])), tokens) for number in range(rows.num_rows)]
+        totals = [forward_only(self._model, batches[0], _ONE_ROW, CrossEntropy(), self._device)]
+        with _by_transformers(self._model) if self._first.has_reference else nullcontext():
+            totals += [
+                forward_only(self._model, batch, _ONE_ROW, CrossEntropy(), self._device) for batch in batches[1:]
+            ]
+        summed = torch.stack(totals)
+        dist.all_reduce(summed)
+        # Every context-parallel worker has computed whole rows of the reference.
+        copies = self._model.mesh.dims.cp if self._first.has_reference else 1
+        packed, alone = float(summed[0]), float(summed[1:].sum()) / copies
+        if self._differ(packed, alone, max(1.0, abs(alone))):
+            raise ConfigError(
+                f"this model does not separate packed documents: {len(chosen)} documents have the loss {packed:.6g} in "
+                f"one row and {alone:.6g} alone. Set policy.sequence_packing.enabled=false, "
+                "or policy.hf_config_overrides.attn_implementation=eager"
+            )
+
+    def loss(self) -> None:
+        """Compare the loss from logits with the loss from hidden states, and the ranges of the logits.
+
+        Of a model with random weights the loss alone is nearly that of equal logits, whatever their scale. Compared on
+        one row of at most `_LOSS_TOKENS` tokens around the first supervised token of the data.
+        """
+        tokens, supervised = self._source.cache.document(0)
+        first = int(np.argmax(supervised)) if supervised.any() else 0
+        start = max(0, min(first - _LOSS_TOKENS // 2, len(tokens) - _LOSS_TOKENS))
+        ids = torch.from_numpy(tokens[start : start + _LOSS_TOKENS].astype(np.int64))[None]
+        labels = torch.full_like(ids, IGNORED)
+        labels[:, :-1] = ids[:, 1:]  # all positions, supervised or not: the two losses can be compared on any labels
+        # The repeated last token has no label.
+        missing = -ids.shape[1] % self._multiple
+        ids = torch.cat([ids, ids[:, -1:].expand(1, missing)], dim=1)
+        labels = F.pad(labels, (0, missing), value=IGNORED)
+        row = BatchDict(input_ids=ids, labels=labels, position_ids=torch.arange(ids.shape[1])[None])
+        batch = row.to(self._device)
+        extremes = _Extremes(batch["labels"])
+        by_logits = float(self._model(batch, extremes))
+        by_hidden = float(self._model(batch, CrossEntropy()))
+        if not math.isfinite(by_logits):
+            raise ConfigError(
+                f"the loss is {by_logits} before the first step: the weights are not finite, or overflow in "
+                f"policy.precision={self._precision}. Check policy.model_name, or use policy.precision=float32"
+            )
+        ends = [BatchDict({**batch, "labels": labels}) for labels in (extremes.lowest, extremes.highest)]
+        ranges = [[float(self._model(end, loss)) for end in ends] for loss in (_from_logits, CrossEntropy())]
+        of_logits, of_hidden = (low - high for low, high in ranges)
+        if self._differ(by_hidden, by_logits, abs(by_logits)) or self._differ(of_hidden, of_logits, abs(of_logits)):
+            raise ConfigError(
+                f"this model class changes its logits after its output head: the loss is {by_logits:.6g} from its "
+                f"logits and {by_hidden:.6g} from its hidden states, the range of its logits {of_logits:.6g} and "
+                f"{of_hidden:.6g}. Use an architecture that can be trained: llama, qwen2, qwen3, gemma, mistral"
+            )
+
+    def hidden(self, packs: Packs, how: Division) -> None:
+        """Compare the hidden states of documents in rows as in training with those of each document alone."""
+        numbers = [*range(len(packs))]
+        if isinstance(how, FixedRows):
+            how = replace(how, rows=min(how.rows, len(packs)))
+            numbers += [0] * (-len(packs) % how.rows)  # full micro-batches
+        batch = BatchDict.from_arrays(self._rows(packs).rows(numbers))
+        batch["pack"] = torch.tensor(numbers)
+        for part, host in on_device(divide(batch, how), self._device):
+            hidden = self._states(part, host)
+            for row, number in enumerate(host["pack"].tolist()):
+                edges = np.cumsum([0, *self._source.cache.lengths[list(packs[number])]])
+                for place in compared_documents(self._source, packs[number]):
+                    trained = hidden[row, edges[place] : edges[place + 1]][:_REFERENCE_TOKENS]
+                    document = packs[number][place]
+                    difference = _difference(trained, self._reference(document, len(trained), hidden.shape))
+                    if self._differ(difference, 0.0, 1.0):
+                        raise ConfigError(
+                            f"this model does not separate packed documents: the hidden states of document {document} "
+                            f"in a row differ by {difference:.2g} (relative) from those of the same document alone. "
+                            "Set policy.sequence_packing.enabled=false, and policy.train_micro_batch_size=1 if that is "
+                            "not enough"
+                        )
+
+    def _states(self, batch: BatchDict, host: BatchDict) -> Tensor:
+        """Return the hidden states of rows, float32 [B, T, H]; `host` is the batch in CPU memory."""
+        hidden: Tensor = self._model(batch, None, host=OnHost(host), hidden_only=True)
+        return hidden.float()
+
+    def _reference(self, document: int, tokens: int, shape: tuple[int, ...]) -> Tensor:
+        """Return the hidden states float32 [tokens, H] of the start of a document alone.
+
+        They are computed in float32 by eager attention, unpadded. In bfloat16, and for layers that are not
+        transformers', they are computed by the run's attention in rows of `shape` (B, T, H). ConfigError if the
+        attention of the run computes something else than eager attention on the same input.
+        """
+        if self._first.has_reference:
+            ids = torch.from_numpy(self._source.cache.document(document)[0][:tokens].astype(np.int64))[None]
+            # Attention is causal, so more tokens change nothing.
+            ids = F.pad(ids, (0, -tokens % self._multiple), value=self._source.pad_id)
+            positions = torch.arange(ids.shape[1])[None]
+            batch = BatchDict(input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=positions)
+            with _by_transformers(self._model, PackedRows.of(positions)) as eager:
+                hidden = self._states(batch.to(self._device), batch)[0, :tokens]
+            if self._differ(eager.difference, 0.0, 1.0):
+                causal_lm = self._model.causal_lm
+                raise ConfigError(
+                    f"attn_implementation={causal_lm.config._attn_implementation} is wrong for this model: the "
+                    f"attention of a layer of {type(causal_lm).__name__} differs by {eager.difference:.2g} (relative) "
+                    "from transformers' eager attention. Set policy.hf_config_overrides.attn_implementation=eager",
+                    key="attn_implementation",
+                )
+            if self._precision == "float32":
+                return hidden
+            del hidden, eager  # before the next forward pass, which needs the memory
+        # Rows of another shape could be rounded in another way.
+        rows = self._rows([(document,)]).rows([0] * shape[0])
+        batch = _first_tokens(BatchDict.from_arrays(rows), shape[1])
+        return self._states(batch.to(self._device), batch)[0, :tokens]
 
 
 def _from_logits(logits: Tensor, batch: BatchDict) -> Tensor:
@@ -279,84 +340,9 @@ def _from_logits(logits: Tensor, batch: BatchDict) -> Tensor:
     return CrossEntropy()(logits, batch)
 
 
-def _check_hidden(
-    model: SupervisedModel,
-    source: RowSource,
-    packs: Packs,
-    device: torch.device,
-    precision: str,
-    how: Division,
-) -> None:
-    """Compare the hidden states of documents in rows as in training with those of each document alone."""
-    numbers = [*range(len(packs))]
-    if isinstance(how, FixedRows):
-        how = replace(how, rows=min(how.rows, len(packs)))
-        numbers += [0] * (-len(packs) % how.rows)  # full micro-batches
-    batch = BatchDict.from_arrays(_with_packs(source, packs).rows(numbers))
-    batch["pack"] = torch.tensor(numbers)
-    for part, host in on_device(divide(batch, how), device):
-        hidden: Tensor = model(part, None, host=OnHost(host), hidden_only=True).float()
-        shape = hidden.shape[:2]
-        for row, number in enumerate(host["pack"].tolist()):
-            edges = np.cumsum([0, *source.cache.lengths[list(packs[number])]])
-            for place in compared_documents(source, packs[number]):
-                trained = hidden[row, edges[place] : edges[place + 1]][:_REFERENCE_TOKENS]
-                document = packs[number][place]
-                reference = _reference(model, source, document, len(trained), shape, device, precision)
-                difference = _difference(trained, reference)
-                if not difference <= _TOLERANCE[precision]:  # also for NaN
-                    raise ConfigError(
-                        f"this model does not separate packed documents: the hidden states of document {document} in "
-                        f"a row differ by {difference:.2g} (relative) from those of the same document alone. Set "
-                        "policy.sequence_packing.enabled=false, and policy.train_micro_batch_size=1 if that is not "
-                        "enough"
-                    )
-
-
-def _with_packs(source: RowSource, packs: Packs) -> RowSource:
-    return RowSource(source.cache, packs, source.row_tokens, source.pad_id)
-
-
-def _reference(
-    model: SupervisedModel,
-    source: RowSource,
-    document: int,
-    tokens: int,
-    shape: tuple[int, ...],
-    device: torch.device,
-    precision: str,
-) -> Tensor:
-    """Return the hidden states float32 [tokens, H] of the start of a document alone.
-
-    They are computed in float32 by eager attention, unpadded. In bfloat16, and for layers that are not transformers',
-    they are computed by the run's attention in rows of `shape` (B, T). ConfigError if the attention of the run computes
-    something else than eager attention on the same input.
-    """
-    if model.has_reference:
-        ids = torch.from_numpy(source.cache.document(document)[0][:tokens].astype(np.int64))[None]
-        # Tensor parallelism needs rows of certain lengths. Attention is causal, so more tokens change nothing.
-        ids = F.pad(ids, (0, -tokens % model.mesh.dims.row_multiple), value=source.pad_id)
-        batch = BatchDict(
-            input_ids=ids, labels=torch.full_like(ids, IGNORED), position_ids=torch.arange(ids.shape[1])[None]
-        )
-        with _by_transformers(model, PackedRows.of(batch["position_ids"])) as eager:
-            hidden: Tensor = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0, :tokens].float()
-        if not eager.difference <= _TOLERANCE[precision]:
-            raise ConfigError(
-                f"attn_implementation={model.causal_lm.config._attn_implementation} is wrong for this model: the "
-                f"attention of a layer of {type(model.causal_lm).__name__} differs by {eager.difference:.2g} "
-                "(relative) from transformers' eager attention. Set "
-                "policy.hf_config_overrides.attn_implementation=eager",
-                key="attn_implementation",
-            )
-        if precision == "float32":
-            return hidden
-        del hidden, eager  # before the next forward pass, which needs the memory
-    # Rows of another shape could be rounded in another way.
-    rows = _with_packs(source, [(document,)]).rows([0] * shape[0])
-    batch = _first_tokens(BatchDict.from_arrays(rows), shape[1])
-    hidden = model(batch.to(device), None, host=OnHost(batch), hidden_only=True)[0].float()
-    return hidden[:tokens]
+def _first_tokens(batch: BatchDict, tokens: int) -> BatchDict:
+    """Return the first tokens of rows whose tensors all have a value for each token."""
+    return BatchDict({name: values[:, :tokens] for name, values in batch.items()})
 
 
 def _difference(values: Tensor, reference: Tensor) -> float:

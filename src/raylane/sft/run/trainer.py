@@ -11,34 +11,32 @@ Before a validation or a save the driver waits for all steps in flight.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raylane.errors import CheckpointDamagedError, CheckpointError, StepNotFiniteError, WorkerLostError
-from raylane.sft.checkpoint import folders
+from raylane.errors import CheckpointDamagedError, CheckpointError, DataError, StepNotFiniteError, WorkerLostError
+from raylane.sft.checkpoint import folders, publishing
 from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
-from raylane.sft.data.cache import TokenCache
-from raylane.sft.data.mixing import open_training_rows
-from raylane.sft.data.prepare import PreparedData, prepare
-from raylane.sft.data.rows import RowSource
+from raylane.sft.data.mixing import open_training_rows, rows_of_step
+from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
+from raylane.sft.data.rows import RowSource, TokenCache
 from raylane.sft.data.storage import Place
 from raylane.sft.report.metrics import MetricsLog
 from raylane.sft.run import ray_session, sample
-from raylane.sft.run.locks import lock_folders
-from raylane.sft.run.places import check_places, fetch_models
+from raylane.sft.run.places import check_places, fetch_models, lock_folders
 from raylane.sft.run.policy import Policy
-from raylane.sft.run.prompts import Prompts
 from raylane.sft.run.record import RunRecord
-from raylane.sft.run.skipping import SkippedSteps, with_rows
+from raylane.sft.run.sample import Prompts
 from raylane.sft.run.worker import SKIPPED
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
@@ -107,7 +105,7 @@ def run(config: RunConfig) -> RunResult:
         with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
             resumed = None
             if settings.enabled:
-                for path in folders.recover(storage.at(settings.checkpoint_dir)):
+                for path in publishing.recover(storage.at(settings.checkpoint_dir)):
                     _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
                 resumed = folders.find(settings)
                 folders.refuse_later(settings, resumed.step if resumed else 0)
@@ -211,7 +209,7 @@ class Trainer:
     def _discard_partial(self) -> None:
         """Remove checkpoints that were being written when a run or its workers ended."""
         if self._config.checkpointing.enabled:
-            for path in folders.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
+            for path in publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir)):
                 _log.warning("removed %s: it was incomplete", path)
 
     def _load(self, saved: Saved) -> tuple[Saved, int]:
@@ -318,10 +316,7 @@ class Trainer:
         """Send the step with the next number: only the number, or with `sft.feed=driver` the rows."""
         if self._config.sft.feed == "workers":
             return self.policy.train_step_nowait(self.done)
-        config = self._config
-        rows = self._rows.step_rows(
-            config.policy.train_global_batch_size, config.sft.seed, self.done, config.data.shuffle
-        )
+        rows = rows_of_step(self._rows, self._config, self.done)
         return self.policy.train_nowait(BatchDict.from_arrays(self._rows.rows(rows)))
 
     def _is_due(self, period: int) -> bool:
@@ -376,7 +371,7 @@ class Trainer:
         if (
             self.saved is not None
             and self.saved.step == self.done
-            and (not with_hf or folders.exported(self.saved) is not None)
+            and (not with_hf or publishing.exported(self.saved.path) is not None)
         ):
             return
         metrics = {name: loss for name, loss in self.losses.items() if name == "train:loss"}
@@ -440,12 +435,12 @@ def _block_sigterm() -> Iterator[None]:
 
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
     """Return the result of a finished run; ask the model for a sample answer."""
-    folder = folders.exported(trainer.saved)
+    folder = None if trainer.saved is None else publishing.exported(trainer.saved.path)
     shown = None
     if folder is not None and parameters <= _MAX_SAMPLE_PARAMETERS:
         held_out = prepared.validation or prepared.train
         try:
-            prompt = sample.first_prompt(TokenCache.open(held_out))
+            prompt = sample.first_prompt(TokenCache(held_out))
             with storage.local_copy(folder) as hf_dir:
                 shown = sample.answer(hf_dir, prompt, prepared.end_ids)
         except Exception as error:  # the run is complete and saved, so this must not turn it into a failure
@@ -459,3 +454,56 @@ def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunRes
         hf_dir=folder,
         sample=shown,
     )
+
+
+_NAMED_LINES = 8
+"""Number of lines of data files that an error names."""
+
+
+class SkippedSteps:
+    """Count of the steps that a run has skipped."""
+
+    def __init__(self, limit: int) -> None:
+        """Allow `limit` successive steps."""
+        self._limit = limit
+        self._streak = 0
+        """Number of steps skipped since the last one that changed the weights."""
+        self.total = 0
+        """Number of steps skipped by this process."""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> str:
+        """Count step `step` (from 1) and return a sentence about it; StepNotFiniteError beyond the limit."""
+        self._streak += 1
+        self.total += 1
+        figures = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        if self._streak > self._limit:
+            raise StepNotFiniteError(
+                f"step {step} failed: {figures}, after {self._limit} skipped steps in a row "
+                f"(sft.max_skipped_steps={self._limit}). The weights are those before these steps. Lower "
+                "policy.optimizer.kwargs.lr and resume from an earlier checkpoint, or check the data",
+                step=step,
+                loss=metrics["loss"],
+                grad_norm=metrics["grad_norm"],
+            )
+        text = f"step {step} is skipped: {figures} ({self._streak} in a row, {self.total} in all)"
+        _log.warning("%s", text)
+        return text
+
+    def end_streak(self) -> None:
+        """Note a step that changed the weights."""
+        self._streak = 0
+
+
+def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:
+    """Return the error of a step with the lines of the data files that are in its rows."""
+    number = int(error.fields["step"]) - 1
+    chosen = rows_of_step(rows, config, number)
+    documents = itertools.chain.from_iterable(rows.packs[row] for row in chosen)
+    numbers = sorted({int(rows.cache.origin[document]) for document in documents})
+    try:
+        places = conversations_at(config, numbers[:_NAMED_LINES])
+    except DataError:  # the files have changed or are gone
+        places = [f"conversation {number}" for number in numbers[:_NAMED_LINES]]
+    more = f" and {len(numbers) - len(places)} more" if len(numbers) > len(places) else ""
+    text = f"{error}. The step has the data of {', '.join(places)}{more}"
+    return StepNotFiniteError(text, **error.fields, data=places)

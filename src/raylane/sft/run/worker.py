@@ -10,39 +10,38 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from raylane.errors import StepNotFiniteError, WorkerCallError
-from raylane.sft.checkpoint import hf_export, state
-from raylane.sft.checkpoint.background import BackgroundSave
+from raylane.sft.checkpoint import export, state
+from raylane.sft.checkpoint.state import BackgroundSave
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order, storage
-from raylane.sft.data.mixing import open_rows, open_training_rows
+from raylane.sft.data.mixing import open_rows, open_training_rows, rows_of_step
 from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource
 from raylane.sft.model.build import build_model
-from raylane.sft.model.defaults import with_own_defaults
+from raylane.sft.model.defaults import with_own_defaults_in_methods
 from raylane.sft.model.hf_config import model_config
 from raylane.sft.model.loss import CrossEntropy, LossFunction
 from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.sft.model.pipeline import PipelinedModel
 from raylane.sft.model.supervised import RunModel, release_gathered
 from raylane.sft.parallel.mesh import ParallelDims, WorkerMesh
-from raylane.sft.parallel.sharded import own_part, whole
+from raylane.sft.parallel.sharded import gathered, own_part, whole
 from raylane.sft.run import selfcheck, step
 from raylane.sft.run.delivery import FolderCopies
-from raylane.sft.run.edges import EdgeStep
-from raylane.sft.run.generation import generate
-from raylane.sft.run.micro_batches import Division, FixedRows, division
-from raylane.sft.run.on_device import pinned
-from raylane.sft.run.read_ahead import ReadAhead
-from raylane.sft.run.warmup import state_kept
+from raylane.sft.run.micro_batches import Division, FixedRows, division, pinned
+from raylane.sft.run.sample import generate
+from raylane.sft.run.step import EdgeStep, state_kept
 from raylane.workers.batch import BatchDict
 
 SKIPPED = "skipped"
@@ -53,6 +52,7 @@ SAVE_ENDED = "save_ended"
 _log = logging.getLogger(__name__)
 
 
+@with_own_defaults_in_methods
 class SftWorker:
     """Model, optimizer and data of one rank: construct, `setup`, run steps, and `teardown` before the process ends.
 
@@ -91,7 +91,6 @@ class SftWorker:
         """Read data and model from these folders in the next `setup`."""
         self._copies = copies
 
-    @with_own_defaults
     def setup(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> dict[str, Any]:
         """Build model, optimizer and data, and check that packing keeps documents apart. Replaces an earlier setup.
 
@@ -134,7 +133,6 @@ class SftWorker:
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    @with_own_defaults
     def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
 
@@ -149,7 +147,6 @@ class SftWorker:
         batch = self._read_ahead.take(number)
         return self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
 
-    @with_own_defaults
     def warm_up(self, rows: int, row_tokens: int, with_passes: bool = False) -> dict[str, float]:
         """Run one step on full rows of tokens from the data, and undo all that it did; return its metrics."""
         batch = BatchDict.from_arrays(self.train_rows.full_rows(rows, row_tokens))
@@ -157,14 +154,13 @@ class SftWorker:
             batch, 0, self._loss, division(self.config.policy), time.perf_counter(), with_passes, undone=True
         )
 
-    @with_own_defaults
     def train_batch(
         self,
         data: BatchDict,
         number: int,
         loss: str | None,
         micro_batch_size: int | None,
-        eval_mode: bool,
+        eval_mode: bool = False,
         warm_up: bool = False,
         with_passes: bool = False,
     ) -> dict[str, float]:
@@ -195,17 +191,14 @@ class SftWorker:
         """Store a loss function under a name, so that it is sent once instead of with every step. Not collective."""
         self._losses[name] = loss_fn
 
-    @with_own_defaults
     def forward_pass(self, own_stage: int, micro_batch: int, incoming: torch.Tensor | None = None) -> Any:
         """Run a micro-batch of the step through a stage; return what the next stage needs. Not collective."""
         return self._edges.forward(own_stage, micro_batch, incoming)
 
-    @with_own_defaults
     def backward_pass(self, own_stage: int, micro_batch: int, gradient: torch.Tensor | None = None) -> Any:
         """Run the backward pass of a micro-batch; return what the stage before needs. Not collective."""
         return self._edges.backward(own_stage, micro_batch, gradient)
 
-    @with_own_defaults
     def end_step(self) -> dict[str, float]:
         """End the step whose passes have run; return its metrics."""
         return self._end_step(self._edges.end(), self._edges.counts)
@@ -267,35 +260,28 @@ class SftWorker:
                     loss=loss,
                     grad_norm=norm,
                 )
-            skipped = {} if finite else {SKIPPED: 1.0}
-            return {**self._metrics(opened, loss, norm, counts), **skipped}
+            done = time.perf_counter()
+            # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
+            waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
+            self._idle_since = done
+            if opened.undone:
+                self._end_other_work()
+            total = waited + done - opened.started
+            return {
+                **({} if finite else {SKIPPED: 1.0}),
+                **({SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}),
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": opened.lr,
+                "supervised_tokens": counts.supervised,
+                "tokens": counts.tokens,
+                "tokens_per_s": counts.tokens / total,
+                "step_time_s": total,
+                "data_time_s": opened.ready - opened.started,
+                "dispatch_time_s": waited,
+                "compute_time_s": done - opened.ready,
+            }
 
-    def _metrics(self, opened: _OpenStep, loss: float, norm: float, counts: step.TokenCounts) -> dict[str, float]:
-        """Return the metrics of a step that has ended."""
-        done = time.perf_counter()
-        # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
-        waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
-        self._idle_since = done
-        total = waited + done - opened.started
-        ended = {SAVE_ENDED: 1.0} if self._background is not None and self._background.ended else {}
-        metrics = {
-            **ended,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": opened.lr,
-            "supervised_tokens": counts.supervised,
-            "tokens": counts.tokens,
-            "tokens_per_s": counts.tokens / total,
-            "step_time_s": total,
-            "data_time_s": opened.ready - opened.started,
-            "dispatch_time_s": waited,
-            "compute_time_s": done - opened.ready,
-        }
-        if opened.undone:
-            self._end_other_work()
-        return metrics
-
-    @with_own_defaults
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
         if self._validation is None:
@@ -313,7 +299,6 @@ class SftWorker:
         self._end_other_work()
         return {"loss": loss, "supervised_tokens": supervised}
 
-    @with_own_defaults
     def answer(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return the most probable answers to tokenised prompts, at most `sft.sample_tokens` tokens each."""
         ends, new_tokens = self.prepared.end_ids, self.config.sft.sample_tokens
@@ -321,7 +306,6 @@ class SftWorker:
         self._end_other_work()
         return answers
 
-    @with_own_defaults
     def gradients(self, data: BatchDict, micro_batch_size: int | None) -> tuple[float, dict[str, torch.Tensor]]:
         """Return (loss, gradient of every parameter by name, float32 on the CPU) of a batch, without changing weights.
 
@@ -336,20 +320,15 @@ class SftWorker:
             if (gradient := parameter.grad) is not None:
                 by_name[name] = whole(gradient).detach().float().cpu()
         if self.mesh.pp_group is not None:
-            of_stages: list[Any] = [None] * self.mesh.dims.pp
-            dist.all_gather_object(of_stages, by_name, group=self.mesh.pp_group)
-            by_name = {name: gradient for stage in reversed(of_stages) for name, gradient in stage.items()}
+            of_stages = reversed(gathered(by_name, self.mesh.pp_group))
+            by_name = {name: gradient for stage in of_stages for name, gradient in stage.items()}
         self.optimizer.zero_grad(set_to_none=True)
         self._end_other_work()
         return loss, by_name
 
-    @with_own_defaults
     def own_rows(self, number: int) -> BatchDict:
         """Return this worker's rows of step `number`, as `train_step` reads them. Not collective."""
-        policy = self.config.policy
-        rows = self.train_rows.step_rows(
-            policy.train_global_batch_size, self.config.sft.seed, number, self.config.data.shuffle
-        )
+        rows = rows_of_step(self.train_rows, self.config, number)
         return _read_batch(self.train_rows, order.rank_slice(rows, self.mesh.reader, self.mesh.dims.readers))
 
     def _rows_to_move(self, number: int) -> BatchDict:
@@ -359,14 +338,12 @@ class SftWorker:
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    @with_own_defaults
     def save_state(self, folder: str, next_step: int) -> None:
         """Write the state of this run to a folder; `next_step` is the first step of a resumed run."""
         optimizer = self.optimizer if self.config.checkpointing.save_optimizer else None
         state.save_state(storage.at(folder), self.model, optimizer, next_step)
         self._end_other_work()
 
-    @with_own_defaults
     def begin_save(self, folder: str, next_step: int) -> None:
         """Copy the state and write it to a folder while training continues; call `finish_save` afterwards."""
         if self._background is None:
@@ -381,7 +358,6 @@ class SftWorker:
         self._background.finish()
         self._idle_since = None
 
-    @with_own_defaults
     def load_state(self, folder: str) -> int:
         """Read the state back, on any layout; return the step to start with."""
         path = storage.at(folder)
@@ -393,19 +369,13 @@ class SftWorker:
         self._end_other_work()
         return next_step
 
-    @with_own_defaults
     def save_hf(self, folder: str) -> None:
         """Write the model as a Hugging Face folder."""
-        policy = self.config.policy
-        start = policy.model_name
-        hf_export.save_hf(
-            storage.at(folder),
-            self.model,
-            self.prepared.tokenizer_dir,
-            self.prepared.end_ids,
-            None if start is None else Path(start),
-            getattr(torch, self.config.checkpointing.hf_dtype or policy.precision),
-        )
+        policy, prepared = self.config.policy, self.prepared
+        start = None if policy.model_name is None else Path(policy.model_name)
+        dtype = getattr(torch, self.config.checkpointing.hf_dtype or policy.precision)
+        companions = export.Companions(prepared.tokenizer_dir, prepared.end_ids, start, dtype)
+        export.save_hf(storage.at(folder), self.model, companions)
         self._end_other_work()
 
     def process_id(self) -> int:
@@ -456,3 +426,40 @@ def step_seed(seed: int, number: int, rank: int) -> int:
 
 def _read_batch(source: RowSource, rows: Any) -> BatchDict:
     return BatchDict.from_arrays(source.rows(rows))
+
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """Reader of numbered items that reads one item ahead, in a thread.
+
+    The thread starts with the first `take` and ends with `close`. `read(number)` must return the same item at any time.
+    For one calling thread.
+    """
+
+    def __init__(self, read: Callable[[int], T], end: int) -> None:
+        """Prepare reading; `end` is the first number without an item."""
+        self._read = read
+        self._end = end
+        self._thread: ThreadPoolExecutor | None = None
+        """Reading thread; None before the first `take` and after `close`."""
+        self._next: tuple[int, Future[T]] | None = None
+        """Number of the item being read, and its future."""
+
+    def take(self, number: int) -> T:
+        """Return item `number`, waiting if needed, and start reading the next one. Raises the exceptions of `read`."""
+        # After a resume or a skipped step another number is asked for; the item read ahead is then dropped.
+        following, self._next = self._next, None
+        item = following[1].result() if following is not None and following[0] == number else self._read(number)
+        if number + 1 < self._end:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="raylane-rows")
+            self._next = (number + 1, self._thread.submit(self._read, number + 1))
+        return item
+
+    def close(self) -> None:
+        """End the thread, after the item that it reads. A second call does nothing."""
+        thread, self._thread, self._next = self._thread, None, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
