@@ -47,6 +47,7 @@ from raylane.graph.driver.result import GraphResult
 from raylane.graph.nodes import InputNode, MultiOutputNode, bind, first
 from raylane.graph.values import references
 from raylane.workers.batch import BatchDict
+from raylane.workers.calling import CALLING_TRANSITIONS, Calling, CallingEvent
 from raylane.workers.dispatch import DispatchPlan
 from raylane.workers.future import PendingCalls, lost, translated
 from raylane.workers.group import STUCK_S, Dispatch, Path, WorkerGroup, unpicklable
@@ -233,24 +234,30 @@ class CompiledWorkerGroup(WorkerGroup):
         """Graphs that have ended, until the next one is compiled."""
         self._unsettled: set[int] = set()
         """Ranks that may still be in a method of a graph that has ended."""
-        self.compiled = mode != "off"
-        """True if calls run through compiled graphs."""
-        self._may_fall_back = mode == "preferred"
-        """True until the first graph was compiled: only then may the group turn to plain Ray calls."""
+        self._calling = Calling.PLAIN if mode == "off" else Calling.UNTRIED
+        """Way in which calls are sent; guarded by `_lock`."""
         self._lock = threading.RLock()  # guards the graphs: calls of several threads are sent one after the other
         self._send_within = Deadline(None)
         """Limit of the wait for earlier calls when a call is sent."""
         super().__init__(worker_class, sharding, init_args=init_args, init_kwargs=init_kwargs, options=options)
 
+    @property
+    def compiled(self) -> bool:
+        """True if calls run through compiled graphs."""
+        return self._calling is not Calling.PLAIN
+
+    def _enter(self, event: CallingEvent) -> None:
+        self._calling = CALLING_TRANSITIONS[self._calling, event]
+
     def _deliver(self, dispatch: Dispatch) -> PendingCalls:
-        if self.mode == "off" or self.fallback_reason is not None:
+        if not self.compiled:
             return super()._deliver(dispatch)
         label, plan = dispatch.label, dispatch.plan
         limit = self._send_within.left_s()
         if not self._lock.acquire(timeout=-1 if limit is None else limit):
             raise WorkerGroupError(f"{self!r}: {label} was not sent: another thread is sending a call")
         try:
-            if not self.compiled:  # another thread has given up graphs meanwhile
+            if self._calling is Calling.PLAIN:  # another thread has given up graphs meanwhile
                 return super()._deliver(dispatch)
             if not self._actors:
                 raise WorkerGroupError(f"{self!r}: {label} was not sent: the group has ended its workers meanwhile")
@@ -269,8 +276,9 @@ class CompiledWorkerGroup(WorkerGroup):
         except GraphValueError as error:
             raise unpicklable(label, error) from error
         except GraphError as error:
-            if self._may_fall_back and not isinstance(error, GraphActorDiedError):
-                self.compiled = False
+            may_fall_back = self._calling is Calling.UNTRIED and self.mode == "preferred"
+            if may_fall_back and not isinstance(error, GraphActorDiedError):
+                self._enter(CallingEvent.FALL_BACK)
                 self.fallback_reason = f"{type(error).__name__}: {error}"
                 _log.warning(
                     "%r: compiled graphs cannot be used, so calls are plain Ray calls, about a millisecond for each "
@@ -292,7 +300,7 @@ class CompiledWorkerGroup(WorkerGroup):
         # Graphs are few: one for each way in which the program calls its workers.
         self._rank_of_actor = {_ray.actor_id_of(actor): rank for rank, actor in enumerate(self._actors)}
         graph = CallGraph(plan, self._actors, self.inflight, self._send_within.left_s())
-        self._may_fall_back = False
+        self._enter(CallingEvent.COMPILE)
         self._graphs[plan] = graph
         # After the new graph: the thread of a worker ends with the last graph of its process.
         ended, self._ended = self._ended, []
@@ -313,11 +321,12 @@ class CompiledWorkerGroup(WorkerGroup):
             for ended_plan in ended:
                 self._unsettled.update(ended_plan.called_ranks)
                 self._ended.append(self._graphs.pop(ended_plan))
+            self._enter(CallingEvent.GRAPH_ENDED)
             # Workers refuse what waits in the rings. Ray's thread of each worker is free. Errors of dead workers are
             # raised by the calls that need them.
             for rank in self._unsettled:
                 self._actors[rank].fence.remote(self._failures.count, 0.0)
-        if not self._unsettled:
+        if self._calling is not Calling.UNSETTLED:
             return None
         ranks = sorted(self._unsettled.intersection(plan.called_ranks))
         fences = {rank: self._actors[rank].fence.remote(self._failures.count, STUCK_S) for rank in ranks}
@@ -338,6 +347,8 @@ class CompiledWorkerGroup(WorkerGroup):
                 ranks=busy,
             )
         self._unsettled.difference_update(ranks)
+        if not self._unsettled:
+            self._enter(CallingEvent.SETTLE)
         return None
 
     def _wait_for_turn(self, label: str, graph: CallGraph) -> None:
@@ -366,6 +377,7 @@ class CompiledWorkerGroup(WorkerGroup):
             graph.graph.teardown(0.0)
         with self._lock:
             self._graphs, self._ended, self._unsettled = {}, [], set()
+            self._enter(CallingEvent.RESTART)
             return super()._end_processes(deadline)
 
 
