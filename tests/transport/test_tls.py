@@ -28,7 +28,7 @@ from raylane.core.deadline import Deadline
 from raylane.core.spans import Span
 from raylane.errors import GraphPlanError, ProtocolError, SourceLostError, TransportError, TransportUnavailableError
 from raylane.graph.channels import frames
-from raylane.graph.channels.peer_link import _configure
+from raylane.graph.channels.peer_link import configure
 from raylane.graph.values.message import VALUE, Message
 from raylane.graph.worker import process_groups
 from raylane.transport.backends.registry import backends
@@ -253,7 +253,7 @@ def stream(server: Server, eventually: Any) -> Iterator[tuple[tls.TlsSocket, tls
     link = server.link()
     link.send(wire.StreamRequest(b"here", 0, 0))
     eventually(lambda: taken)
-    _configure(link.socket, 20.0)
+    configure(link.socket, 20.0, sender=True)
     yield link.socket, taken[0]  # type: ignore[misc]
     link.close()
     taken[0].close()
@@ -272,14 +272,14 @@ def test_frames_of_graphs_arrive_through_tls(stream: tuple[Any, Any], sizes: tup
     assert [reader.exactly(size) for size in sizes] == parts
     assert reader.exactly(header.body) == b"body"
     sending.join()
-    receiver.sendall(frames.pack_receipt(3, 8))
-    assert sender.recv(100) == frames.pack_receipt(3, 8)
+    receiver.sendall(frames.RECEIPT_BYTE)
+    assert sender.recv(100) == frames.RECEIPT_BYTE
 
 
 def test_stream_with_tls_stops_waiting_at_its_limit(stream: tuple[Any, Any]) -> None:
     sender, _ = stream
-    _configure(sender, 20.0)
-    sender.settimeout(0.05)  # `_configure` sets seconds; the way to the kernel is the same
+    configure(sender, 20.0, sender=True)
+    sender.settimeout(0.05)  # `configure` sets seconds; the way to the kernel is the same
     with pytest.raises(TimeoutError):
         sender.recv(1)
 
