@@ -153,7 +153,7 @@ def test_layouts_that_do_not_fit_are_refused_with_names() -> None:
         store([rows(shape, 0, 4), rows(shape, 4, 8, "bfloat16")], ITEMSIZES)
     stored = store([rows(shape, 0, 4), rows(shape, 4, 8)], ITEMSIZES)
     other = {"v": rows(shape, 0, 8)["w"]}
-    with pytest.raises(WeightsLayoutError, match="1 tensors of the reader are not published: 'v'; 1 published .* 'w'"):
+    with pytest.raises(WeightsLayoutError, match=r"1 tensors of the reader are not published: 'v'; 1 published .* 'w'"):
         make_plans(stored, [other], ITEMSIZES)
     with pytest.raises(WeightsLayoutError, match=r"published with the shape \(8, 2\), and the reader has \(9, 2\)"):
         make_plans(stored, [rows((9, 2), 0, 8)], ITEMSIZES)

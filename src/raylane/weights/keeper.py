@@ -7,7 +7,8 @@ Slots live in a process of their own so that a version outlives the trainer that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from raylane.core import vm
 from raylane.core.semaphore import Segment
@@ -37,7 +38,7 @@ class Keeper:
                 ended.set_result(None)
 
         try:
-            watch = watcher.watch(pid, lambda: loop.call_soon_threadsafe(end))
+            watch = watcher.watch(pid, functools.partial(_call_soon, loop, end))
         except ProcessLookupError:
             return
         try:
@@ -68,3 +69,7 @@ class Keeper:
     async def nbytes(self) -> int:
         """Return the size of all slots."""
         return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(function)
