@@ -173,7 +173,7 @@ def test_waits_name_what_is_missing(start: Start) -> None:
         ray.get(trainer.wait.remote(1, 0.3))
 
 
-def test_death_of_the_keeper_or_catalogue_loses_versions_not_the_name(start: Start) -> None:
+def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start) -> None:
     trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
     publish(trainers, 1)
     ray.get(reader.update.remote())
