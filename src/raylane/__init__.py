@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from raylane import errors, graph
+    from raylane import errors, graph, weights
     from raylane.graph.api import compile
     from raylane.graph.nodes import InputNode, MultiOutputNode, bind
     from raylane.transport.api import get, get_async, method, put, stats, wait_tensor_freed
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _HOME = {  # module of each public name
     "errors": "raylane.errors",
+    "weights": "raylane.weights",
     "CollectiveGroup": "raylane.transport.groups",
     "create_collective_group": "raylane.transport.groups",
     "destroy_all_collective_groups": "raylane.transport.groups",
@@ -107,6 +108,7 @@ __all__ = [
     "register_with_ray",
     "stats",
     "wait_tensor_freed",
+    "weights",
 ]
 
 

@@ -21,7 +21,7 @@ Private names in use, checked on Ray 2.57.0 and 2.60.0. tests/rules reports each
 | `__ray_invocation_decorator__` on a method | run code in the caller, on the refs that a call returned |
 | `__ray_num_returns__` and similar on a method | options that `ray.method` writes and Ray reads back |
 | ObjectRef.task_id().actor_id() | identify the actor that produced a ref |
-| _private.state.actors | list the living actors, for leak checks; find out whether Ray will restart an actor |
+| _private.state.actors, jobs | list the living actors, for leak checks; find out whether Ray will restart an actor |
 | ray.cloudpickle.CloudPickler | pickle everything that Ray can pickle, refs and handles included |
 | ray.cloudpickle.list_registry_pickle_by_value | pickle the classes of these modules as Ray does |
 | ActorHandle._ray_weak_ref | find out whether a handle keeps its actor alive |
@@ -87,6 +87,7 @@ __all__ = [
     "is_generator_method",
     "is_handle",
     "is_task_worker",
+    "job_has_ended",
     "kv_delete",
     "kv_get",
     "kv_put_if_absent",
@@ -273,6 +274,13 @@ def is_dead_for_good(actor_id: str) -> bool:
 
     # An actor without an entry was removed from the list some time after its death.
     return bool(state.actors(actor_id=actor_id).get("State", "DEAD") == "DEAD")
+
+
+def job_has_ended(job: str) -> bool:
+    """Return True if the driver of a job (hexadecimal id) has ended. Asks Ray's control service."""
+    from ray._private import state
+
+    return any(entry["JobID"] == job and entry["IsDead"] for entry in state.jobs())
 
 
 def living_actors() -> dict[str, str]:

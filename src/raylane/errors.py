@@ -20,6 +20,11 @@
     ├── WorkerGroupError
     │   ├── WorkerLostError            a worker of a group died
     │   └── WorkerCallError            a worker's method raised, or did not answer in time
+    ├── WeightsError
+    │   ├── WeightsLayoutError         tensors of publisher and reader do not fit together (also a ValueError)
+    │   ├── WeightsTimeoutError        a wait for ranks, versions or readers passed its deadline (also a TimeoutError)
+    │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
+    │   └── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
     ├── ConfigError (also a ValueError)   the configuration cannot be used as written
     ├── DataError (also a ValueError)     the training data cannot be used as it is
     ├── CheckpointError                   a checkpoint cannot be written, read or trusted
@@ -62,6 +67,11 @@ __all__ = [
     "TransferTimeoutError",
     "TransportError",
     "TransportUnavailableError",
+    "WeightsError",
+    "WeightsInvalidError",
+    "WeightsLayoutError",
+    "WeightsLostError",
+    "WeightsTimeoutError",
     "WorkerCallError",
     "WorkerGroupError",
     "WorkerLostError",
@@ -170,6 +180,26 @@ class WorkerLostError(WorkerGroupError):
 
 class WorkerCallError(WorkerGroupError):
     """A worker's method raised, or did not answer before the deadline."""
+
+
+class WeightsError(RaylaneError):
+    """Weights could not be published, read or applied."""
+
+
+class WeightsLayoutError(WeightsError, ValueError):
+    """Tensors of publisher and reader do not fit together; the message names them. Nothing was written."""
+
+
+class WeightsTimeoutError(WeightsError, TimeoutError):
+    """A wait passed its deadline; the message names the ranks, readers or versions. Nothing is lost; try again."""
+
+
+class WeightsLostError(WeightsError):
+    """A version is gone, or the process that kept it has died. The next published version works again."""
+
+
+class WeightsInvalidError(WeightsError):
+    """An update broke off while it wrote: the reader holds parts of two versions until the next whole update."""
 
 
 class ConfigError(RaylaneError, ValueError):

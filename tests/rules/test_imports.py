@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "raylane"
-LAYERS = ("core", "transport", "graph", "workers", "sft", "bench", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "weights", "sft", "bench", "cli")
 """Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
 ROOMS = {

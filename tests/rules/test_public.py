@@ -52,6 +52,7 @@ def test_public_names() -> None:
         "register_with_ray",
         "stats",
         "wait_tensor_freed",
+        "weights",
     ]
     for name in raylane.__all__:
         assert getattr(raylane, name) is not None

@@ -171,8 +171,10 @@ class Segment:
         return segment
 
     @classmethod
-    def open(cls, path: str, *, private: bool = False) -> Segment:
+    def open(cls, path: str, *, private: bool = False, keep_fd: bool = False) -> Segment:
         """Map a segment that another process made. With `private`, writes stay in this mapping (copy on write).
+
+        With `keep_fd`, `fd` is a descriptor of this process's own until `close_fd`.
 
         FileNotFoundError if the segment is gone, PermissionError if it belongs to another user, OSError if the path has
         not the form that `make` gives it.
@@ -182,6 +184,7 @@ class Segment:
             raise OSError(errno.EINVAL, f"could not open a segment: {path!r:.200} is no path of a segment")
         file, key = match.groups()
         fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        segment = None
         try:
             nbytes = os.fstat(fd).st_size
             # Map only files of a sealed size: access to memory that another process truncated raises SIGBUS.
@@ -192,9 +195,11 @@ class Segment:
             ):
                 segment = cls(fd, nbytes, private=private)
                 if _KEY.unpack_from(segment.view, _KEY_AT)[0] == int(key, 16):
+                    segment.fd = fd if keep_fd else None
                     return segment
         finally:
-            os.close(fd)  # a mapping needs no descriptor
+            if segment is None or segment.fd is None:
+                os.close(fd)  # a mapping needs no descriptor
         raise FileNotFoundError(f"could not open a segment: {file} is another file by now; its maker has closed it")
 
     def close_fd(self) -> None:

@@ -19,31 +19,19 @@ import errno
 import fcntl
 import math
 import os
-import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from raylane.core.filelock import READ, UNLOCK, WRITE, lock
 from raylane.core.segment import segment_offsets, size_class
 from raylane.core.semaphore import map_file
 from raylane.core.trimmer import Trimmer
 
 _WASTE = 2
 """A segment is not used for less than this part of its size."""
-
-
-def _lock(fd: int, kind: int) -> bool:
-    """Set or release a lock on a whole file; False if somebody holds a lock that excludes it. Does not wait."""
-    try:
-        # struct flock: type, whence, start, length (0: to the end), pid (must be 0), padding.
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        raise
-    return True
 
 
 class SharedSegment:
@@ -64,14 +52,14 @@ class SharedSegment:
             self.memory = map_file(self.fd, capacity)
             self.inode = os.fstat(self.fd).st_ino
             """Number of the file. A descriptor is used again, an inode of a memfd only after 2**32 others."""
-            _lock(self.fd, fcntl.F_WRLCK)
+            lock(self.fd, WRITE)
         except BaseException:
             os.close(self.fd)
             raise
 
     def release_to_readers(self) -> None:
         """Allow readers; the content must not change any more."""
-        _lock(self.fd, fcntl.F_UNLCK)
+        lock(self.fd, UNLOCK)
 
     def open_locked(self) -> int:
         """Return a further descriptor, only for reading, with a lock that keeps the content.
@@ -79,14 +67,14 @@ class SharedSegment:
         The lock belongs to this descriptor and to all copies of it, also in other processes; the last close ends it.
         """
         fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        if not _lock(fd, fcntl.F_RDLCK):
+        if not lock(fd, READ):
             os.close(fd)
             raise AssertionError("a segment that is being filled was opened for readers")
         return fd
 
     def lock_again(self) -> bool:
         """Take the segment back for filling; False if somebody still reads it."""
-        return _lock(self.fd, fcntl.F_WRLCK)
+        return lock(self.fd, WRITE)
 
     def close(self) -> None:
         """Close the descriptor; readers keep their mappings."""
@@ -209,7 +197,7 @@ def map_shared(path: str, inode: int, sizes: Sequence[int]) -> list[Any] | None:
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, fd)
         status = os.fstat(fd)
-        if status.st_ino != inode or status.st_size < total or not _lock(fd, fcntl.F_RDLCK):
+        if status.st_ino != inode or status.st_size < total or not lock(fd, READ):
             return None
         blocks = _map_blocks(fd, offsets, sizes, total)
         undo.pop_all()

@@ -1,0 +1,353 @@
+"""The catalogue: one Ray actor for the names of a job. It keeps the ledgers, and waits on behalf of its callers.
+
+All decisions are those of `ledger`; this actor adds deadlines, the keepers, and the end of the job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raylane import _ray
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.keeper import Keeper
+from raylane.weights.layout import Layout, StoredLayout
+from raylane.weights.ledger import Generation, Ledger, State, Version
+from raylane.weights.slots import AreaPlace
+
+NAMESPACE = "raylane-weights"
+JOB_CHECK_S = 5.0
+"""Seconds between two looks whether the job has ended."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class VersionInfo:
+    """One version, as `weights.versions` reports it."""
+
+    name: str
+    number: int
+    step: int
+    state: str
+    nbytes: int
+    hosts: tuple[str, ...]
+    """Ray's ids of the nodes that keep it."""
+    readers: tuple[str, ...]
+    """Readers that use it now."""
+    age_s: float
+    missing_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A committed version, and where each host's part of it lies."""
+
+    number: int
+    step: int
+    generation: int
+    stored: StoredLayout | None
+    """None if the reader has the layout of this generation."""
+    ranks: dict[str, list[int]]
+    """Ranks of each host, in the order of their areas."""
+    paths: dict[str, str]
+    """Slot of each host."""
+
+
+@dataclass
+class _Entry:
+    """One name: its ledger, its readers, and the event that callers wait for."""
+
+    ledger: Ledger
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    making: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while slots are made."""
+    readers: dict[str, int] = field(default_factory=dict)
+    """Version in use (0: none) by label of the reader."""
+
+
+def start_keeper(job: str | None, host: str) -> Any:
+    """Return the keeper of a host for the names of a job, which the first call starts."""
+    options = {
+        "name": f"keeper of {job or 'all'} on {host}",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",  # else it would end with the process that has started it
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(host, soft=False),
+    }
+    return ray.remote(Keeper).options(**options).remote()
+
+
+class Catalogue:
+    """Actor with the ledgers of all names. Its methods are coroutines of one event loop, so they need no lock."""
+
+    def __init__(self, job: str | None) -> None:
+        """Belong to a job (hexadecimal id), and end with it; None for names that outlive their job."""
+        self._entries: dict[str, _Entry] = {}
+        self._keepers: dict[str, Any] = {}
+        self._job = job
+        self._tasks: set[Any] = set()
+        """Tasks that wait for the end of keepers and readers; an event loop keeps no tasks."""
+        if job is not None:
+            threading.Thread(target=self._end_with, args=(job,), name="raylane-weights-job", daemon=True).start()
+
+    # Trainers
+
+    async def register(
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        layout: Layout,
+        host: str,
+        keep: int,
+        itemsizes: Mapping[str, int],
+        same: Mapping[str, str],
+    ) -> int:
+        """Take a rank in; return the number of its generation."""
+        entry = self._entries.setdefault(name, _Entry(Ledger(name)))
+        generation = entry.ledger.register(rank, world, layout, host, keep, itemsizes, same)
+        await self._notify(entry)
+        return generation.number
+
+    async def ready(self, name: str, number: int, timeout_s: float | None) -> StoredLayout:
+        """Wait for all ranks of a generation; return what each of them writes."""
+        entry, generation = self._generation(name, number)
+        await self._wait(
+            entry,
+            lambda: generation.stored or generation not in entry.ledger.generations,
+            timeout_s,
+            lambda: f"ranks {generation.missing()} of {generation.world} have not registered for {name!r}",
+        )
+        if generation.stored is None:
+            raise WeightsError(f"the ranks of {name!r} do not fit together; the error is that of another rank")
+        return generation.stored
+
+    async def begin(
+        self, name: str, number: int, rank: int, step: int, timeout_s: float | None
+    ) -> tuple[int, AreaPlace]:
+        """Return the number of the version for a step, and where this rank writes it."""
+        entry, generation = self._generation(name, number)
+        ledger = entry.ledger
+
+        def missing() -> str:
+            version = ledger.open_version()
+            ranks = version.missing() if version is not None else []
+            return f"ranks {ranks} have not published step {version.step if version else step} of {name!r}"
+
+        host = generation.hosts[rank]
+        await self._slots(entry, generation, host)  # first: an earlier catalogue may have counted further
+        version = await self._wait(entry, lambda: ledger.begin(generation, rank, step), timeout_s, missing)
+        paths = await self._slots(entry, generation, host)
+        ranks = generation.ranks_of(host)
+        index = ranks.index(rank)
+        offset = sum(generation.area_bytes(host)[:index])
+        return version.number, AreaPlace(paths[version.slot], len(ranks), index, offset)
+
+    async def done(self, name: str, number: int, rank: int) -> None:
+        """Note that a rank has written its area of a version."""
+        entry = self._entry(name)
+        if entry.ledger.done(number, rank):
+            for host, keeper in self._keepers.items():
+                used = [each for each in entry.ledger.generations if host in each.slots]
+                keeper.drop.remote(name, [each.area_bytes(host) for each in used])
+        await self._notify(entry)
+
+    async def wait_for_readers(self, name: str, number: int, readers: int | None, timeout_s: float | None) -> None:
+        """Wait until so many readers (None: all that there are) use this version or a later one."""
+        entry = self._entry(name)
+
+        def behind() -> list[str]:
+            return [label for label, version in entry.readers.items() if version < number]
+
+        def enough() -> bool:
+            return not behind() if readers is None else len(entry.readers) - len(behind()) >= readers
+
+        def missing() -> str:
+            return f"of {len(entry.readers)} readers of {name!r}, {behind()} have not taken version {number}"
+
+        await self._wait(entry, enough, timeout_s, missing)
+
+    # Readers
+
+    async def join(self, name: str, label: str, host: str, pid: int) -> None:
+        """Take a reader in, until it leaves or its process ends."""
+        entry = self._entries.setdefault(name, _Entry(Ledger(name)))
+        if label not in entry.readers:
+            entry.readers[label] = 0
+            self._start(self._leave_at_end(name, label, self._keeper(host), pid))
+
+    async def _leave_at_end(self, name: str, label: str, keeper: Any, pid: int) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await keeper.wait_for_end.remote(pid)
+            await self.leave(name, label)
+
+    async def leave(self, name: str, label: str) -> None:
+        """Forget a reader."""
+        entry = self._entries.get(name)
+        if entry is not None and entry.readers.pop(label, None) is not None:
+            await self._notify(entry)
+
+    async def applied(self, name: str, label: str, number: int) -> None:
+        """Note that a reader uses a version."""
+        entry = self._entry(name)
+        entry.readers[label] = number
+        await self._notify(entry)
+
+    async def offer(self, name: str, at_least: int, known: int | None, timeout_s: float | None) -> Offer:
+        """Wait until a version from this number on is committed; return the newest one."""
+        entry = self._entry(name)
+
+        def newest() -> Version | None:
+            version = entry.ledger.newest()
+            return version if version is not None and version.number >= at_least else None
+
+        def missing() -> str:
+            opened = entry.ledger.open_version()
+            state = "no rank has begun it" if opened is None else f"ranks {opened.missing()} have not published it"
+            lost = [version.number for version in entry.ledger.versions if version.state is State.LOST]
+            return f"version {at_least} of {name!r} is not there: {state}" + (f"; lost: {lost}" if lost else "")
+
+        version = await self._wait(entry, newest, timeout_s, missing)
+        generation = version.generation
+        paths = {host: slots[version.slot] for host, slots in generation.slots.items()}
+        ranks = {host: generation.ranks_of(host) for host in paths}
+        stored = None if known == generation.number else generation.stored
+        return Offer(version.number, version.step, generation.number, stored, ranks, paths)
+
+    async def newest(self, name: str) -> int | None:
+        """Return the number of the newest committed version."""
+        version = self._entry(name).ledger.newest()
+        return None if version is None else version.number
+
+    # Names
+
+    async def versions(self, name: str | None) -> list[VersionInfo]:
+        """Return all versions of a name (None: of all names), the oldest first."""
+        return [
+            VersionInfo(
+                entry.ledger.name,
+                version.number,
+                version.step,
+                version.state.value,
+                0 if version.generation.stored is None else sum(version.generation.stored.nbytes),
+                tuple(sorted(set(version.generation.hosts.values()))),
+                tuple(label for label, number in entry.readers.items() if number == version.number),
+                time.monotonic() - version.began_s,
+                tuple(version.missing()),
+            )
+            for entry in ([self._entry(name)] if name is not None else self._entries.values())
+            for version in entry.ledger.versions
+        ]
+
+    async def drop(self, name: str) -> None:
+        """Forget a name and free its slots. The last name ends the keepers, and this actor."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return
+        for keeper in self._keepers.values():
+            keeper.drop.remote(name)
+        entry.ledger.generations.clear()
+        await self._notify(entry)
+        if not self._entries:
+            self._end_keepers()
+            _ray.exit_this_actor()
+
+    # Parts of the above
+
+    def _entry(self, name: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            known = ", ".join(map(repr, self._entries)) or "none"
+            raise WeightsLostError(f"there are no weights of the name {name!r}; there are: {known}")
+        return entry
+
+    def _generation(self, name: str, number: int) -> tuple[_Entry, Generation]:
+        entry = self._entry(name)
+        for generation in entry.ledger.generations:
+            if generation.number == number:
+                return entry, generation
+        raise WeightsError(f"the trainer of {name!r} was replaced by another one. End this process")
+
+    @staticmethod
+    async def _notify(entry: _Entry) -> None:
+        async with entry.changed:
+            entry.changed.notify_all()
+
+    @staticmethod
+    async def _wait(
+        entry: _Entry, condition: Callable[[], _T | None], timeout_s: float | None, missing: Callable[[], str]
+    ) -> _T:
+        """Return what the condition returns as soon as that is true. WeightsTimeoutError names what is missing."""
+        try:
+            async with asyncio.timeout(timeout_s), entry.changed:
+                while not (result := condition()):
+                    await entry.changed.wait()
+                return result
+        except TimeoutError:
+            raise WeightsTimeoutError(
+                f"after {timeout_s} s {missing()}. Raise the timeout if that is expected"
+            ) from None
+
+    async def _slots(self, entry: _Entry, generation: Generation, host: str) -> list[str]:
+        """Return the paths of a host's slots, which the first call makes."""
+        async with entry.making:
+            if host in generation.slots:
+                return generation.slots[host]
+            keeper = self._keeper(host)
+            name, area_bytes = entry.ledger.name, generation.area_bytes(host)
+            try:
+                paths, number = await keeper.make.remote(name, area_bytes, generation.keep)
+            except ray.exceptions.RayActorError as error:
+                self._keeper_died(host)
+                raise WeightsLostError(f"the keeper of node {host} died. Publish again") from error
+            generation.slots[host] = paths
+            entry.ledger.resume_after(number)  # of an earlier catalogue
+            return generation.slots[host]
+
+    def _keeper(self, host: str) -> Any:
+        """Return the keeper of a host, which the first call starts."""
+        keeper = self._keepers.get(host)
+        if keeper is None:
+            keeper = self._keepers[host] = start_keeper(self._job, host)
+            self._start(self._watch(host, keeper))
+        return keeper
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, host: str, keeper: Any) -> None:
+        """Note the death of a keeper."""
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await keeper.wait.remote()
+        if self._keepers.get(host) is keeper:
+            self._keeper_died(host)
+            for entry in self._entries.values():
+                await self._notify(entry)
+
+    def _keeper_died(self, host: str) -> None:
+        self._keepers.pop(host, None)
+        for entry in self._entries.values():
+            entry.ledger.keeper_died(host)
+
+    def _end_keepers(self) -> None:
+        for keeper in self._keepers.values():
+            ray.kill(keeper)
+        self._keepers.clear()
+
+    def _end_with(self, job: str) -> None:
+        """Wait for the end of the job; then end the keepers and this actor."""
+        while not _ray.job_has_ended(job):
+            time.sleep(JOB_CHECK_S)
+        self._end_keepers()
+        _ray.exit_this_actor()

@@ -1,0 +1,65 @@
+"""Calls of the catalogue from trainers, readers and commands: they wait within a deadline, and raise typed errors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.catalogue import NAMESPACE, Catalogue
+
+RETRY_S = 0.1
+"""Seconds between two attempts to reach a catalogue that Ray starts again."""
+MARGIN_S = 5.0
+"""Seconds that a caller waits beyond the deadline for the catalogue's own error, which says more."""
+
+
+class CatalogueClient:
+    """Handle of the catalogue of this job, or of the one for names that outlive their job."""
+
+    def __init__(self, *, detached: bool) -> None:
+        """Start the catalogue if nobody has. WeightsError if this process is not connected to Ray."""
+        if not ray.is_initialized():
+            raise WeightsError("this process is not connected to Ray. Call ray.init() first")
+        self._job = None if detached else ray.get_runtime_context().get_job_id()
+        self._actor: Any = self._start()
+
+    def _start(self) -> Any:
+        options = {
+            "name": f"catalogue of {self._job or 'all'}",
+            "namespace": NAMESPACE,
+            "lifetime": "detached",  # else it would end with the process that has started it
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_concurrency": 10_000,  # callers that wait
+        }
+        return ray.remote(Catalogue).options(**options).remote(self._job)
+
+    def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
+        """Return the answer of a method of the catalogue. A catalogue that has died is started again, without names.
+
+        WeightsTimeoutError if it does not answer within the deadline.
+        """
+        while True:
+            remaining_s = deadline.left_s()
+            try:
+                ref = getattr(self._actor, method).remote(*args)
+                return ray.get(ref, timeout=None if remaining_s is None else remaining_s + MARGIN_S)
+            except ray.exceptions.GetTimeoutError as error:
+                raise WeightsTimeoutError(
+                    f"the catalogue of weights did not answer within {deadline.timeout_s} s. Raise the timeout"
+                ) from error
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, WeightsError) else error from None
+            except ray.exceptions.RayActorError as error:
+                if deadline.left_s() == 0:
+                    raise WeightsLostError(f"the catalogue of weights has died: {error}. Try again") from error
+                time.sleep(RETRY_S)
+                self._actor = self._start()
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method without waiting for it; errors are ignored."""
+        getattr(self._actor, method).remote(*args)

@@ -1,0 +1,227 @@
+"""Layouts of weights as values: which region of each tensor a rank holds, and where it is stored. Pure.
+
+A *box* is a region of a whole tensor: a start and a size for each dimension. The tensor of a rank holds one box, or
+several where its rows are not adjacent in the whole tensor:
+
+    whole tensor, 8 rows     0 1 2 3 4 5 6 7
+    rank 0 of 2 holds        0 1     4 5            two boxes, at rows 0 and 2 of its own tensor
+
+`divide` gives the boxes of a rank from a mesh and placements as DTensor has them. `store` decides which rank writes
+each box of a version, and where: replicas hold the same boxes, and share the work. Called by `plan` and `publisher`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from raylane.errors import WeightsLayoutError
+
+ALIGNMENT = 64
+"""Boxes are stored at multiples of this many bytes: a cache line, and enough for every dtype."""
+SHOWN_NAMES = 8
+"""Number of tensors that an error names."""
+
+
+class Box(NamedTuple):
+    """Region of a whole tensor, in elements."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+
+class HeldBox(NamedTuple):
+    """Box that a rank's own tensor holds, and where it begins in that tensor."""
+
+    box: Box
+    at: tuple[int, ...]
+
+
+class TensorLayout(msgspec.Struct, frozen=True):
+    """One tensor of a rank: the shape of the whole tensor, and the boxes that this rank holds."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """Name as torch has it, such as `bfloat16`."""
+    held: tuple[HeldBox, ...]
+
+
+Layout = Mapping[str, TensorLayout]
+"""Tensors of one rank by name."""
+
+
+class StoredBox(NamedTuple):
+    """Box of a version in the memory of the rank that writes it: contiguous, in row-major order."""
+
+    rank: int
+    offset: int
+    """First byte in the memory of the rank."""
+    box: Box
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """One published tensor: boxes that together are the whole tensor, without overlap."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+
+class StoredLayout(msgspec.Struct, frozen=True):
+    """All tensors of a version, and the bytes that each rank writes."""
+
+    tensors: dict[str, StoredTensor]
+    nbytes: tuple[int, ...]
+    """Size of the memory of each rank."""
+    same: dict[str, str] = {}
+    """Further names of tied tensors, and the name under which each is stored."""
+
+    def name_of(self, name: str) -> str:
+        """Return the name under which a tensor is stored."""
+        return self.same.get(name, name)
+
+
+class Division(NamedTuple):
+    """Division of one dimension over the ranks of a mesh axis, as `torch.chunk` divides.
+
+    With a `split_factor` above 1 the dimension is divided into so many parts first, and the rank gets its share of each
+    of them (torch's `_StridedShard`, which FSDP2 over tensor parallelism uses).
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+def divide(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Division | None]
+) -> tuple[HeldBox, ...]:
+    """Return the boxes of the rank at a coordinate of a mesh; a placement of None replicates along its axis.
+
+    Placements apply from the first mesh axis to the last, as those of DTensor.
+    """
+    runs = [[(0, size)] if size else [] for size in shape]
+    for axis, rank, placement in zip(mesh, coordinate, placements, strict=True):
+        if placement is None:
+            continue
+        rows = runs[placement.dim]
+        parts = _chunks(sum(stop - start for start, stop in rows), placement.split_factor)
+        shares = [(lo + a, lo + b) for lo, hi in parts for a, b in _chunks(hi - lo, axis)[rank : rank + 1]]
+        runs[placement.dim] = _joined([run for lo, hi in shares for run in _taken(rows, lo, hi)])
+    boxes = []
+    offsets = [list(itertools.accumulate([stop - start for start, stop in rows], initial=0)) for rows in runs]
+    for numbers in itertools.product(*(range(len(rows)) for rows in runs)):
+        picked = [rows[number] for rows, number in zip(runs, numbers, strict=True)]
+        box = Box(tuple(start for start, _ in picked), tuple(stop - start for start, stop in picked))
+        boxes.append(HeldBox(box, tuple(at[number] for at, number in zip(offsets, numbers, strict=True))))
+    return tuple(boxes)
+
+
+def _chunks(length: int, count: int) -> list[tuple[int, int]]:
+    """Return the parts into which `torch.chunk` divides a length; the last ones may be empty."""
+    step = -(-length // count)
+    return [(min(i * step, length), min((i + 1) * step, length)) for i in range(count)]
+
+
+def _taken(rows: Iterable[tuple[int, int]], lo: int, hi: int) -> list[tuple[int, int]]:
+    """Return the rows from the one with the number `lo` up to `hi`, counted through all runs."""
+    taken, begin = [], 0
+    for start, stop in rows:
+        first, last = max(lo - begin, 0), min(hi - begin, stop - start)
+        if first < last:
+            taken.append((start + first, start + last))
+        begin += stop - start
+    return taken
+
+
+def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the runs with adjacent ones made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in rows:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def store(
+    layouts: Sequence[Layout], itemsizes: Mapping[str, int], same: Mapping[str, str] | None = None
+) -> StoredLayout:
+    """Return where each box of a version is stored. `layouts` are those of all ranks, by rank.
+
+    `same` has further names of tensors that are stored once.
+
+    Every box is written by one of the ranks that hold it, mostly the one with the fewest bytes so far. `itemsizes` maps
+    each dtype to its bytes. WeightsLayoutError names tensors on which the ranks do not agree, or that are incomplete.
+    """
+    holders: dict[str, dict[Box, list[int]]] = {}
+    first_of: dict[str, tuple[int, TensorLayout]] = {}
+    for rank, layout in enumerate(layouts):
+        for name, tensor in layout.items():
+            first_rank, first = first_of.setdefault(name, (rank, tensor))
+            if (first.shape, first.dtype) != (tensor.shape, tensor.dtype):
+                raise WeightsLayoutError(
+                    f"the ranks do not agree on {name!r}: rank {first_rank} has {first.dtype} {first.shape}, rank "
+                    f"{rank} has {tensor.dtype} {tensor.shape}. All ranks must publish parts of the same tensors"
+                )
+            boxes = holders.setdefault(name, {})
+            for held in tensor.held:
+                boxes.setdefault(held.box, []).append(rank)
+    nbytes = [0] * len(layouts)
+    tensors = {}
+    for name, boxes in holders.items():
+        tensor = first_of[name][1]
+        _check_complete(name, tensor, list(boxes))
+        stored = []
+        for box, ranks in boxes.items():
+            rank = min(ranks, key=lambda rank: nbytes[rank])
+            stored.append(StoredBox(rank, nbytes[rank], box))
+            nbytes[rank] += -(-box.elements * itemsizes[tensor.dtype] // ALIGNMENT) * ALIGNMENT
+        tensors[name] = StoredTensor(tensor.shape, tensor.dtype, tuple(stored))
+    return StoredLayout(tensors, tuple(nbytes), dict(same or {}))
+
+
+def _check_complete(name: str, tensor: TensorLayout, boxes: Sequence[Box]) -> None:
+    """Raise WeightsLayoutError unless these boxes are the whole tensor, each element once."""
+    count, total = sum(box.elements for box in boxes), math.prod(tensor.shape)
+    if count == total and (len(boxes) <= 1 or not _overlap(boxes)):
+        return
+    cause = "no rank holds some of them" if count < total else "ranks hold different regions that overlap"
+    raise WeightsLayoutError(
+        f"the ranks hold {count} elements of {name!r}, whose shape {tensor.shape} has {total}: {cause}. Publish from "
+        "every rank of the trainer, each with its own rank, and say with `places` what a part of a tensor is part of"
+    )
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Return True if two boxes, of which none is empty, have an element in common."""
+    import numpy as np
+
+    starts = np.array([box.start for box in boxes])
+    stops = starts + np.array([box.size for box in boxes])
+    # Along the dimension with the most distinct starts few others can overlap a box, so few pairs are compared.
+    dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
+    order = np.argsort(starts[:, dim], kind="stable")
+    starts, stops = starts[order], stops[order]
+    reach = np.searchsorted(starts[:, dim], stops[:, dim], side="left")
+    for number, last in enumerate(reach):
+        others = slice(number + 1, last)
+        if bool(((starts[others] < stops[number]) & (stops[others] > starts[number])).all(axis=1).any()):
+            return True
+    return False
+
+
+def names_text(names: Iterable[str]) -> str:
+    """Return some names for a message, and the number of the others."""
+    known = list(names)
+    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
+    return ", ".join(map(repr, known[:SHOWN_NAMES])) + more

@@ -1,0 +1,240 @@
+"""Ledger of published weights: which ranks, which versions, where each version lies. Pure: the catalogue's decisions.
+
+    version     OPEN ──all ranks done──> COMMITTED ──newer ones──> RETIRED
+                  └──a writer begins anew──> SUPERSEDED            (a keeper that dies makes any of them LOST)
+
+A *generation* is one set of ranks with their layouts. Ranks that come back with the same layout belong to the same
+generation; ranks with another world size or layout begin the next one, and versions go on counting.
+
+Every host of a generation has `keep` slots. A version takes the slot of the oldest version that is not among the newest
+`keep - 1` committed ones. Called by `catalogue`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.weights.layout import Layout, StoredLayout, store
+
+
+class State(enum.Enum):
+    """State of a version."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    RETIRED = "retired"
+    SUPERSEDED = "superseded"
+    LOST = "lost"
+
+
+class Event(enum.Enum):
+    """Event of a version."""
+
+    ALL_DONE = enum.auto()
+    SLOT_TAKEN = enum.auto()
+    OTHER_STEP = enum.auto()
+    KEEPER_DIED = enum.auto()
+
+
+TRANSITIONS = {
+    (State.OPEN, Event.ALL_DONE): State.COMMITTED,
+    (State.OPEN, Event.OTHER_STEP): State.SUPERSEDED,
+    (State.OPEN, Event.KEEPER_DIED): State.LOST,
+    (State.COMMITTED, Event.SLOT_TAKEN): State.RETIRED,
+    (State.COMMITTED, Event.KEEPER_DIED): State.LOST,
+}
+"""What is missing does not change the state."""
+
+
+@dataclass
+class Generation:
+    """One set of ranks. `stored` and `slots` are known when all ranks have registered."""
+
+    number: int
+    world: int
+    keep: int
+    itemsizes: dict[str, int]
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+    """Host of each rank."""
+    same: dict[str, str] = field(default_factory=dict)
+    stored: StoredLayout | None = None
+    slots: dict[str, list[str]] = field(default_factory=dict)
+    """Paths of the slots of each host."""
+
+    def ranks_of(self, host: str) -> list[int]:
+        """Return the ranks of a host, in the order of their areas in a slot."""
+        return sorted(rank for rank, where in self.hosts.items() if where == host)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not registered."""
+        return [rank for rank in range(self.world) if rank not in self.layouts]
+
+    def area_bytes(self, host: str) -> list[int]:
+        """Return the size of each area in a slot of a host."""
+        assert self.stored is not None, "not all ranks have registered"
+        return [self.stored.nbytes[rank] for rank in self.ranks_of(host)]
+
+
+@dataclass
+class Version:
+    """One version, and its slot on every host of its generation."""
+
+    number: int
+    step: int
+    generation: Generation
+    slot: int
+    state: State = State.OPEN
+    writers: set[int] = field(default_factory=set)
+    """Ranks that have begun to write their area."""
+    done: set[int] = field(default_factory=set)
+    """Ranks whose area is written."""
+    began_s: float = field(default_factory=time.monotonic)
+
+    def advance(self, event: Event) -> None:
+        """Change the state as the table says."""
+        self.state = TRANSITIONS.get((self.state, event), self.state)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not written their area."""
+        return [rank for rank in range(self.generation.world) if rank not in self.done]
+
+
+class Ledger:
+    """Everything that is known of one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.generations: list[Generation] = []
+        self.versions: list[Version] = []
+        """Versions from the oldest to the newest; those without a slot are dropped."""
+        self._numbers = 0
+
+    def register(
+        self,
+        rank: int,
+        world: int,
+        layout: Layout,
+        host: str,
+        keep: int,
+        itemsizes: Mapping[str, int],
+        same: Mapping[str, str],
+    ) -> Generation:
+        """Take a rank into the current generation, or into a new one if it does not fit the current one.
+
+        WeightsLayoutError if the ranks do not fit together; the last rank to register gets it.
+        """
+        generation = self.generations[-1] if self.generations else None
+        if generation is None or not self._fits(generation, rank, world, layout, host, keep):
+            number = 0 if generation is None else generation.number + 1
+            generation = Generation(number, world, keep, dict(itemsizes))
+            self.generations.append(generation)
+        version = self.open_version()
+        if version is not None and (rank in version.writers or version.generation is not generation):
+            version.advance(Event.OTHER_STEP)  # its writer has begun anew, so nobody will complete it
+        generation.layouts[rank] = layout
+        generation.hosts[rank] = host
+        generation.itemsizes.update(itemsizes)
+        generation.same.update(same)
+        if generation.stored is None and not generation.missing():
+            layouts = [generation.layouts[number] for number in range(world)]
+            try:
+                generation.stored = store(layouts, generation.itemsizes, generation.same)
+            except WeightsLayoutError:
+                self.generations.remove(generation)
+                raise
+        return generation
+
+    @staticmethod
+    def _fits(generation: Generation, rank: int, world: int, layout: Layout, host: str, keep: int) -> bool:
+        """Return True if a rank belongs to a generation: it is still to come, or has come back."""
+        if (generation.world, generation.keep) != (world, keep):
+            return False
+        if rank not in generation.layouts:
+            return True
+        return generation.hosts[rank] == host and generation.layouts[rank] == layout
+
+    def begin(self, generation: Generation, rank: int, step: int) -> Version | None:
+        """Return the version that a rank is to write for a step: the open one, or the next.
+
+        None if the rank has to wait, because other ranks still write the version before.
+
+        WeightsError if the ranks publish different steps, or if a newer generation has begun: then this rank belongs to
+        a trainer that was replaced.
+        """
+        if generation is not self.generations[-1]:
+            raise WeightsError(
+                f"rank {rank} of {self.name!r} belongs to a trainer of {generation.world} ranks that was replaced by "
+                f"one of {self.generations[-1].world}. End this process"
+            )
+        version = self.open_version()
+        if version is not None and rank in version.done:
+            return None
+        if version is not None and version.step != step and rank not in version.writers:
+            raise WeightsError(
+                f"rank {rank} publishes step {step} of {self.name!r}, but rank {min(version.writers)} publishes step "
+                f"{version.step}. All ranks must publish the same steps in the same order"
+            )
+        if version is not None and version.step != step:  # this rank has given the other step up
+            version.advance(Event.OTHER_STEP)
+            version = None
+        if version is None:
+            self._numbers += 1
+            version = Version(self._numbers, step, generation, self._free_slot(generation))
+            self.versions.append(version)
+        version.writers.add(rank)
+        return version
+
+    def resume_after(self, number: int) -> None:
+        """Give later versions higher numbers than this one."""
+        self._numbers = max(self._numbers, number)
+
+    def open_version(self) -> Version | None:
+        """Return the version that ranks write at present."""
+        newest = self.versions[-1] if self.versions else None
+        return newest if newest is not None and newest.state is State.OPEN else None
+
+    def _free_slot(self, generation: Generation) -> int:
+        """Return the slot for the next version, and retire the committed one that it belonged to."""
+        committed = [version for version in self.versions if version.state is State.COMMITTED]
+        # One slot of `keep` is for the version that is being written.
+        for version in committed[: max(0, len(committed) - (generation.keep - 1))]:
+            version.advance(Event.SLOT_TAKEN)
+        self.versions = [version for version in self.versions if version.state is State.COMMITTED]
+        used = {version.slot for version in self.versions if version.generation is generation}
+        # Generations without a version have slots that nobody needs any more.
+        needed = [generation, *(version.generation for version in self.versions)]
+        self.generations = [each for each in self.generations if each in needed]
+        return next(slot for slot in range(generation.keep) if slot not in used)
+
+    def done(self, number: int, rank: int) -> bool:
+        """Note that a rank has written its area. Return True if that committed the version.
+
+        WeightsLostError if the version was superseded, or its memory is gone.
+        """
+        version = next((version for version in self.versions if version.number == number), None)
+        if version is None or version.state in (State.SUPERSEDED, State.LOST):
+            why = "was given up by another rank" if version is None or version.state is State.SUPERSEDED else "is lost"
+            raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
+        version.done.add(rank)
+        if version.state is State.OPEN and not version.missing():
+            version.advance(Event.ALL_DONE)
+            return True
+        return False
+
+    def newest(self) -> Version | None:
+        """Return the newest committed version."""
+        committed = [version for version in self.versions if version.state is State.COMMITTED]
+        return committed[-1] if committed else None
+
+    def keeper_died(self, host: str) -> None:
+        """Note that the slots of a host are gone."""
+        for version in self.versions:
+            if host in version.generation.slots:
+                version.advance(Event.KEEPER_DIED)
+        for generation in self.generations:
+            generation.slots.pop(host, None)

@@ -1,0 +1,166 @@
+"""Plans of a reader: which part of which stored box goes to which part of its own tensors. Pure.
+
+Made once for a pair of layouts, and used for all later versions of the same layout.
+
+    stored boxes of a tensor         the reader's box        pieces
+    rank 0   rows 0 to 3             rows 2 to 5      ->     rank 0, rows 2 and 3 -> its rows 0 and 1
+    rank 1   rows 4 to 7                                     rank 1, rows 4 and 5 -> its rows 2 and 3
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from raylane.errors import WeightsLayoutError
+from raylane.weights.layout import HeldBox, Layout, StoredLayout, names_text
+
+FLOATS = ("float", "bfloat")
+"""Beginnings of the names of dtypes that are converted to each other."""
+
+
+class Piece(NamedTuple):
+    """A region that one stored box and one tensor of the reader have in common."""
+
+    box: int
+    """Number of the stored box in its tensor."""
+    source: tuple[int, ...]
+    """First element in the stored box."""
+    target: tuple[int, ...]
+    """First element in the reader's tensor."""
+    size: tuple[int, ...]
+
+
+class TensorPieces(NamedTuple):
+    """All pieces of one tensor of a reader. Arrays, because a plan may have millions; one row for each piece."""
+
+    name: str
+    boxes: np.ndarray[Any, Any]
+    """[pieces]"""
+    sources: np.ndarray[Any, Any]
+    """[pieces, dimensions], as are the next two."""
+    targets: np.ndarray[Any, Any]
+    sizes: np.ndarray[Any, Any]
+
+    def rows(self) -> Iterator[Piece]:
+        """Yield the pieces one by one."""
+        rows = (self.sources, self.targets, self.sizes)
+        for box, *corners in zip(self.boxes.tolist(), *(array.tolist() for array in rows), strict=True):
+            yield Piece(box, *map(tuple, corners))
+
+
+class Plan(msgspec.Struct, frozen=True, dict=True):
+    """All pieces of one reader, with the layout that they are taken from."""
+
+    stored: StoredLayout
+    pieces: tuple[TensorPieces, ...]
+    itemsizes: dict[str, int]
+
+    def published_name(self, name: str) -> str:
+        """Return the name under which a tensor of the reader is stored."""
+        return self.stored.name_of(name)
+
+    @functools.cached_property
+    def bytes_by_rank(self) -> dict[int, int]:
+        """Bytes to read from the memory of each rank that writes something for this reader."""
+        counts = np.zeros(len(self.stored.nbytes), dtype=np.int64)
+        for pieces in self.pieces:
+            tensor = self.stored.tensors[self.published_name(pieces.name)]
+            ranks = np.array([box.rank for box in tensor.boxes])[pieces.boxes]
+            np.add.at(counts, ranks, pieces.sizes.prod(axis=1) * self.itemsizes[tensor.dtype])
+        return {rank: nbytes for rank, nbytes in enumerate(counts.tolist()) if nbytes}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(self.bytes_by_rank.values())
+
+    def __str__(self) -> str:
+        count = sum(len(pieces.boxes) for pieces in self.pieces)
+        lines = [f"{len(self.pieces)} tensors in {count} pieces, {self.nbytes:,} bytes"]
+        lines += [f"  from rank {rank}: {nbytes:,} bytes" for rank, nbytes in self.bytes_by_rank.items()]
+        return "\n".join(lines)
+
+
+def make_plans(
+    stored: StoredLayout, readers: Sequence[Layout], itemsizes: dict[str, int], *, subset: bool = False
+) -> list[Plan]:
+    """Return the plan of each reader. Several at once cost little more than one.
+
+    WeightsLayoutError names tensors that are not published, have another shape, or cannot be converted; and, unless
+    `subset` is set, published tensors that a reader does not have.
+    """
+    for layout in readers:
+        _check(stored, layout, subset=subset)
+    # Readers of one tensor together, so that NumPy compares all their boxes at once.
+    users: dict[str, list[tuple[int, HeldBox]]] = {}
+    for number, layout in enumerate(readers):
+        for name, tensor in layout.items():
+            users.setdefault(name, []).extend((number, held) for held in tensor.held)
+    pieces: list[list[TensorPieces]] = [[] for _ in readers]
+    for name, wanted in users.items():
+        boxes = stored.tensors[stored.name_of(name)].boxes
+        if not wanted or not boxes:
+            continue
+        source_starts, source_sizes = _bounds([box.box for box in boxes])
+        target_starts, target_sizes = _bounds([held.box for _, held in wanted])
+        ats = np.array([held.at for _, held in wanted], dtype=np.int64).reshape(len(wanted), -1)
+        # [target, source, dimension]
+        lo = np.maximum(target_starts[:, None], source_starts[None])
+        hi = np.minimum((target_starts + target_sizes)[:, None], (source_starts + source_sizes)[None])
+        target_numbers, source_numbers = np.nonzero((hi > lo).all(axis=2))
+        lo, hi = lo[target_numbers, source_numbers], hi[target_numbers, source_numbers]
+        rows = (
+            source_numbers,
+            lo - source_starts[source_numbers],
+            lo - target_starts[target_numbers] + ats[target_numbers],
+            hi - lo,
+        )
+        # The pieces are in the order of the targets, and these in the order of the readers.
+        numbers = np.array([number for number, _ in wanted])[target_numbers]
+        present, firsts = np.unique(numbers, return_index=True)
+        for number, first, last in zip(present, firsts, [*firsts[1:], len(numbers)], strict=True):
+            pieces[number].append(TensorPieces(name, *(array[first:last] for array in rows)))
+    return [Plan(stored, tuple(each), itemsizes) for each in pieces]
+
+
+def _bounds(boxes: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the starts and the sizes of boxes, one row for each box, one column for each dimension."""
+    if not boxes[0].start:
+        return np.zeros((len(boxes), 0), dtype=np.int64), np.zeros((len(boxes), 0), dtype=np.int64)
+    starts = np.array([box.start for box in boxes], dtype=np.int64)
+    return starts, np.array([box.size for box in boxes], dtype=np.int64)
+
+
+def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
+    """Raise WeightsLayoutError if a reader cannot take these tensors, before anything is read."""
+    missing = [name for name in layout if stored.name_of(name) not in stored.tensors]
+    present = {stored.name_of(name) for name in layout}
+    surplus = [] if subset else [name for name in stored.tensors if name not in present]
+    if missing or surplus:
+        problems = []
+        if missing:
+            problems.append(f"{len(missing)} tensors of the reader are not published: {names_text(missing)}")
+        if surplus:
+            problems.append(f"{len(surplus)} published tensors are not in the reader: {names_text(surplus)}")
+        raise WeightsLayoutError(
+            f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. Use the same names at both "
+            "ends; a reader that needs only some of the tensors passes subset=True"
+        )
+    for name, tensor in layout.items():
+        published = stored.tensors[stored.name_of(name)]
+        if published.shape != tensor.shape:
+            raise WeightsLayoutError(
+                f"{name!r} is published with the shape {published.shape}, and the reader has {tensor.shape}. If the "
+                "reader holds a part of it, say which with `places`"
+            )
+        converted = published.dtype.startswith(FLOATS) and tensor.dtype.startswith(FLOATS)
+        if published.dtype != tensor.dtype and not converted:
+            raise WeightsLayoutError(
+                f"{name!r} is published as {published.dtype}, and the reader has {tensor.dtype}. Only floating-point "
+                "dtypes are converted to each other"
+            )

@@ -1,0 +1,167 @@
+"""`weights.Publisher`: one for each rank of a trainer, which copies the rank's own shards into shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import torch
+
+from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.errors import WeightsLostError
+from raylane.weights.client import CatalogueClient
+from raylane.weights.layout import StoredLayout
+from raylane.weights.slots import AreaPlace, OpenSlot
+from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, view_in
+
+
+def deadline_of(timeout: float | None) -> Deadline:
+    """Return the deadline of a call: `RAYLANE_TIMEOUT_S` (60 s) where the caller gives none."""
+    return Deadline(default_timeout_s() if timeout is None else timeout)
+
+
+class Publisher:
+    """Weights of one rank under a name. Not thread-safe.
+
+    Every rank of the trainer makes one, and all publish the same steps in the same order. What a rank holds is read off
+    its tensors: DTensors say which part of a tensor they are, plain tensors are whole, and `places` names the parts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        dtype: torch.dtype | None = None,
+        keep: int = 2,
+        places: Places = None,
+        detached: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Register this rank. Does not wait for the other ranks.
+
+        Args:
+            name: Name under which readers find the weights.
+            model: A module, or a dict of tensors by name. Tied tensors are stored once.
+            rank: Number of this rank.
+            world: Number of ranks.
+            dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are.
+            keep: Number of versions in memory, the one being written included; at least 2. Readers that map weights
+                hold a version until their next update, so give them one more.
+            places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
+                returns one or None.
+            detached: Keep the versions when this Ray job ends, until `drop`.
+            timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
+
+        Raises:
+            ValueError: An option has a value that is not accepted.
+            WeightsLayoutError: The ranks do not agree; the last rank to register gets this error.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be from 0 to world - 1 ({world - 1}), got {rank}")
+        if keep < 2:
+            raise ValueError(f"keep must be at least 2 (one version to read, one to write), got {keep}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+        self.name = name
+        self.rank, self.world, self._keep = rank, world, keep
+        self._tensors = NamedTensors(model)
+        self._layout = layout_of(self._tensors.distinct(), places, dtype)
+        self._catalogue = CatalogueClient(detached=detached)
+        self._host = ray.get_runtime_context().get_node_id()
+        self._stored: StoredLayout | None = None
+        self._generation = -1
+        self._slots: dict[str, tuple[OpenSlot, torch.Tensor]] = {}
+        """Slots of the current generation by path, and the area of this rank in each."""
+        self._register(deadline_of(timeout))
+
+    def publish(self, step: int, *, timeout: float | None = None) -> int:
+        """Publish the present tensors as the next version; return its number.
+
+        Returns when they are safe: the trainer may write to its tensors and may die. Readers see the version when all
+        ranks have published it. Waits until the other ranks have registered and have published the version before, and
+        until no reader holds the oldest version.
+
+        Raises:
+            WeightsTimeoutError: One of these waits has passed the timeout; the message names the ranks or the reader.
+            WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
+            WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
+        """
+        deadline = deadline_of(timeout)
+        try:
+            number, place = self._begin(step, deadline)
+        except WeightsLostError:  # a new catalogue, which knows no names
+            self._register(deadline)
+            number, place = self._begin(step, deadline)
+        slot, area = self._slot(place)
+        slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+        written = 0
+        try:
+            self._write(area)
+            written = number
+        finally:
+            slot.end_writing(place.number, written)
+        self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
+        return int(number)
+
+    def wait(self, version: int, *, readers: str | int = "all", timeout: float | None = None) -> None:
+        """Wait until readers use a version or a later one: `"all"` that have subscribed, or a number of them.
+
+        WeightsTimeoutError names the readers that do not.
+        """
+        if readers != "all" and not isinstance(readers, int):
+            raise ValueError(f'readers must be "all" or a number, got {readers!r}')
+        deadline = deadline_of(timeout)
+        count = None if isinstance(readers, str) else readers
+        self._catalogue.call("wait_for_readers", self.name, version, count, deadline.left_s(), deadline=deadline)
+
+    def close(self) -> None:
+        """Close this rank's end. Its versions stay."""
+        for slot, _ in self._slots.values():
+            slot.close()
+        self._slots.clear()
+
+    def _begin(self, step: int, deadline: Deadline) -> tuple[int, AreaPlace]:
+        """Return the number of the version for a step, and where this rank writes it."""
+        call = self._catalogue.call
+        if self._stored is None:
+            self._stored = call("ready", self.name, self._generation, deadline.left_s(), deadline=deadline)
+        arguments = self.name, self._generation, self.rank, step, deadline.left_s()
+        number, place = call("begin", *arguments, deadline=deadline)
+        return number, place
+
+    def _register(self, deadline: Deadline) -> None:
+        dtypes = {tensor.dtype for tensor in self._layout.values()}
+        itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
+        self._stored = None
+        self._generation = self._catalogue.call(
+            "register",
+            self.name,
+            self.rank,
+            self.world,
+            self._layout,
+            self._host,
+            self._keep,
+            itemsizes,
+            self._tensors.same,
+            deadline=deadline,
+        )
+
+    def _slot(self, place: AreaPlace) -> tuple[OpenSlot, torch.Tensor]:
+        """Return a slot and the area of this rank in it; mapped once, so that its pages stay warm."""
+        assert self._stored is not None
+        if place.path not in self._slots:
+            slot = OpenSlot(place.path, place.ranks, private=False)
+            area = slot.memory()[place.offset : place.offset + self._stored.nbytes[self.rank]]
+            self._slots[place.path] = slot, area
+        return self._slots[place.path]
+
+    def _write(self, area: torch.Tensor) -> None:
+        assert self._stored is not None
+        writes = boxes_to_write(self._stored, self.rank, self._layout, self._tensors.distinct())
+        sources = [source for _, _, source in writes]
+        targets = [view_in(area, offset, dtype, source.shape) for offset, dtype, source in writes]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)

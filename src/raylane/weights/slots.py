@@ -1,0 +1,127 @@
+"""Slots: shared memory in which the ranks of one host write a version, and from which readers of the host read it.
+
+A slot is a memfd of the host's keeper. Who may write and who reads is settled by locks on the file, which the kernel
+drops when a process dies, so a dead reader holds nothing:
+
+    0      page of the segment (its key)
+    4096   one word for each rank of the host: the number of the version in its area, or 0 while the rank writes
+    ...    area of the first rank, area of the second ...
+
+    rank                                        reader
+    lock its own word for writing,              lock the whole file for reading,
+      which waits for readers                     which fails while a rank writes
+    word = 0, write the area, word = number     compare all words with the number it came for
+    unlock                                      read, or map and keep the lock; unlock
+
+So whoever holds the lock reads the version that it came for, whole, and nobody writes to it.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from raylane.core.deadline import Deadline
+from raylane.core.filelock import READ, UNLOCK, WRITE, lock
+from raylane.core.semaphore import Segment
+from raylane.errors import WeightsTimeoutError
+
+PAGE_BYTES = 4096
+_WORD = struct.Struct("<Q")
+POLL_S = 0.002
+"""Seconds between two attempts to lock a slot: the kernel has no event for the end of a lock."""
+
+
+class AreaPlace(NamedTuple):
+    """Area of one rank in a slot."""
+
+    path: str
+    ranks: int
+    """Number of the areas in the slot."""
+    number: int
+    """Number of this area."""
+    offset: int
+    """First byte of this area behind the start of the first one."""
+
+
+class StaleSlot(Exception):
+    """The slot holds another version by now, or is being written."""
+
+
+def data_offset(ranks: int) -> int:
+    """Return the offset of the first area in a slot of so many ranks."""
+    return PAGE_BYTES + -(-ranks * _WORD.size // PAGE_BYTES) * PAGE_BYTES
+
+
+def make_slot(area_bytes: Sequence[int]) -> Segment:
+    """Return a new slot with an area for each rank of a host. OSError if there is no memory or descriptor for it."""
+    return Segment.make(data_offset(len(area_bytes)) + max(sum(area_bytes), 1))
+
+
+def words_of(segment: Segment, ranks: int) -> tuple[int, ...]:
+    """Return the number of the version in each area of a slot; 0 for an area that is being written."""
+    return tuple(_WORD.unpack_from(segment.view, PAGE_BYTES + i * _WORD.size)[0] for i in range(ranks))
+
+
+class OpenSlot:
+    """A slot of another process, mapped in this one. Not thread-safe."""
+
+    def __init__(self, path: str, ranks: int, *, private: bool) -> None:
+        """Map a slot. OSError (FileNotFoundError if it is gone) as `Segment.open`.
+
+        With `private`, what this process writes to the memory stays in this process.
+        """
+        self.path = path
+        self._segment = Segment.open(path, private=private, keep_fd=True)
+        self._ranks = ranks
+
+    @property
+    def _fd(self) -> int:
+        assert self._segment.fd is not None, "the slot was closed"
+        return self._segment.fd
+
+    def memory(self) -> torch.Tensor:
+        """Return the areas as bytes. Tensors over them keep the mapping, not the lock."""
+        offset = data_offset(self._ranks)
+        return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=offset)
+
+    def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
+        """Lock the area of a rank (counted within the host) when no reader holds the slot any more.
+
+        WeightsTimeoutError begins with `waiting`.
+        """
+        at = PAGE_BYTES + rank * _WORD.size
+        while not lock(self._fd, WRITE, at, _WORD.size):
+            if deadline.left_s() == 0:
+                raise WeightsTimeoutError(
+                    f"{waiting}: after {deadline.timeout_s} s a reader still holds the version that this one would "
+                    "replace. Update or close the readers that map it, or publish with a larger keep"
+                )
+            time.sleep(POLL_S)
+        _WORD.pack_into(self._segment.view, at, 0)
+
+    def end_writing(self, rank: int, number: int) -> None:
+        """Unlock the area of a rank; with a number of 0 it holds no version."""
+        at = PAGE_BYTES + rank * _WORD.size
+        _WORD.pack_into(self._segment.view, at, number)
+        lock(self._fd, UNLOCK, at, _WORD.size)
+
+    def hold(self, number: int) -> None:
+        """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
+        if not lock(self._fd, READ):
+            raise StaleSlot
+        if set(words_of(self._segment, self._ranks)) != {number}:
+            self.release()
+            raise StaleSlot
+
+    def release(self) -> None:
+        """Permit the ranks to write again."""
+        lock(self._fd, UNLOCK)
+
+    def close(self) -> None:
+        """Close the descriptor, which ends all locks. Tensors over the memory stay valid."""
+        self._segment.close_fd()

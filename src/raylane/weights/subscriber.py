@@ -1,0 +1,313 @@
+"""`weights.Subscriber`: takes whole versions into the tensors of a reader of any layout."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from torch.nn import Module
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.catalogue import Offer
+from raylane.weights.client import CatalogueClient
+from raylane.weights.layout import StoredLayout
+from raylane.weights.plan import Plan, make_plans
+from raylane.weights.publisher import deadline_of
+from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
+from raylane.weights.tensors import NamedTensors, Places, copies, layout_of, local, view_in
+
+APPLY = ("copy", "swap", "map")
+
+
+class ReaderState(enum.Enum):
+    """State of a reader's tensors."""
+
+    INITIAL = "initial"
+    """As the reader made them."""
+    VALID = "valid"
+    """One whole version."""
+    INVALID = "invalid"
+    """Parts of two versions: an update broke off while it wrote."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did."""
+
+    version: int
+    step: int
+    changed: bool
+    """False if the reader had this version already."""
+    nbytes: int
+    """Bytes that were copied."""
+    seconds: float
+
+
+class Subscriber:
+    """Reader of the weights of a name. Not thread-safe: update between two calls of the model.
+
+    Attributes:
+        version: Number of the version in the reader's tensors; 0 before the first update.
+        state: `ReaderState` of the tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        *,
+        apply: str = "copy",
+        subset: bool = False,
+        places: Places = None,
+        detached: bool = False,
+        timeout: float | None = None,
+    ) -> None:
+        """Register this reader. Does not wait for a version: the name may be published later.
+
+        Args:
+            name: Name of the weights.
+            model: A module, or a dict of tensors by name, of any layout; floating-point tensors are converted to the
+                dtype that they have here.
+            apply: `copy` writes into the tensors. `swap` writes into new memory and exchanges the memory of the
+                tensors at the end, so that an update that fails leaves the old version. `map` lets the tensors lie in
+                the shared memory of the version, without a copy: for inference; of each tensor the whole region must be
+                stored in one piece, with the dtype that it has here.
+            subset: True if the model has only some of the published tensors, as a stage of a pipeline.
+            places: As for `Publisher`.
+            detached: As for `Publisher`.
+            timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
+        """
+        if apply not in APPLY:
+            raise ValueError(f"apply must be one of {', '.join(APPLY)}, got {apply!r}")
+        self.name, self.apply, self._subset = name, apply, subset
+        self.version = 0
+        self.state = ReaderState.INITIAL
+        self._model = model
+        self._tensors = NamedTensors(model)
+        self._layout = layout_of(self._tensors.distinct(), places, None)
+        self._catalogue = CatalogueClient(detached=detached)
+        self._host = ray.get_runtime_context().get_node_id()
+        self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
+        self._plan: Plan | None = None
+        self._generation: int | None = None
+        self._stored: StoredLayout | None = None
+        self._slots: dict[str, OpenSlot] = {}
+        """Slots that are mapped for copying, by path."""
+        self._mapped: list[OpenSlot] = []
+        """Slots in which the tensors lie; this reader holds them."""
+        self._join(deadline_of(timeout))
+        self._leave = weakref.finalize(self, self._catalogue.tell, "leave", name, self._label)
+        if apply == "map" and isinstance(model, Module):
+            self._refuse_training(model)
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
+        if self._plan is None:
+            self._learn(self._offer(1, deadline_of(None)))
+        assert self._plan is not None
+        return self._plan
+
+    def newest(self) -> int | None:
+        """Return the number of the newest version; None if there is none."""
+        number: int | None = self._catalogue.call("newest", self.name, deadline=deadline_of(None))
+        return number
+
+    def update(self, *, timeout: float | None = None) -> Update:
+        """Take the newest version; wait for the first one if there is none yet. Returns what was done.
+
+        Raises:
+            WeightsTimeoutError: There is no version, or the ranks write faster than this reader reads.
+            WeightsLayoutError: The tensors do not fit; nothing was written.
+            WeightsLostError: The name is unknown, or its memory is gone; the reader keeps what it has.
+        """
+        return self.wait_for(1, timeout=timeout)
+
+    def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
+        """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
+        deadline, began = deadline_of(timeout), time.perf_counter()
+        while True:
+            offer = self._offer(version, deadline)
+            self._learn(offer)
+            if offer.number == self.version and self.state is ReaderState.VALID:
+                return Update(offer.number, offer.step, False, 0, time.perf_counter() - began)
+            try:
+                nbytes = self._take(offer)
+                break
+            except (StaleSlot, FileNotFoundError):
+                # The version was replaced, or its keeper has died, since the offer was made.
+                if deadline.left_s() == 0:
+                    raise WeightsTimeoutError(
+                        f"version {offer.number} of {self.name!r} was replaced while it was read, again and again for "
+                        f"{deadline.timeout_s} s. Publish less often, or with a larger keep"
+                    ) from None
+                time.sleep(POLL_S)
+        self.version, self.state = offer.number, ReaderState.VALID
+        self._catalogue.tell("applied", self.name, self._label, self.version)
+        return Update(offer.number, offer.step, True, nbytes, time.perf_counter() - began)
+
+    def check(self) -> None:
+        """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this."""
+        if self.state is ReaderState.INVALID:
+            raise WeightsInvalidError(
+                f"an update of {self.name!r} broke off while it wrote: the tensors hold parts of two versions. Update "
+                "again before the model is used"
+            )
+
+    def close(self) -> None:
+        """Leave. The tensors stay as they are; but the memory of mapped ones may then be written by ranks."""
+        self._leave()
+        for slot in (*self._slots.values(), *self._mapped):
+            slot.close()
+        self._slots.clear()
+        self._mapped.clear()
+
+    # Parts of the above
+
+    def _join(self, deadline: Deadline) -> None:
+        self._catalogue.call("join", self.name, self._label, self._host, os.getpid(), deadline=deadline)
+
+    def _offer(self, at_least: int, deadline: Deadline) -> Offer:
+        arguments = self.name, at_least, self._generation, deadline.left_s()
+        try:
+            offer: Offer = self._catalogue.call("offer", *arguments, deadline=deadline)
+        except WeightsLostError:  # a new catalogue: the name comes back with its publishers
+            self._join(deadline)
+            self._generation = None
+            offer = self._catalogue.call("offer", self.name, at_least, None, deadline.left_s(), deadline=deadline)
+        return offer
+
+    def _learn(self, offer: Offer) -> None:
+        """Make the plan for the layout of an offer, if it is a new one."""
+        if offer.stored is None:
+            return
+        itemsizes = {tensor.dtype: getattr(torch, tensor.dtype).itemsize for tensor in offer.stored.tensors.values()}
+        (self._plan,) = make_plans(offer.stored, [self._layout], itemsizes, subset=self._subset)
+        self._generation, self._stored = offer.generation, offer.stored
+
+    def _take(self, offer: Offer) -> int:
+        """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
+        assert self._plan is not None
+        needed = {host for host, ranks in offer.ranks.items() if self._plan.bytes_by_rank.keys() & set(ranks)}
+        for host in needed - {self._host}:
+            raise WeightsError(
+                f"a part of version {offer.number} of {self.name!r} lies on node {host}, and this reader runs on "
+                f"{self._host}. Weights are read within one node only so far"
+            )
+        mapping = self.apply == "map"
+        slots = [self._slot(offer, host, fresh=mapping) for host in needed]
+        held = []
+        try:
+            for slot in slots:
+                slot.hold(offer.number)
+                held.append(slot)
+            memories = self._memories(offer, dict(zip(needed, slots, strict=True)))
+            if mapping:
+                self._map(memories)
+                for slot in self._mapped:
+                    slot.close()
+                self._mapped = slots
+                return 0
+            self._copy(memories)
+            return self._plan.nbytes
+        except BaseException:
+            if mapping:
+                for slot in slots:
+                    slot.close()
+            raise
+        finally:
+            if not mapping:
+                for slot in held:
+                    slot.release()
+
+    def _slot(self, offer: Offer, host: str, *, fresh: bool) -> OpenSlot:
+        path, ranks = offer.paths[host], len(offer.ranks[host])
+        if fresh:  # a mapping that the tensors have lain in may hold what the reader wrote
+            return OpenSlot(path, ranks, private=True)
+        if path not in self._slots:
+            for gone in self._slots.keys() - set(offer.paths.values()):
+                if len(self._slots) > MAX_SLOTS:
+                    self._slots.pop(gone).close()
+            self._slots[path] = OpenSlot(path, ranks, private=False)
+        return self._slots[path]
+
+    def _memories(self, offer: Offer, slots: dict[str, OpenSlot]) -> dict[int, torch.Tensor]:
+        """Return the area of each rank."""
+        assert self._stored is not None
+        memories = {}
+        for host, slot in slots.items():
+            memory, offset = slot.memory(), 0
+            for rank in offer.ranks[host]:
+                nbytes = self._stored.nbytes[rank]
+                memories[rank] = memory[offset : offset + nbytes]
+                offset += nbytes
+        return memories
+
+    def _copy(self, memories: dict[int, torch.Tensor]) -> None:
+        """Write a version into the tensors, or into new memory that they get at the end."""
+        assert self._plan is not None
+        tensors = self._tensors.distinct()
+        swapping = self.apply == "swap" or any(local(tensor).is_meta for tensor in tensors.values())
+        outputs = tensors
+        if swapping:
+            outputs = {
+                name: torch.empty_like(local(tensor), device="cpu" if local(tensor).is_meta else None)
+                for name, tensor in tensors.items()
+            }
+        targets, sources = copies(self._plan, memories, outputs)
+        if not swapping:
+            self.state = ReaderState.INVALID  # until the caller notes that all was written
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+        if swapping:
+            for name, output in outputs.items():
+                self._tensors.set_memory(name, output)
+
+    def _map(self, memories: dict[int, torch.Tensor]) -> None:
+        """Let the tensors lie in the memory of a version."""
+        assert self._plan is not None
+        views = {}
+        tensors = self._tensors.distinct()
+        for pieces in self._plan.pieces:
+            (piece, *further), target = pieces.rows(), local(tensors[pieces.name])
+            published = self._plan.stored.tensors[self._plan.published_name(pieces.name)]
+            dtype = getattr(torch, published.dtype)
+            if further or dtype != target.dtype or piece.size != tuple(target.shape):
+                raise WeightsError(
+                    f"{pieces.name!r} cannot be mapped: it is stored in {1 + len(further)} pieces as {dtype}, and the "
+                    f"reader has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
+                )
+            box = published.boxes[piece.box]
+            view = view_in(memories[box.rank], box.offset, dtype, box.box.size)
+            for dim, (start, size) in enumerate(zip(piece.source, piece.size, strict=True)):
+                view = view.narrow(dim, start, size)
+            views[pieces.name] = view
+        for name, view in views.items():
+            self._tensors.set_memory(name, view)
+
+    @staticmethod
+    def _refuse_training(model: Module) -> None:
+        """Refuse calls of a model in training mode: its weights lie in memory that the trainer owns."""
+        model.eval()
+
+        def refuse(module: Module, *_: Any) -> None:
+            if module.training:
+                raise WeightsError(
+                    "this model's weights are mapped from shared memory (apply='map'), so it cannot be trained: the "
+                    "next update replaces them. Call model.eval(), or subscribe with apply='copy'"
+                )
+
+        model.register_forward_pre_hook(refuse)
+        model.requires_grad_(False)
+
+
+MAX_SLOTS = 8
+"""Number of slots that a reader keeps mapped; keep of a name, and those of its next generation."""

@@ -1,0 +1,187 @@
+"""Tensors of users as layouts and views: modules, dicts, DTensors, parts of larger tensors. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module, Parameter
+
+from raylane.errors import WeightsLayoutError
+from raylane.weights.layout import Box, Division, HeldBox, StoredLayout, TensorLayout, divide
+from raylane.weights.plan import Plan
+
+
+class Part(NamedTuple):
+    """Place of a plain tensor within a whole one that no single rank holds, for `places`."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: tuple[int, ...]
+    """First element of this part in it."""
+
+    @classmethod
+    def even(cls, tensor: torch.Tensor, dim: int, rank: int, size: int) -> Part:
+        """Return the place of part `rank` of `size` equal parts along a dimension."""
+        shape, start = list(tensor.shape), [0] * tensor.dim()
+        start[dim], shape[dim] = shape[dim] * rank, shape[dim] * size
+        return cls(tuple(shape), tuple(start))
+
+
+Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
+
+
+class NamedTensors:
+    """Tensors of a module or a mapping by name, looked up anew at each use: their memory may be replaced."""
+
+    def __init__(self, model: Any) -> None:
+        """TypeError if `model` is neither a module nor a mapping of tensors by name."""
+        self._homes: dict[str, tuple[MutableMapping[str, Any], str]] = {}
+        self.same: dict[str, str] = {}
+        """Further names of tensors, and the first name of each: tied weights."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        if isinstance(model, Module):
+            known = model.state_dict(keep_vars=True)  # leaves out buffers that are not persistent
+            for prefix, module in model.named_modules(remove_duplicate=False):
+                for home in (module._parameters, module._buffers):
+                    for key in home:
+                        name = f"{prefix}.{key}" if prefix else key
+                        if isinstance(known.get(name), torch.Tensor):
+                            self._homes[name] = (home, key)
+        elif isinstance(model, Mapping):
+            values: Any = model
+            self._homes = {name: (values, name) for name in model}
+        else:
+            raise TypeError(f"weights are those of a torch module or a dict of tensors by name, got {type(model)}")
+        first_names: dict[int, str] = {}
+        for name, tensor in self.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name!r} is no tensor but {type(tensor).__name__}; leave it out of the dict")
+            first = first_names.setdefault(id(tensor), name)
+            if first != name:
+                self.same[name] = first
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return all names with their present tensors."""
+        return [(name, home[key]) for name, (home, key) in self._homes.items()]
+
+    def distinct(self) -> dict[str, torch.Tensor]:
+        """Return each tensor once, by the first of its names."""
+        return {name: tensor for name, tensor in self.items() if name not in self.same}
+
+    def set_memory(self, name: str, memory: torch.Tensor) -> None:
+        """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
+        tensor = self._homes[name][0][self._homes[name][1]]
+        inner = tensor._local_tensor if hasattr(tensor, "placements") else tensor
+        if not inner.is_meta:
+            inner.data = memory
+            return
+        if inner is not tensor:
+            raise WeightsLayoutError(f"{name!r} is a DTensor on the meta device. Call model.to_empty(device=...)")
+        new = Parameter(memory, requires_grad=tensor.requires_grad) if isinstance(tensor, Parameter) else memory
+        for other in (name, *(further for further, first in self.same.items() if first == name)):
+            home, key = self._homes[other]
+            home[key] = new
+
+
+def layout_of(
+    tensors: Mapping[str, torch.Tensor], places: Places, dtype: torch.dtype | None
+) -> dict[str, TensorLayout]:
+    """Return the layout of a rank's tensors. Floating-point tensors count as `dtype` where it is given.
+
+    WeightsLayoutError for a DTensor of partial sums, and for a part that does not lie in its whole tensor.
+    """
+    layout = {}
+    for name, tensor in tensors.items():
+        cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        text = str(cast).removeprefix("torch.")
+        part = places(name, tensor) if callable(places) else (places or {}).get(name)
+        if hasattr(tensor, "placements"):
+            layout[name] = TensorLayout(tuple(tensor.shape), text, _boxes_of(name, tensor))
+        elif part is None:
+            shape = tuple(tensor.shape)
+            layout[name] = TensorLayout(shape, text, (_whole(shape),) if tensor.numel() else ())
+        else:
+            stop = [start + size for start, size in zip(part.start, tensor.shape, strict=True)]
+            if any(start < 0 or end > size for start, end, size in zip(part.start, stop, part.shape, strict=True)):
+                raise WeightsLayoutError(f"{name!r} of shape {tuple(tensor.shape)} does not lie in {part}")
+            held = HeldBox(Box(tuple(part.start), tuple(tensor.shape)), (0,) * tensor.dim())
+            layout[name] = TensorLayout(tuple(part.shape), text, (held,) if tensor.numel() else ())
+    return layout
+
+
+def _whole(shape: tuple[int, ...]) -> HeldBox:
+    return HeldBox(Box((0,) * len(shape), shape), (0,) * len(shape))
+
+
+def _boxes_of(name: str, tensor: Any) -> tuple[HeldBox, ...]:
+    """Return the boxes of a DTensor on this rank."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not part of the mesh
+        return ()
+    divisions: list[Division | None] = []
+    for placement in tensor.placements:
+        if placement.is_partial():
+            raise WeightsLayoutError(
+                f"{name!r} is a DTensor of partial sums ({placement}), which is no weight yet. Redistribute it first"
+            )
+        dim = getattr(placement, "dim", None)
+        divisions.append(None if dim is None else Division(dim % tensor.dim(), getattr(placement, "split_factor", 1)))
+    return divide(tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, divisions)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the memory of a tensor on this rank, detached."""
+    inner: torch.Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return inner.detach()
+
+
+def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+    """Return a region of a tensor, without a copy."""
+    for dim, (first, length) in enumerate(zip(start, size, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, first, length)
+    return tensor
+
+
+def boxes_to_write(
+    stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[int, torch.dtype, torch.Tensor]]:
+    """Return what a rank writes of a version: (offset in its area, published dtype, region of its own tensor)."""
+    writes = []
+    for name, published in stored.tensors.items():
+        places = {held.box: held.at for held in layout[name].held} if name in layout else {}
+        inner = None
+        for stored_box in published.boxes:
+            if stored_box.rank == rank:
+                inner = local(tensors[name]) if inner is None else inner
+                source = region(inner, places[stored_box.box], stored_box.box.size)
+                writes.append((stored_box.offset, getattr(torch, published.dtype), source))
+    return writes
+
+
+def view_in(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
+    """Return a tensor in the bytes of a slot."""
+    return memory[offset : offset + math.prod(size) * dtype.itemsize].view(dtype).view(tuple(size))
+
+
+def copies(
+    plan: Plan, memories: Mapping[int, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return (targets, sources): regions of the reader's tensors, and of the ranks' areas, in the same order.
+
+    `memories` has the area of each rank.
+    """
+    targets, sources = [], []
+    for pieces in plan.pieces:
+        published, inner = plan.stored.tensors[plan.published_name(pieces.name)], local(tensors[pieces.name])
+        dtype = getattr(torch, published.dtype)
+        for piece in pieces.rows():
+            box = published.boxes[piece.box]
+            stored = view_in(memories[box.rank], box.offset, dtype, box.box.size)
+            sources.append(region(stored, piece.source, piece.size))
+            targets.append(region(inner, piece.target, piece.size))
+    return targets, sources

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import pytest
+
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
+from raylane.weights.ledger import Generation, Ledger, State, Version
+
+SIZES = {"float32": 4}
+
+
+def layout(rank: int, world: int, rows: int = 12) -> Layout:
+    held = HeldBox(Box((rank * rows // world, 0), (rows // world, 2)), (0, 0))
+    return {"w": TensorLayout((rows, 2), "float32", (held,))}
+
+
+def register(ledger: Ledger, world: int, keep: int = 2, host: str = "a") -> Generation:
+    for rank in range(world):
+        generation = ledger.register(rank, world, layout(rank, world), host, keep, SIZES, {})
+    return generation
+
+
+def begin(ledger: Ledger, generation: Generation, rank: int, step: int) -> Version:
+    version = ledger.begin(generation, rank, step)
+    assert version is not None
+    return version
+
+
+def publish(ledger: Ledger, generation: Generation, step: int) -> int:
+    numbers = {begin(ledger, generation, rank, step).number for rank in range(generation.world)}
+    (number,) = numbers
+    committed = [ledger.done(number, rank) for rank in range(generation.world)]
+    assert committed == [False] * (generation.world - 1) + [True]
+    return number
+
+
+def newest(ledger: Ledger) -> int | None:
+    version = ledger.newest()
+    return None if version is None else version.number
+
+
+def test_version_is_visible_when_all_ranks_are_done() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 3)
+    assert generation.stored is not None
+    assert newest(ledger) is None
+    version = begin(ledger, generation, 0, 10)
+    assert ledger.begin(generation, 1, 10) is version
+    assert not ledger.done(version.number, 0)
+    assert not ledger.done(version.number, 1)
+    assert version.missing() == [2]
+    assert newest(ledger) is None
+    assert ledger.begin(generation, 2, 10) is version
+    assert ledger.done(version.number, 2)
+    assert newest(ledger) == version.number == 1
+
+
+@pytest.mark.parametrize("keep", [2, 3, 5])
+def test_committed_versions_keep_their_slots(keep: int) -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2, keep)
+    for step in range(1, 20):
+        publish(ledger, generation, step)
+        kept = [version for version in ledger.versions if version.state is State.COMMITTED]
+        assert [version.number for version in kept] == list(range(max(1, step - keep + 1), step + 1))
+        assert len({version.slot for version in kept}) == len(kept)
+        opened = begin(ledger, generation, 0, step + 1)
+        still = [version.slot for version in ledger.versions if version.state is State.COMMITTED]
+        assert opened.slot not in still
+        assert len(still) == min(step, keep - 1)
+
+
+def test_rank_that_comes_back_goes_on_in_the_open_version() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    publish(ledger, generation, 1)
+    opened = begin(ledger, generation, 0, 2)
+    ledger.done(opened.number, 0)
+    assert ledger.register(1, 2, layout(1, 2), "a", 2, SIZES, {}) is generation
+    assert begin(ledger, generation, 1, 2) is opened
+    assert ledger.done(opened.number, 1)
+
+
+def test_trainer_that_starts_again_gives_up_what_is_open() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    opened = begin(ledger, generation, 0, 7)
+    ledger.done(opened.number, 0)
+    assert register(ledger, 2) is generation
+    with pytest.raises(WeightsLostError, match="version 1 of 'policy' was given up by another rank while rank 1"):
+        ledger.done(opened.number, 1)
+    assert publish(ledger, generation, 5) == 2
+
+
+def test_rank_that_is_ahead_waits_for_the_others() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    opened = begin(ledger, generation, 0, 1)
+    ledger.done(opened.number, 0)
+    assert ledger.begin(generation, 0, 2) is None
+    assert opened.missing() == [1]
+    assert begin(ledger, generation, 1, 1) is opened
+    assert ledger.done(opened.number, 1)
+    assert begin(ledger, generation, 0, 2).number == 2
+
+
+def test_trainer_of_another_size_takes_the_name_over() -> None:
+    ledger = Ledger("policy")
+    first = register(ledger, 2)
+    publish(ledger, first, 1)
+    opened = begin(ledger, first, 0, 2)
+    second = register(ledger, 4)
+    assert second.number == first.number + 1
+    assert newest(ledger) == 1
+    with pytest.raises(WeightsError, match="trainer of 2 ranks that was replaced by one of 4"):
+        ledger.begin(first, 1, 2)
+    assert publish(ledger, second, 1) > opened.number
+    publish(ledger, second, 2)
+    publish(ledger, second, 3)
+    assert ledger.generations == [second]
+
+
+def test_ranks_that_publish_different_steps_are_told() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    opened = begin(ledger, generation, 0, 1)
+    with pytest.raises(WeightsError, match="rank 1 publishes step 2 of 'policy', but rank 0 publishes step 1"):
+        ledger.begin(generation, 1, 2)
+    later = begin(ledger, generation, 0, 2)  # its publication of step 1 has failed
+    assert later.number == opened.number + 1
+    assert begin(ledger, generation, 1, 2) is later
+
+
+def test_dead_keeper_loses_what_it_kept() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    generation.slots["a"] = ["path 0", "path 1"]
+    publish(ledger, generation, 1)
+    opened = begin(ledger, generation, 0, 2)
+    ledger.keeper_died("a")
+    assert newest(ledger) is None
+    with pytest.raises(WeightsLostError, match="is lost while rank 0 wrote it"):
+        ledger.done(opened.number, 0)
+    generation.slots["a"] = ["path 2", "path 3"]
+    assert publish(ledger, generation, 3) == 3
+
+
+def test_ranks_that_do_not_fit_are_refused_and_may_try_again() -> None:
+    ledger = Ledger("policy")
+    ledger.register(0, 2, layout(0, 2), "a", 2, SIZES, {})
+    with pytest.raises(WeightsLayoutError, match="do not agree on 'w'"):
+        ledger.register(1, 2, layout(1, 2, rows=14), "a", 2, SIZES, {})
+    assert register(ledger, 2).stored is not None

@@ -1,0 +1,133 @@
+"""Layouts read off modules and DTensors, which torch itself divides."""
+
+from __future__ import annotations
+
+import math
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.forkservers import CONTEXT, Server
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import Linear, Module, Sequential
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from raylane.errors import WeightsLayoutError
+from raylane.weights.layout import Layout, store
+from raylane.weights.tensors import NamedTensors, Part, layout_of, local, region
+
+SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
+SIZES = ((8, 12, 8), (5, 14, 7))
+MESHES = ((1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (1, 3, 2))
+"""Replicas, shards and tensor parallelism of fully sharded modules."""
+
+
+def run_rank(sender: Connection, rank: int) -> None:
+    """Be one rank of every case, in a process of its own: torch keeps the coordinate of the first rank."""
+    layouts = {}
+    for mesh in MESHES:
+        if rank < math.prod(mesh):
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(mesh))
+            for sizes in SIZES:
+                layouts[mesh, sizes] = sharded_layout(sizes, *mesh)
+            dist.destroy_process_group()
+    if rank < 6:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+        check_placed()
+    sender.send(layouts)
+
+
+def check(layout: Layout, tensors: dict[str, torch.Tensor], wholes: dict[str, torch.Tensor]) -> None:
+    """Compare what a rank holds with the regions of the whole tensors that its layout names."""
+    for name, tensor in tensors.items():
+        inner = local(tensor)
+        count = 0
+        for box, at in layout[name].held:
+            assert torch.equal(region(inner, at, box.size), region(wholes[name], box.start, box.size)), name
+            count += box.elements
+        assert count == inner.numel(), name
+
+
+def build(sizes: tuple[int, int, int]) -> Sequential:
+    torch.manual_seed(3)
+    return Sequential(Linear(sizes[0], sizes[1]), Linear(sizes[1], sizes[2]))
+
+
+def sharded_layout(sizes: tuple[int, int, int], replicas: int, shards: int, tensor: int) -> Layout:
+    """Return the layout of this rank's part of a module, after a check of its content."""
+    wholes = {name: value.detach().clone() for name, value in build(sizes).state_dict().items()}
+    mesh = init_device_mesh("cpu", (replicas, shards, tensor), mesh_dim_names=("replicate", "shard", "tp"))
+    module = build(sizes)
+    if tensor > 1:
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(module, mesh["tp"], plan, src_data_rank=None)
+    fully_shard(module, mesh=mesh["replicate", "shard"] if replicas > 1 else mesh["shard"])
+    tensors = NamedTensors(module).distinct()
+    assert all(isinstance(value, DTensor) for value in tensors.values())
+    layout = layout_of(tensors, None, None)
+    check(layout, tensors, wholes)
+    return layout
+
+
+def check_placed() -> None:
+    whole = torch.arange(7 * 5 * 3).view(7, 5, 3)
+    mesh = init_device_mesh("cpu", (2, 3))
+    for each in ([Shard(0), Shard(1)], [Shard(2), Replicate()], [Shard(0), Shard(0)], [Shard(-1), Shard(0)]):
+        tensors = {"w": distribute_tensor(whole, mesh, each, src_data_rank=None)}
+        check(layout_of(tensors, None, None), tensors, {"w": whole})
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
+    with pytest.raises(WeightsLayoutError, match="'w' is a DTensor of partial sums"):
+        layout_of({"w": partial}, None, None)
+
+
+@pytest.mark.processes
+def test_layouts_of_dtensors_are_those_of_torch() -> None:
+    connections = []
+    for rank in range(max(map(math.prod, MESHES))):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        SERVER.start(run_rank, sender, rank)
+        sender.close()
+        connections.append(receiver)
+    layouts = [connection.recv() for connection in connections]
+    for mesh in MESHES:
+        for sizes in SIZES:
+            # Refuses regions that are missing or overlap.
+            stored = store([layouts[rank][mesh, sizes] for rank in range(math.prod(mesh))], {"float32": 4})
+            assert set(stored.tensors) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_tied_and_transient_tensors_of_a_module() -> None:
+    class Tied(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = Linear(3, 4, bias=False), Linear(3, 4, bias=False)
+            self.head.weight = self.embedding.weight
+            self.register_buffer("counts", torch.zeros(2))
+            self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    module = Tied()
+    tensors = NamedTensors(module)
+    assert set(tensors.distinct()) == {"embedding.weight", "counts"}
+    assert tensors.same == {"head.weight": "embedding.weight"}
+    tensors.set_memory("embedding.weight", torch.ones(4, 3))
+    assert module.head.weight is module.embedding.weight
+    assert module.head.weight.eq(1).all()
+    with torch.device("meta"):
+        empty = Tied()
+    NamedTensors(empty).set_memory("embedding.weight", torch.ones(4, 3))
+    assert empty.head.weight is empty.embedding.weight
+    assert empty.head.weight.eq(1).all()
+
+
+def test_parts_of_plain_tensors_are_named_by_places() -> None:
+    tensor = torch.zeros(3, 4)
+    even = Part.even(tensor, 1, 2, 5)
+    assert even == Part((3, 20), (0, 8))
+    layout = layout_of({"w": tensor, "b": torch.zeros(2)}, {"w": even}, torch.bfloat16)
+    assert (layout["w"].shape, layout["w"].dtype, layout["b"].shape) == ((3, 20), "bfloat16", (2,))
+    with pytest.raises(WeightsLayoutError, match=r"'w' of shape \(3, 4\) does not lie in Part"):
+        layout_of({"w": tensor}, {"w": Part((3, 20), (0, 18))}, None)

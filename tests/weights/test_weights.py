@@ -1,0 +1,220 @@
+"""Publishers and readers in actors of a real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+from torch.nn import Linear, Sequential
+
+from raylane import weights
+from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
+
+pytestmark = pytest.mark.ray
+
+
+def model(dtype: torch.dtype = torch.float32) -> Sequential:
+    torch.manual_seed(0)
+    made = Sequential(Linear(24, 36), Linear(36, 24))
+    made.register_buffer("scale", torch.arange(4))
+    return made.to(dtype)
+
+
+class Trainer:
+    """One rank, which holds an equal part of the rows of every matrix, and everything else whole."""
+
+    def __init__(self, rank: int, world: int, name: str = "policy", keep: int = 2) -> None:
+        whole = model().state_dict()
+        self.tensors = {key: t.chunk(world)[rank].clone() if t.dim() == 2 else t.clone() for key, t in whole.items()}
+
+        def place(_: str, tensor: torch.Tensor) -> weights.Part | None:
+            return weights.Part.even(tensor, 0, rank, world) if tensor.dim() == 2 else None
+
+        self.publisher = weights.Publisher(name, self.tensors, rank=rank, world=world, keep=keep, places=place)
+
+    def publish(self, step: int, timeout: float = 20) -> int:
+        for tensor in self.tensors.values():
+            tensor.fill_(step)
+        return self.publisher.publish(step, timeout=timeout)
+
+    def wait(self, version: int, timeout: float) -> None:
+        self.publisher.wait(version, timeout=timeout)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Reader:
+    def __init__(self, apply: str = "copy", dtype: str = "float32", name: str = "policy") -> None:
+        self.model = model(getattr(torch, dtype))
+        self.subscriber = weights.Subscriber(name, self.model, apply=apply)
+
+    def update(self, at_least: int = 1, timeout: float = 20) -> tuple[int, set[float]]:
+        update = self.subscriber.wait_for(at_least, timeout=timeout)
+        self.subscriber.check()
+        return update.version, self.values()
+
+    def values(self) -> set[float]:
+        return {float(value) for tensor in self.model.state_dict().values() for value in tensor.unique()}
+
+    def close(self) -> None:
+        self.subscriber.close()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(cluster: None, eventually: Callable[..., None]) -> Iterator[Start]:
+    """Return a function that starts an actor. Afterwards all actors end, and the names are dropped."""
+    actors = []
+
+    def start_actor(kind: type, *args: Any, **options: Any) -> Any:
+        actors.append(ray.remote(num_cpus=0, **options)(kind).remote(*args))
+        return actors[-1]
+
+    yield start_actor
+    for actor in actors:
+        ray.kill(actor)
+    weights.drop("policy")
+
+
+def publish(trainers: list[Any], step: int) -> int:
+    (number,) = set(ray.get([trainer.publish.remote(step) for trainer in trainers]))
+    return number
+
+
+def test_readers_of_every_kind_get_whole_versions(start: Start) -> None:
+    trainers = [start(Trainer, rank, 2) for rank in range(2)]
+    readers = [start(Reader, *kind) for kind in (("copy",), ("swap",), ("copy", "bfloat16"))]
+    for step in range(1, 5):
+        assert publish(trainers, step) == step
+        assert ray.get([reader.update.remote() for reader in readers]) == [(step, {step})] * 3
+    newest = weights.versions("policy")[-1]
+    assert (newest.number, newest.step, newest.state, len(newest.readers)) == (4, 4, "committed", 3)
+    ray.get(trainers[0].wait.remote(4, 5))
+    # A reader that has died holds nobody up.
+    os.kill(ray.get(readers[0].pid.remote()), signal.SIGKILL)
+    publish(trainers, 5)
+    ray.get([reader.update.remote() for reader in readers[1:]])
+    ray.get(trainers[0].wait.remote(5, 10))
+
+
+def test_versions_outlive_their_trainer_and_go_on_with_another(start: Start) -> None:
+    trainers = [start(Trainer, rank, 2) for rank in range(2)]
+    publish(trainers, 7)
+    # One rank alone completes no version.
+    lone = trainers[0].publish.remote(8)
+    assert ray.get(lone) == 2
+    for trainer in trainers:
+        os.kill(ray.get(trainer.pid.remote()), signal.SIGKILL)
+    reader = start(Reader)
+    assert ray.get(reader.update.remote()) == (1, {7})
+    others = [start(Trainer, rank, 3) for rank in range(3)]
+    assert publish(others, 9) == 3
+    assert ray.get(reader.update.remote()) == (3, {9})
+
+
+def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
+    trainer, reader = start(Trainer, 0, 1), start(MappedReader)
+    publish([trainer], 1)
+    assert ray.get(reader.update.remote()) == (1, {1})
+    publish([trainer], 2)
+    # The reader holds version 1, in the only slot that could be written.
+    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+        ray.get(trainer.publish.remote(3, 0.3))
+    assert ray.get(reader.values.remote()) == {1}
+    assert ray.get(reader.update.remote()) == (2, {2})
+    assert publish([trainer], 4) > 2
+    assert ray.get(reader.values.remote()) == {2}
+    ray.get(reader.train.remote())
+
+
+class MappedReader(Reader):
+    def __init__(self) -> None:
+        super().__init__("map")
+
+    def train(self) -> None:
+        assert not any(parameter.requires_grad for parameter in self.model.parameters())
+        self.model(torch.ones(24))
+        self.model.train()
+        with pytest.raises(WeightsError, match="apply='map'"):
+            self.model(torch.ones(24))
+        # A write stays in this process, and is gone with the next update.
+        self.model[0].weight.data.fill_(-1)
+        assert self.values() == {-1, 2}
+        self.subscriber.update()
+        assert self.values() == {4}
+
+
+def test_waits_name_what_is_missing(start: Start) -> None:
+    trainer = start(Trainer, 0, 2)
+    with pytest.raises(WeightsTimeoutError, match=r"ranks \[1\] of 2 have not registered for 'policy'"):
+        ray.get(trainer.publish.remote(1, 0.3))
+    other = start(Trainer, 1, 2)
+    reader = start(Reader)
+    with pytest.raises(WeightsTimeoutError, match="version 1 of 'policy' is not there: no rank has begun it"):
+        ray.get(reader.update.remote(1, 0.3))
+    ray.get(trainer.publish.remote(1))
+    with pytest.raises(WeightsTimeoutError, match=r"ranks \[1\] have not published step 1"):
+        ray.get(trainer.publish.remote(2, 0.3))
+    with pytest.raises(WeightsError, match="rank 1 publishes step 5 of 'policy', but rank 0 publishes step 1"):
+        ray.get(other.publish.remote(5))
+    assert ray.get(other.publish.remote(1)) == 1
+    with pytest.raises(WeightsTimeoutError, match=r"of 1 readers of 'policy', \[.*\] have not taken version 1"):
+        ray.get(trainer.wait.remote(1, 0.3))
+
+
+def test_death_of_keeper_or_catalogue_loses_versions_only(start: Start) -> None:
+    trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
+    publish(trainers, 1)
+    ray.get(reader.update.remote())
+    kill("keeper")
+    with pytest.raises((WeightsLostError, WeightsTimeoutError)):
+        ray.get(reader.update.remote(2, 1))
+    number = publish(trainers, 2)
+    assert ray.get(reader.update.remote(number)) == (number, {2})
+    kill("catalogue")
+    later = publish(trainers, 3)
+    assert later > number
+    assert ray.get(reader.update.remote(later)) == (later, {3})
+
+
+def kill(kind: str) -> None:
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith(kind):
+            ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+
+
+def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
+    tensors = {"w": torch.zeros(2, 2)}
+    for options, text in (
+        ({"rank": 2, "world": 2}, "rank must be from 0 to world - 1"),
+        ({"keep": 1}, "keep must be at least 2"),
+        ({"dtype": torch.int8}, "dtype must be a floating-point dtype"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            weights.Publisher("policy", tensors, **options)
+    with pytest.raises(TypeError, match="'w' is no tensor but int"):
+        weights.Publisher("policy", {"w": 3})
+    with pytest.raises(ValueError, match="apply must be one of copy, swap, map, got 'move'"):
+        weights.Subscriber("policy", tensors, apply="move")
+    with pytest.raises(WeightsLostError, match="no weights of the name 'policy'; there are: none"):
+        weights.versions("policy")
+    publisher = weights.Publisher("policy", tensors)
+    publisher.publish(1)
+    target = {"w": torch.ones(2, 2), "v": torch.ones(2)}
+    subscriber = weights.Subscriber("policy", target)
+    with pytest.raises(WeightsLayoutError, match="1 tensors of the reader are not published: 'v'"):
+        subscriber.update()
+    assert target["w"].eq(1).all()
+    publisher.close()
+    subscriber.close()
