@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -120,7 +119,7 @@ def test_replicas_share_the_writing() -> None:
     assert stored.nbytes == (10 * 448,) * 4
 
 
-def test_plans_of_many_ranks_take_seconds() -> None:
+def test_plans_of_many_ranks_read_every_byte_once() -> None:
     shape, sources, readers = (4096, 1024), [], []
     for rank in range(128):
         held = divide(shape, [128], [rank], [Division(0)])
@@ -128,13 +127,7 @@ def test_plans_of_many_ranks_take_seconds() -> None:
     for rank in range(64):
         halves = [divide(shape, [64], [rank], [Division(dim)]) for dim in (0, 1)]
         readers.append({f"w{i}": TensorLayout(shape, "bfloat16", halves[i % 2]) for i in range(1000)})
-    began = time.perf_counter()
-    stored = store(sources, ITEMSIZES)
-    middle = time.perf_counter()
-    make_plans(stored, readers[:1], ITEMSIZES)
-    one = time.perf_counter()
-    plans = make_plans(stored, readers, ITEMSIZES)
-    print(f"store {middle - began:.2f} one {one - middle:.2f} all {time.perf_counter() - one:.2f}")
+    plans = make_plans(store(sources, ITEMSIZES), readers, ITEMSIZES)
     assert sum(plan.nbytes for plan in plans) == 2 * 1000 * 4096 * 1024
 
 
