@@ -64,7 +64,16 @@ class OpenedValue:
             shown = value.shown()
         where = paths(shown)
         self.tensors: tuple[TensorInfo, ...] = tuple(
-            _info(i, tuple(where.get(i, ())), spec) for i, spec in enumerate(self._specs)
+            TensorInfo(
+                index=i,
+                paths=tuple(where.get(i, ())),
+                shape=tuple(spec.shape),
+                dtype=array_dtype(spec) if spec.kind == ARRAY else getattr(torch, spec.dtype),
+                device=spec.device,
+                nbytes=size_of(spec, itemsize_of(spec)),
+                requires_grad=spec.requires_grad,
+            )
+            for i, spec in enumerate(self._specs)
         )
         """All tensors and arrays of the value, in order."""
 
@@ -168,19 +177,6 @@ class OpenedValue:
 
     def __repr__(self) -> str:
         return f"OpenedValue({len(self.tensors)} tensors, {self.nbytes} bytes, in {self.source})"
-
-
-def _info(index: int, paths: tuple[Path, ...], spec: LeafSpec) -> TensorInfo:
-    array = spec.kind == ARRAY
-    return TensorInfo(
-        index=index,
-        paths=paths,
-        shape=tuple(spec.shape),
-        dtype=array_dtype(spec) if array else getattr(torch, spec.dtype),
-        device=spec.device,
-        nbytes=size_of(spec, itemsize_of(spec)),
-        requires_grad=spec.requires_grad,
-    )
 
 
 def _copied(leaf: Any, slices: Any, spec: LeafSpec, wish: Delivery) -> Any:

@@ -199,7 +199,8 @@ def convert(leaves: Sequence[Any], wish: Delivery) -> list[Any]:
     if not changed:
         return converted
     # A tensor subclass, or lazily negated memory, has no plain memory that others could share.
-    plain = [i for i, leaf in enumerate(leaves) if codec.is_leaf(leaf) and not _is_lazy(leaf)]
+    lazy = [isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg()) for leaf in leaves]
+    plain = [i for i, leaf in enumerate(leaves) if codec.is_leaf(leaf) and not lazy[i]]
     groups = [[plain[k] for k in group] for group in tied([leaves[i] for i in plain])]
     together = {i: group for group in groups if len(group) > 1 for i in group}
     with torch.no_grad():
@@ -222,10 +223,6 @@ def _changes(leaf: torch.Tensor, wish: Delivery) -> bool:
     device = leaf.device if wish.device is None else wish.device
     elsewhere = device.type != leaf.device.type or device.index not in (None, leaf.device.index)
     return elsewhere or _dtype_for(leaf, wish) != leaf.dtype
-
-
-def _is_lazy(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_conj() or leaf.is_neg())
 
 
 def _convert_together(leaves: Sequence[Any], wish: Delivery) -> list[torch.Tensor]:
