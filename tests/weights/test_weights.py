@@ -13,7 +13,9 @@ import torch
 from torch.nn import Linear, Sequential
 
 from raylane import weights
+from raylane.cli.weights import render
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.client import all_versions
 
 pytestmark = pytest.mark.ray
 
@@ -42,6 +44,11 @@ class Trainer:
             tensor.fill_(step)
         return self.publisher.publish(step, timeout=timeout)
 
+    def publish_beside(self, step: int) -> int:
+        for tensor in self.tensors.values():
+            tensor.fill_(step)
+        return self.publisher.publish_async(step).result(20)
+
     def wait(self, version: int, timeout: float) -> None:
         self.publisher.wait(version, timeout=timeout)
 
@@ -57,6 +64,10 @@ class Reader:
     def update(self, at_least: int = 1, timeout: float = 20) -> tuple[int, set[float]]:
         update = self.subscriber.wait_for(at_least, timeout=timeout)
         self.subscriber.check()
+        return update.version, self.values()
+
+    async def update_async(self) -> tuple[int, set[float]]:
+        update = await self.subscriber.update_async(timeout=20)
         return update.version, self.values()
 
     def values(self) -> set[float]:
@@ -99,6 +110,8 @@ def test_readers_of_every_kind_get_whole_versions(start: Start) -> None:
         assert publish(trainers, step) == step
         assert ray.get([reader.update.remote() for reader in readers]) == [(step, {step})] * 3
     newest = weights.versions("policy")[-1]
+    table = render(all_versions(10))
+    assert "policy  4        4     committed" in table
     assert (newest.number, newest.step, newest.state, len(newest.readers)) == (4, 4, "committed", 3)
     ray.get(trainers[0].wait.remote(4, 5))
     # A reader that has died holds nobody up.
@@ -153,6 +166,13 @@ class MappedReader(Reader):
         assert self.values() == {-1, 2}
         self.subscriber.update()
         assert self.values() == {4}
+
+
+def test_publication_and_update_run_beside_other_work(start: Start) -> None:
+    trainers, reader = [start(Trainer, rank, 2) for rank in range(2)], start(Reader)
+    for step in (1, 2):
+        assert ray.get([trainer.publish_beside.remote(step) for trainer in trainers]) == [step] * 2
+        assert ray.get(reader.update_async.remote()) == (step, {step})
 
 
 def test_waits_name_what_is_missing(start: Start) -> None:

@@ -98,6 +98,11 @@ COMMANDS: dict[str, Command] = {
             "raylane memory --json memory.json",
         ),
     ),
+    "weights": Command(
+        "raylane.cli.weights",
+        "list the versions of weights that a running cluster keeps, and who reads them",
+        ("raylane weights", "raylane weights --address head:6379"),
+    ),
     "trace": Command(
         "raylane.cli.trace",
         "put recorded transfers of several processes into one trace",

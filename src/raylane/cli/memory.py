@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import ray
 
-from raylane.errors import ConfigError
+from raylane.cli.cluster import add_address, connected
 from raylane.transport.link import wire
 from raylane.transport.link.memory_report import Report, ask_everywhere
 
@@ -20,9 +18,7 @@ DEFAULT_LIMIT = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --address, --limit, --timeout and --json."""
-    parser.add_argument(
-        "--address", metavar="HOST:PORT", help="the Ray cluster (default: RAY_ADDRESS, else the one of this host)"
-    )
+    add_address(parser)
     parser.add_argument(
         "--limit",
         type=int,
@@ -45,20 +41,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--limit", args.limit), ("--timeout", args.timeout)):
         if not value > 0:
             raise SystemExit(f"raylane memory: {name} must be greater than 0, got {value}")
-    started = not ray.is_initialized()
-    if started:
-        address = args.address or os.environ.get("RAY_ADDRESS") or "auto"
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="warning")
-        except ConnectionError as error:
-            raise ConfigError(
-                f"could not connect to a Ray cluster at {address}: {error}. Name a running one with --address"
-            ) from error
-    try:
+    with connected(args.address):
         reports = ask_everywhere(args.timeout, args.limit)
-    finally:
-        if started:
-            ray.shutdown()
     print(render(reports, args.limit))
     if args.json is not None:
         args.json.write_text(msgspec.json.format(msgspec.json.encode(as_plain(reports)), indent=1).decode() + "\n")

@@ -195,6 +195,8 @@ class Catalogue:
         entry = self._entries.get(name)
         if entry is not None and entry.readers.pop(label, None) is not None:
             await self._notify(entry)
+            if not entry.readers and not entry.ledger.generations:  # a name that nobody publishes
+                await self.drop(name)
 
     async def applied(self, name: str, label: str, number: int) -> None:
         """Note that a reader uses a version."""

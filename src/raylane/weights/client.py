@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -9,8 +10,10 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import NAMESPACE, Catalogue
+from raylane.weights.catalogue import NAMESPACE, Catalogue, VersionInfo
 
+CATALOGUE_NAME = "catalogue of "
+"""Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
 RETRY_S = 0.1
 """Seconds between two attempts to reach a catalogue that Ray starts again."""
 MARGIN_S = 5.0
@@ -29,7 +32,7 @@ class CatalogueClient:
 
     def _start(self) -> Any:
         options = {
-            "name": f"catalogue of {self._job or 'all'}",
+            "name": f"{CATALOGUE_NAME}{self._job or 'all'}",
             "namespace": NAMESPACE,
             "lifetime": "detached",  # else it would end with the process that has started it
             "get_if_exists": True,
@@ -63,3 +66,18 @@ class CatalogueClient:
     def tell(self, method: str, *args: Any) -> None:
         """Call a method without waiting for it; errors are ignored."""
         getattr(self._actor, method).remote(*args)
+
+
+def all_versions(timeout_s: float) -> list[VersionInfo]:
+    """Return the versions of all names of all jobs of the cluster, by name. Catalogues that end are left out."""
+    named = [
+        entry
+        for entry in ray.util.list_named_actors(all_namespaces=True)
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(CATALOGUE_NAME)
+    ]
+    versions: list[VersionInfo] = []
+    for entry in named:
+        with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
+            actor = ray.get_actor(entry["name"], NAMESPACE)
+            versions += ray.get(actor.versions.remote(None), timeout=timeout_s)
+    return sorted(versions, key=lambda version: (version.name, version.number))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -21,7 +23,7 @@ def deadline_of(timeout: float | None) -> Deadline:
 
 
 class Publisher:
-    """Weights of one rank under a name. Not thread-safe.
+    """Weights of one rank under a name. Thread-safe: one publication follows the other.
 
     Every rank of the trainer makes one, and all publish the same steps in the same order. What a rank holds is read off
     its tensors: DTensors say which part of a tensor they are, plain tensors are whole, and `places` names the parts.
@@ -75,6 +77,9 @@ class Publisher:
         self._generation = -1
         self._slots: dict[str, tuple[OpenSlot, torch.Tensor]] = {}
         """Slots of the current generation by path, and the area of this rank in each."""
+        self._lock = threading.RLock()  # held during a publication
+        self._executor: ThreadPoolExecutor | None = None
+        """Thread of `publish_async`, which the first call starts."""
         self._register(deadline_of(timeout))
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
@@ -90,21 +95,32 @@ class Publisher:
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
         deadline = deadline_of(timeout)
-        try:
-            number, place = self._begin(step, deadline)
-        except WeightsLostError:  # a new catalogue, which knows no names
-            self._register(deadline)
-            number, place = self._begin(step, deadline)
-        slot, area = self._slot(place)
-        slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
-        written = 0
-        try:
-            self._write(area)
-            written = number
-        finally:
-            slot.end_writing(place.number, written)
-        self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
-        return int(number)
+        with self._lock:
+            try:
+                number, place = self._begin(step, deadline)
+            except WeightsLostError:  # a new catalogue, which knows no names
+                self._register(deadline)
+                number, place = self._begin(step, deadline)
+            slot, area = self._slot(place)
+            slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+            written = 0
+            try:
+                self._write(area)
+                written = number
+            finally:
+                slot.end_writing(place.number, written)
+            self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
+            return int(number)
+
+    def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
+        """Publish on a thread, beside the next step; return a future of what `publish` returns and raises.
+
+        The tensors are read meanwhile: wait for the future before the optimizer writes to them.
+        """
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(1, "raylane-publish")
+            return self._executor.submit(self.publish, step, timeout=timeout)
 
     def wait(self, version: int, *, readers: str | int = "all", timeout: float | None = None) -> None:
         """Wait until readers use a version or a later one: `"all"` that have subscribed, or a number of them.
@@ -118,7 +134,13 @@ class Publisher:
         self._catalogue.call("wait_for_readers", self.name, version, count, deadline.left_s(), deadline=deadline)
 
     def close(self) -> None:
-        """Close this rank's end. Its versions stay."""
+        """Close this rank's end, after publications under way. Its versions stay."""
+        if self._executor is not None:
+            self._executor.shutdown()
+        with self._lock:
+            self._forget_slots()
+
+    def _forget_slots(self) -> None:
         for slot, _ in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -153,6 +175,8 @@ class Publisher:
         """Return a slot and the area of this rank in it; mapped once, so that its pages stay warm."""
         assert self._stored is not None
         if place.path not in self._slots:
+            if len(self._slots) == self._keep:  # those of a keeper that has died
+                self._forget_slots()
             slot = OpenSlot(place.path, place.ranks, private=False)
             area = slot.memory()[place.offset : place.offset + self._stored.nbytes[self.rank]]
             self._slots[place.path] = slot, area

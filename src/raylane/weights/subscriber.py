@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import os
 import sys
@@ -153,6 +154,13 @@ class Subscriber:
         self.version, self.state = offer.number, ReaderState.VALID
         self._catalogue.tell("applied", self.name, self._label, self.version)
         return Update(offer.number, offer.step, True, nbytes, time.perf_counter() - began)
+
+    async def update_async(self, *, timeout: float | None = None) -> Update:
+        """Do the same as `update` on a thread, without blocking the event loop.
+
+        The tensors are written meanwhile: await this between two calls of the model.
+        """
+        return await asyncio.to_thread(self.update, timeout=timeout)
 
     def check(self) -> None:
         """Raise WeightsInvalidError if the tensors hold no whole version. A generation loop calls this."""
