@@ -158,9 +158,9 @@ def test_a_million_tells_memory_at_start_middle_and_end() -> None:
 
 
 def test_idle_is_recorded_as_one_block_steps_by_their_mean() -> None:
-    idle = graph._to_record(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
+    idle = graph.tally_to_record(CASES["idle-8"], Tally([2.5e6, 2.6e6], 2, 0.1))
     assert (idle.samples_us, idle.calls, idle.cpu_s) == ([5.1e6], 1, 0.1)
-    steps = graph._to_record(CASES["step-20ms"], Tally([10.0, 40.0], 2))
+    steps = graph.tally_to_record(CASES["step-20ms"], Tally([10.0, 40.0], 2))
     assert steps.extra == {"mean_us": 25.0}
 
 

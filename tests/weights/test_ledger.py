@@ -4,7 +4,7 @@ import pytest
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
-from raylane.weights.ledger import Generation, Ledger, State, Version
+from raylane.weights.ledger import Generation, Ledger, Version, VersionState
 
 SIZES = {"float32": 4}
 
@@ -61,11 +61,11 @@ def test_committed_versions_keep_their_slots(keep: int) -> None:
     generation = register(ledger, 2, keep)
     for step in range(1, 20):
         publish(ledger, generation, step)
-        kept = [version for version in ledger.versions if version.state is State.COMMITTED]
+        kept = [version for version in ledger.versions if version.state is VersionState.COMMITTED]
         assert [version.number for version in kept] == list(range(max(1, step - keep + 1), step + 1))
         assert len({version.slot for version in kept}) == len(kept)
         opened = begin(ledger, generation, 0, step + 1)
-        still = [version.slot for version in ledger.versions if version.state is State.COMMITTED]
+        still = [version.slot for version in ledger.versions if version.state is VersionState.COMMITTED]
         assert opened.slot not in still
         assert len(still) == min(step, keep - 1)
 

@@ -89,7 +89,17 @@ def _run_case(case: Case, blocks: Blocks, contenders: Sequence[Contender]) -> di
             taking_part, blocks.rounds, lambda who: who.block(case, blocks), seed=case.name, warm=warm
         )
     print(f"{case.name}: {time.perf_counter() - began:.1f} s", flush=True)
-    return {name: _to_record(case, tally) for name, tally in tallies.items()}
+    return {name: tally_to_record(case, tally) for name, tally in tallies.items()}
+
+
+def tally_to_record(case: Case, tally: measure.Tally) -> measure.Tally:
+    """Return the tally to record: idle time as one sample, and for steps also the mean."""
+    if case.workload == "idle":
+        return dataclasses.replace(tally, samples_us=[sum(tally.samples_us)], calls=1)
+    if case.workload == "steps":
+        mean = sum(tally.samples_us) / len(tally.samples_us)
+        return dataclasses.replace(tally, extra=tally.extra | {"mean_us": round(mean, 1)})
+    return tally
 
 
 def _open(contender: Contender, runner: asyncio.Runner) -> float:
@@ -122,16 +132,6 @@ def _checked(contender: Contender, answer: Any, began: float) -> float:
             f"{contender.case.name}: {contender.name} returned {answer!r}, expected {contender.answer!r}. This is a bug"
         )
     return first_us
-
-
-def _to_record(case: Case, tally: measure.Tally) -> measure.Tally:
-    """Return the tally to record: idle time as one sample, and for steps also the mean."""
-    if case.workload == "idle":
-        return dataclasses.replace(tally, samples_us=[sum(tally.samples_us)], calls=1)
-    if case.workload == "steps":
-        mean = sum(tally.samples_us) / len(tally.samples_us)
-        return dataclasses.replace(tally, extra=tally.extra | {"mean_us": round(mean, 1)})
-    return tally
 
 
 def _close(contenders: Sequence[Contender]) -> None:

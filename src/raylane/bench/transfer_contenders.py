@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
@@ -94,16 +93,17 @@ class Pass(Contender):
 
     def sample(self, case: Case, count: int) -> list[float]:
         """Return the microseconds of single calls."""
-        call = self._fan_out if case.workload == "fanout" else functools.partial(self._pass_on, case)
+
+        def pass_on() -> None:
+            tensor = self.producer.fresh.remote(case.nbytes, case.count) if case.fresh else self.producer.held.remote()
+            ray.get(self.consumers[0].total.remote(tensor))
+
+        def fan_out() -> None:
+            tensor = self.producer.held.remote()
+            ray.get([consumer.ends.remote(tensor) for consumer in self.consumers])
+
+        call = fan_out if case.workload == "fanout" else pass_on
         return [measure.timed(call) for _ in range(count)]
-
-    def _pass_on(self, case: Case) -> None:
-        tensor = self.producer.fresh.remote(case.nbytes, case.count) if case.fresh else self.producer.held.remote()
-        ray.get(self.consumers[0].total.remote(tensor))
-
-    def _fan_out(self) -> None:
-        tensor = self.producer.held.remote()
-        ray.get([consumer.ends.remote(tensor) for consumer in self.consumers])
 
 
 class Get(Contender):

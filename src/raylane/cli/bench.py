@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from raylane.bench import environment, graph_cases, sft_cases, transfer_cases
 from raylane.cli.help import describe
-
-CaseT = TypeVar("CaseT")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,45 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen benchmark, print its table and write the report. Return the exit status."""
-    measure = {"transfer": _transfer, "graph": _graph, "sft": _sft}[args.benchmark]
-    records, text = measure(args)
-    print(text)
+    choose: dict[str, Callable[[], list[Any]]] = {
+        "transfer": lambda: transfer_cases.cases(large=args.large, only=args.only),
+        "graph": lambda: graph_cases.cases(args.only),
+        "sft": lambda: sft_cases.cases(args.only),
+    }
+    try:
+        chosen = choose[args.benchmark]()
+    except ValueError as error:
+        raise SystemExit(f"raylane bench: {error}") from None
+    # Imports torch and Ray: a mistyped case name is answered before.
+    benchmark = importlib.import_module(f"raylane.bench.{args.benchmark}")
+    records = benchmark.run(chosen, quick=args.quick)
+    if args.benchmark == "transfer" and args.plot is not None:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        benchmark.draw(records, args.plot)
+        print(f"written to {args.plot}")
+    print(benchmark.table(records))
     if args.json is not None:
         environment.write_report(args.json, records, quick=args.quick)
     return 0
-
-
-def _transfer(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    chosen = _chosen(lambda: transfer_cases.cases(large=args.large, only=args.only))
-    from raylane.bench import transfer  # imports torch and Ray
-
-    records = transfer.run(chosen, quick=args.quick)
-    if args.plot is not None:
-        args.plot.parent.mkdir(parents=True, exist_ok=True)
-        transfer.draw(records, args.plot)
-        print(f"written to {args.plot}")
-    return records, transfer.table(records)
-
-
-def _graph(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    chosen = _chosen(lambda: graph_cases.cases(args.only))
-    from raylane.bench import graph  # imports NumPy and Ray: a mistyped case name is answered before
-
-    records = graph.run(chosen, quick=args.quick)
-    return records, graph.table(records)
-
-
-def _sft(args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    chosen = _chosen(lambda: sft_cases.cases(args.only))
-    from raylane.bench import sft  # imports torch and Ray
-
-    records = sft.run(chosen, quick=args.quick)
-    return records, sft.table(records)
-
-
-def _chosen(cases: Callable[[], list[CaseT]]) -> list[CaseT]:
-    """Return the chosen cases, or exit with a message that lists the known ones."""
-    try:
-        return cases()
-    except ValueError as error:
-        raise SystemExit(f"raylane bench: {error}") from None

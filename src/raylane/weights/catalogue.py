@@ -20,7 +20,7 @@ from raylane import _ray
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.keeper import Keeper
 from raylane.weights.layout import Layout, StoredLayout
-from raylane.weights.ledger import Generation, Ledger, State, Version
+from raylane.weights.ledger import Generation, Ledger, Version, VersionState
 from raylane.weights.slots import AreaPlace
 
 NAMESPACE = "raylane-weights"
@@ -47,7 +47,7 @@ class VersionInfo:
 
 
 @dataclass(frozen=True)
-class Offer:
+class VersionOffer:
     """A committed version, and where each host's part of it lies."""
 
     number: int
@@ -62,7 +62,7 @@ class Offer:
 
 
 @dataclass
-class _Entry:
+class _NamedWeights:
     """One name: its ledger, its readers, and the event that callers wait for."""
 
     ledger: Ledger
@@ -91,7 +91,7 @@ class Catalogue:
 
     def __init__(self, job: str | None) -> None:
         """Belong to a job (hexadecimal id), and end with it; None for names that outlive their job."""
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _NamedWeights] = {}
         self._keepers: dict[str, Any] = {}
         self._job = job
         self._tasks: set[Any] = set()
@@ -113,7 +113,7 @@ class Catalogue:
         same: Mapping[str, str],
     ) -> int:
         """Take a rank in; return the number of its generation."""
-        entry = self._entries.setdefault(name, _Entry(Ledger(name)))
+        entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
         generation = entry.ledger.register(rank, world, layout, host, keep, itemsizes, same)
         await self._notify(entry)
         return generation.number
@@ -180,15 +180,17 @@ class Catalogue:
 
     async def join(self, name: str, label: str, host: str, pid: int) -> None:
         """Take a reader in, until it leaves or its process ends."""
-        entry = self._entries.setdefault(name, _Entry(Ledger(name)))
+        entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
         if label not in entry.readers:
             entry.readers[label] = 0
-            self._start(self._leave_at_end(name, label, self._keeper(host), pid))
+            keeper = self._keeper(host)
 
-    async def _leave_at_end(self, name: str, label: str, keeper: Any, pid: int) -> None:
-        with contextlib.suppress(ray.exceptions.RayActorError):
-            await keeper.wait_for_end.remote(pid)
-            await self.leave(name, label)
+            async def leave_at_end() -> None:
+                with contextlib.suppress(ray.exceptions.RayActorError):
+                    await keeper.wait_for_end.remote(pid)
+                    await self.leave(name, label)
+
+            self._start(leave_at_end())
 
     async def leave(self, name: str, label: str) -> None:
         """Forget a reader."""
@@ -204,7 +206,7 @@ class Catalogue:
         entry.readers[label] = number
         await self._notify(entry)
 
-    async def offer(self, name: str, at_least: int, known: int | None, timeout_s: float | None) -> Offer:
+    async def offer(self, name: str, at_least: int, known: int | None, timeout_s: float | None) -> VersionOffer:
         """Wait until a version from this number on is committed; return the newest one."""
         entry = self._entry(name)
 
@@ -215,7 +217,7 @@ class Catalogue:
         def missing() -> str:
             opened = entry.ledger.open_version()
             state = "no rank has begun it" if opened is None else f"ranks {opened.missing()} have not published it"
-            lost = [version.number for version in entry.ledger.versions if version.state is State.LOST]
+            lost = [version.number for version in entry.ledger.versions if version.state is VersionState.LOST]
             return f"version {at_least} of {name!r} is not there: {state}" + (f"; lost: {lost}" if lost else "")
 
         version = await self._wait(entry, newest, timeout_s, missing)
@@ -223,7 +225,7 @@ class Catalogue:
         paths = {host: slots[version.slot] for host, slots in generation.slots.items()}
         ranks = {host: generation.ranks_of(host) for host in paths}
         stored = None if known == generation.number else generation.stored
-        return Offer(version.number, version.step, generation.number, stored, ranks, paths)
+        return VersionOffer(version.number, version.step, generation.number, stored, ranks, paths)
 
     async def newest(self, name: str) -> int | None:
         """Return the number of the newest committed version."""
@@ -265,14 +267,14 @@ class Catalogue:
 
     # Parts of the above
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> _NamedWeights:
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(map(repr, self._entries)) or "none"
             raise WeightsLostError(f"there are no weights of the name {name!r}; there are: {known}")
         return entry
 
-    def _generation(self, name: str, number: int) -> tuple[_Entry, Generation]:
+    def _generation(self, name: str, number: int) -> tuple[_NamedWeights, Generation]:
         entry = self._entry(name)
         for generation in entry.ledger.generations:
             if generation.number == number:
@@ -280,13 +282,13 @@ class Catalogue:
         raise WeightsError(f"the trainer of {name!r} was replaced by another one. End this process")
 
     @staticmethod
-    async def _notify(entry: _Entry) -> None:
+    async def _notify(entry: _NamedWeights) -> None:
         async with entry.changed:
             entry.changed.notify_all()
 
     @staticmethod
     async def _wait(
-        entry: _Entry, condition: Callable[[], _T | None], timeout_s: float | None, missing: Callable[[], str]
+        entry: _NamedWeights, condition: Callable[[], _T | None], timeout_s: float | None, missing: Callable[[], str]
     ) -> _T:
         """Return what the condition returns as soon as that is true. WeightsTimeoutError names what is missing."""
         try:
@@ -299,7 +301,7 @@ class Catalogue:
                 f"after {timeout_s} s {missing()}. Raise the timeout if that is expected"
             ) from None
 
-    async def _slots(self, entry: _Entry, generation: Generation, host: str) -> list[str]:
+    async def _slots(self, entry: _NamedWeights, generation: Generation, host: str) -> list[str]:
         """Return the paths of a host's slots, which the first call makes."""
         async with entry.making:
             if host in generation.slots:

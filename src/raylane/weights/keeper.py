@@ -7,8 +7,7 @@ Slots live in a process of their own so that a version outlives the trainer that
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from raylane.core import vm
 from raylane.core.semaphore import Segment
@@ -37,8 +36,11 @@ class Keeper:
             if not ended.done():
                 ended.set_result(None)
 
+        def end_soon() -> None:
+            loop.call_soon_threadsafe(end)
+
         try:
-            watch = watcher.watch(pid, functools.partial(_call_soon, loop, end))
+            watch = watcher.watch(pid, end_soon)
         except ProcessLookupError:
             return
         try:
@@ -61,15 +63,11 @@ class Keeper:
 
     async def drop(self, name: str, spared: Sequence[Sequence[int]] = ()) -> None:
         """Give up the slots of a name, except those with areas of these sizes. Readers keep what they map."""
-        kept = {tuple(area_bytes) for area_bytes in spared}
-        for at in [at for at in self._slots if at[0] == name and at[1] not in kept]:
+        spared_sizes = {tuple(area_bytes) for area_bytes in spared}
+        for at in [at for at in self._slots if at[0] == name and at[1] not in spared_sizes]:
             for slot in self._slots.pop(at):
                 slot.close_fd()
 
     async def nbytes(self) -> int:
         """Return the size of all slots."""
         return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    loop.call_soon_threadsafe(function)

@@ -180,7 +180,14 @@ def store(
     tensors = {}
     for name, boxes in holders.items():
         tensor = first_of[name][1]
-        _check_complete(name, tensor, list(boxes))
+        count, total = sum(box.elements for box in boxes), math.prod(tensor.shape)
+        if count != total or (len(boxes) > 1 and _overlap(list(boxes))):
+            cause = "no rank holds some of them" if count < total else "ranks hold different regions that overlap"
+            raise WeightsLayoutError(
+                f"the ranks hold {count} elements of {name!r}, whose shape {tensor.shape} has {total}: {cause}. "
+                "Publish from every rank of the trainer, each with its own rank, and say with `places` what a part of "
+                "a tensor is part of"
+            )
         stored = []
         for box, ranks in boxes.items():
             rank = min(ranks, key=lambda rank: nbytes[rank])
@@ -188,18 +195,6 @@ def store(
             nbytes[rank] += -(-box.elements * itemsizes[tensor.dtype] // ALIGNMENT) * ALIGNMENT
         tensors[name] = StoredTensor(tensor.shape, tensor.dtype, tuple(stored))
     return StoredLayout(tensors, tuple(nbytes), dict(same or {}))
-
-
-def _check_complete(name: str, tensor: TensorLayout, boxes: Sequence[Box]) -> None:
-    """Raise WeightsLayoutError unless these boxes are the whole tensor, each element once."""
-    count, total = sum(box.elements for box in boxes), math.prod(tensor.shape)
-    if count == total and (len(boxes) <= 1 or not _overlap(boxes)):
-        return
-    cause = "no rank holds some of them" if count < total else "ranks hold different regions that overlap"
-    raise WeightsLayoutError(
-        f"the ranks hold {count} elements of {name!r}, whose shape {tensor.shape} has {total}: {cause}. Publish from "
-        "every rank of the trainer, each with its own rank, and say with `places` what a part of a tensor is part of"
-    )
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -21,7 +21,7 @@ from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.layout import Layout, StoredLayout, store
 
 
-class State(enum.Enum):
+class VersionState(enum.Enum):
     """State of a version."""
 
     OPEN = "open"
@@ -31,7 +31,7 @@ class State(enum.Enum):
     LOST = "lost"
 
 
-class Event(enum.Enum):
+class VersionEvent(enum.Enum):
     """Event of a version."""
 
     ALL_DONE = enum.auto()
@@ -41,13 +41,13 @@ class Event(enum.Enum):
 
 
 TRANSITIONS = {
-    (State.OPEN, Event.ALL_DONE): State.COMMITTED,
-    (State.OPEN, Event.OTHER_STEP): State.SUPERSEDED,
-    (State.OPEN, Event.KEEPER_DIED): State.LOST,
-    (State.COMMITTED, Event.SLOT_TAKEN): State.RETIRED,
-    (State.COMMITTED, Event.KEEPER_DIED): State.LOST,
+    (VersionState.OPEN, VersionEvent.ALL_DONE): VersionState.COMMITTED,
+    (VersionState.OPEN, VersionEvent.OTHER_STEP): VersionState.SUPERSEDED,
+    (VersionState.OPEN, VersionEvent.KEEPER_DIED): VersionState.LOST,
+    (VersionState.COMMITTED, VersionEvent.SLOT_TAKEN): VersionState.RETIRED,
+    (VersionState.COMMITTED, VersionEvent.KEEPER_DIED): VersionState.LOST,
 }
-"""What is missing does not change the state."""
+"""Next state by state and event; a pair that is missing does not change the state."""
 
 
 @dataclass
@@ -88,14 +88,14 @@ class Version:
     step: int
     generation: Generation
     slot: int
-    state: State = State.OPEN
+    state: VersionState = VersionState.OPEN
     writers: set[int] = field(default_factory=set)
     """Ranks that have begun to write their area."""
     done: set[int] = field(default_factory=set)
     """Ranks whose area is written."""
     began_s: float = field(default_factory=time.monotonic)
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: VersionEvent) -> None:
         """Change the state as the table says."""
         self.state = TRANSITIONS.get((self.state, event), self.state)
 
@@ -129,13 +129,16 @@ class Ledger:
         WeightsLayoutError if the ranks do not fit together; the last rank to register gets it.
         """
         generation = self.generations[-1] if self.generations else None
-        if generation is None or not self._fits(generation, rank, world, layout, host, keep):
+        fits = generation is not None and (generation.world, generation.keep) == (world, keep)
+        if fits and generation is not None and rank in generation.layouts:  # it has come back
+            fits = generation.hosts[rank] == host and generation.layouts[rank] == layout
+        if generation is None or not fits:
             number = 0 if generation is None else generation.number + 1
             generation = Generation(number, world, keep, dict(itemsizes))
             self.generations.append(generation)
         version = self.open_version()
         if version is not None and (rank in version.writers or version.generation is not generation):
-            version.advance(Event.OTHER_STEP)  # its writer has begun anew, so nobody will complete it
+            version.advance(VersionEvent.OTHER_STEP)  # its writer has begun anew, so nobody will complete it
         generation.layouts[rank] = layout
         generation.hosts[rank] = host
         generation.itemsizes.update(itemsizes)
@@ -148,15 +151,6 @@ class Ledger:
                 self.generations.remove(generation)
                 raise
         return generation
-
-    @staticmethod
-    def _fits(generation: Generation, rank: int, world: int, layout: Layout, host: str, keep: int) -> bool:
-        """Return True if a rank belongs to a generation: it is still to come, or has come back."""
-        if (generation.world, generation.keep) != (world, keep):
-            return False
-        if rank not in generation.layouts:
-            return True
-        return generation.hosts[rank] == host and generation.layouts[rank] == layout
 
     def begin(self, generation: Generation, rank: int, step: int) -> Version | None:
         """Return the version that a rank is to write for a step: the open one, or the next.
@@ -180,7 +174,7 @@ class Ledger:
                 f"{version.step}. All ranks must publish the same steps in the same order"
             )
         if version is not None and version.step != step:  # this rank has given the other step up
-            version.advance(Event.OTHER_STEP)
+            version.advance(VersionEvent.OTHER_STEP)
             version = None
         if version is None:
             self._numbers += 1
@@ -196,15 +190,15 @@ class Ledger:
     def open_version(self) -> Version | None:
         """Return the version that ranks write at present."""
         newest = self.versions[-1] if self.versions else None
-        return newest if newest is not None and newest.state is State.OPEN else None
+        return newest if newest is not None and newest.state is VersionState.OPEN else None
 
     def _free_slot(self, generation: Generation) -> int:
         """Return the slot for the next version, and retire the committed one that it belonged to."""
-        committed = [version for version in self.versions if version.state is State.COMMITTED]
+        committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
         # One slot of `keep` is for the version that is being written.
         for version in committed[: max(0, len(committed) - (generation.keep - 1))]:
-            version.advance(Event.SLOT_TAKEN)
-        self.versions = [version for version in self.versions if version.state is State.COMMITTED]
+            version.advance(VersionEvent.SLOT_TAKEN)
+        self.versions = [version for version in self.versions if version.state is VersionState.COMMITTED]
         used = {version.slot for version in self.versions if version.generation is generation}
         # Generations without a version have slots that nobody needs any more.
         needed = [generation, *(version.generation for version in self.versions)]
@@ -217,24 +211,28 @@ class Ledger:
         WeightsLostError if the version was superseded, or its memory is gone.
         """
         version = next((version for version in self.versions if version.number == number), None)
-        if version is None or version.state in (State.SUPERSEDED, State.LOST):
-            why = "was given up by another rank" if version is None or version.state is State.SUPERSEDED else "is lost"
+        if version is None or version.state in (VersionState.SUPERSEDED, VersionState.LOST):
+            why = (
+                "was given up by another rank"
+                if version is None or version.state is VersionState.SUPERSEDED
+                else "is lost"
+            )
             raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
         version.done.add(rank)
-        if version.state is State.OPEN and not version.missing():
-            version.advance(Event.ALL_DONE)
+        if version.state is VersionState.OPEN and not version.missing():
+            version.advance(VersionEvent.ALL_DONE)
             return True
         return False
 
     def newest(self) -> Version | None:
         """Return the newest committed version."""
-        committed = [version for version in self.versions if version.state is State.COMMITTED]
+        committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
         return committed[-1] if committed else None
 
     def keeper_died(self, host: str) -> None:
         """Note that the slots of a host are gone."""
         for version in self.versions:
             if host in version.generation.slots:
-                version.advance(Event.KEEPER_DIED)
+                version.advance(VersionEvent.KEEPER_DIED)
         for generation in self.generations:
             generation.slots.pop(host, None)

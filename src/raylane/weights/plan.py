@@ -23,7 +23,7 @@ FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
 
 
-class Piece(NamedTuple):
+class BoxPiece(NamedTuple):
     """A region that one stored box and one tensor of the reader have in common."""
 
     box: int
@@ -46,11 +46,11 @@ class TensorPieces(NamedTuple):
     targets: np.ndarray[Any, Any]
     sizes: np.ndarray[Any, Any]
 
-    def rows(self) -> Iterator[Piece]:
+    def rows(self) -> Iterator[BoxPiece]:
         """Yield the pieces one by one."""
         rows = (self.sources, self.targets, self.sizes)
         for box, *corners in zip(self.boxes.tolist(), *(array.tolist() for array in rows), strict=True):
-            yield Piece(box, *map(tuple, corners))
+            yield BoxPiece(box, *map(tuple, corners))
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):
@@ -102,13 +102,13 @@ def make_plans(
         for name, tensor in layout.items():
             users.setdefault(name, []).extend((number, held) for held in tensor.held)
     pieces: list[list[TensorPieces]] = [[] for _ in readers]
-    for name, wanted in users.items():
+    for name, held_boxes in users.items():
         boxes = stored.tensors[stored.name_of(name)].boxes
-        if not wanted or not boxes:
+        if not held_boxes or not boxes:
             continue
         source_starts, source_sizes = _bounds([box.box for box in boxes])
-        target_starts, target_sizes = _bounds([held.box for _, held in wanted])
-        ats = np.array([held.at for _, held in wanted], dtype=np.int64).reshape(len(wanted), -1)
+        target_starts, target_sizes = _bounds([held.box for _, held in held_boxes])
+        ats = np.array([held.at for _, held in held_boxes], dtype=np.int64).reshape(len(held_boxes), -1)
         # [target, source, dimension]
         lo = np.maximum(target_starts[:, None], source_starts[None])
         hi = np.minimum((target_starts + target_sizes)[:, None], (source_starts + source_sizes)[None])
@@ -121,7 +121,7 @@ def make_plans(
             hi - lo,
         )
         # The pieces are in the order of the targets, and these in the order of the readers.
-        numbers = np.array([number for number, _ in wanted])[target_numbers]
+        numbers = np.array([number for number, _ in held_boxes])[target_numbers]
         present, firsts = np.unique(numbers, return_index=True)
         for number, first, last in zip(present, firsts, [*firsts[1:], len(numbers)], strict=True):
             pieces[number].append(TensorPieces(name, *(array[first:last] for array in rows)))

@@ -89,6 +89,10 @@ class OpenSlot:
         offset = data_offset(self._ranks)
         return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=offset)
 
+    def areas(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return the bytes of each area, whose sizes are given."""
+        return list(torch.split(self.memory()[: sum(sizes)], list(sizes)))
+
     def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
         """Lock the area of a rank (counted within the host) when no reader holds the slot any more.
 

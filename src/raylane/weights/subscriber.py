@@ -17,13 +17,13 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import Offer
+from raylane.weights.catalogue import VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.plan import Plan, make_plans
 from raylane.weights.publisher import deadline_of
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.tensors import NamedTensors, Places, copies, layout_of, local, view_in
+from raylane.weights.tensors import NamedTensors, Places, copies, layout_of, local, refuse_training, view_in
 
 APPLY = ("copy", "swap", "map")
 
@@ -41,7 +41,7 @@ class ReaderState(enum.Enum):
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did."""
+    """Result of an update."""
 
     version: int
     step: int
@@ -107,7 +107,7 @@ class Subscriber:
         self._join(deadline_of(timeout))
         self._leave = weakref.finalize(self, self._catalogue.tell, "leave", name, self._label)
         if apply == "map" and isinstance(model, Module):
-            self._refuse_training(model)
+            refuse_training(model)
 
     @property
     def plan(self) -> Plan:
@@ -183,17 +183,17 @@ class Subscriber:
     def _join(self, deadline: Deadline) -> None:
         self._catalogue.call("join", self.name, self._label, self._host, os.getpid(), deadline=deadline)
 
-    def _offer(self, at_least: int, deadline: Deadline) -> Offer:
+    def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
         arguments = self.name, at_least, self._generation, deadline.left_s()
         try:
-            offer: Offer = self._catalogue.call("offer", *arguments, deadline=deadline)
+            offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
         except WeightsLostError:  # a new catalogue: the name comes back with its publishers
             self._join(deadline)
             self._generation = None
             offer = self._catalogue.call("offer", self.name, at_least, None, deadline.left_s(), deadline=deadline)
         return offer
 
-    def _learn(self, offer: Offer) -> None:
+    def _learn(self, offer: VersionOffer) -> None:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
@@ -201,7 +201,7 @@ class Subscriber:
         (self._plan,) = make_plans(offer.stored, [self._layout], itemsizes, subset=self._subset)
         self._generation, self._stored = offer.generation, offer.stored
 
-    def _take(self, offer: Offer) -> int:
+    def _take(self, offer: VersionOffer) -> int:
         """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
         assert self._plan is not None
         needed = {host for host, ranks in offer.ranks.items() if self._plan.bytes_by_rank.keys() & set(ranks)}
@@ -217,7 +217,11 @@ class Subscriber:
             for slot in slots:
                 slot.hold(offer.number)
                 held.append(slot)
-            memories = self._memories(offer, dict(zip(needed, slots, strict=True)))
+            memories: dict[int, torch.Tensor] = {}
+            for host, slot in zip(needed, slots, strict=True):
+                ranks = offer.ranks[host]
+                areas = slot.areas([self._plan.stored.nbytes[rank] for rank in ranks])
+                memories.update(zip(ranks, areas, strict=True))
             if mapping:
                 self._map(memories)
                 for slot in self._mapped:
@@ -236,7 +240,7 @@ class Subscriber:
                 for slot in held:
                     slot.release()
 
-    def _slot(self, offer: Offer, host: str, *, fresh: bool) -> OpenSlot:
+    def _slot(self, offer: VersionOffer, host: str, *, fresh: bool) -> OpenSlot:
         path, ranks = offer.paths[host], len(offer.ranks[host])
         if fresh:  # a mapping that the tensors have lain in may hold what the reader wrote
             return OpenSlot(path, ranks, private=True)
@@ -246,18 +250,6 @@ class Subscriber:
                     self._slots.pop(gone).close()
             self._slots[path] = OpenSlot(path, ranks, private=False)
         return self._slots[path]
-
-    def _memories(self, offer: Offer, slots: dict[str, OpenSlot]) -> dict[int, torch.Tensor]:
-        """Return the area of each rank."""
-        assert self._stored is not None
-        memories = {}
-        for host, slot in slots.items():
-            memory, offset = slot.memory(), 0
-            for rank in offer.ranks[host]:
-                nbytes = self._stored.nbytes[rank]
-                memories[rank] = memory[offset : offset + nbytes]
-                offset += nbytes
-        return memories
 
     def _copy(self, memories: dict[int, torch.Tensor]) -> None:
         """Write a version into the tensors, or into new memory that they get at the end."""
@@ -300,21 +292,6 @@ class Subscriber:
             views[pieces.name] = view
         for name, view in views.items():
             self._tensors.set_memory(name, view)
-
-    @staticmethod
-    def _refuse_training(model: Module) -> None:
-        """Refuse calls of a model in training mode: its weights lie in memory that the trainer owns."""
-        model.eval()
-
-        def refuse(module: Module, *_: Any) -> None:
-            if module.training:
-                raise WeightsError(
-                    "this model's weights are mapped from shared memory (apply='map'), so it cannot be trained: the "
-                    "next update replaces them. Call model.eval(), or subscribe with apply='copy'"
-                )
-
-        model.register_forward_pre_hook(refuse)
-        model.requires_grad_(False)
 
 
 MAX_SLOTS = 8

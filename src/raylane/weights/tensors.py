@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module, Parameter
 
-from raylane.errors import WeightsLayoutError
+from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.layout import Box, Division, HeldBox, StoredLayout, TensorLayout, divide
 from raylane.weights.plan import Plan
 
@@ -100,7 +100,7 @@ def layout_of(
         text = str(cast).removeprefix("torch.")
         part = places(name, tensor) if callable(places) else (places or {}).get(name)
         if hasattr(tensor, "placements"):
-            layout[name] = TensorLayout(tuple(tensor.shape), text, _boxes_of(name, tensor))
+            layout[name] = TensorLayout(tuple(tensor.shape), text, boxes_of(name, tensor))
         elif part is None:
             shape = tuple(tensor.shape)
             layout[name] = TensorLayout(shape, text, (_whole(shape),) if tensor.numel() else ())
@@ -117,7 +117,7 @@ def _whole(shape: tuple[int, ...]) -> HeldBox:
     return HeldBox(Box((0,) * len(shape), shape), (0,) * len(shape))
 
 
-def _boxes_of(name: str, tensor: Any) -> tuple[HeldBox, ...]:
+def boxes_of(name: str, tensor: Any) -> tuple[HeldBox, ...]:
     """Return the boxes of a DTensor on this rank."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the mesh
@@ -185,3 +185,18 @@ def copies(
             sources.append(region(stored, piece.source, piece.size))
             targets.append(region(inner, piece.target, piece.size))
     return targets, sources
+
+
+def refuse_training(model: Module) -> None:
+    """Refuse calls of a model in training mode: its weights lie in memory that is replaced."""
+    model.eval()
+
+    def refuse(module: Module, *_: Any) -> None:
+        if module.training:
+            raise WeightsError(
+                "this model's weights are mapped from shared memory (apply='map'), so it cannot be trained: the next "
+                "update replaces them. Call model.eval(), or subscribe with apply='copy'"
+            )
+
+    model.register_forward_pre_hook(refuse)
+    model.requires_grad_(False)

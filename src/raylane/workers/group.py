@@ -466,13 +466,13 @@ class _TrialPickler(_ray.CloudPickler):  # type: ignore[misc]  # untyped base
 def _release(placement: PlacementGroup) -> None:
     """Remove the placement group of a WorkerGroup that was dropped without `shutdown`; runs as a finalizer."""
     warnings.warn("a WorkerGroup was dropped without shutdown()", ResourceWarning, stacklevel=2)
+
+    def remove() -> None:
+        with suppress(Exception):  # the Ray session may have ended meanwhile
+            remove_placement_group(placement)
+
     # On a thread: the garbage collector may run this anywhere, even inside a call to Ray, and removing calls Ray.
-    threading.Thread(target=_remove_quietly, args=(placement,), name="raylane-release", daemon=True).start()
-
-
-def _remove_quietly(placement: PlacementGroup) -> None:
-    with suppress(Exception):  # the Ray session may have ended meanwhile
-        remove_placement_group(placement)
+    threading.Thread(target=remove, name="raylane-release", daemon=True).start()
 
 
 def _put_arrays(value: Any) -> Any:

@@ -149,11 +149,14 @@ def parse_conversation(
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: {messages_key!r} must be a list of at least one message")
     parsed = tuple(_message(message, f"{where}, message {index}") for index, message in enumerate(messages))
-    weights = tuple(
-        _weight(raw, f"{where}, message {index}")
-        for index, (raw, message) in enumerate(zip(messages, parsed, strict=True))
-        if message["role"] == "assistant"
-    )
+    weights: list[bool] = []
+    for index, (raw, message) in enumerate(zip(messages, parsed, strict=True)):
+        if message["role"] == "assistant":
+            weight = raw.get("weight")
+            if weight not in (None, 0, 1):
+                text = "weight must be 0 (context only) or 1 (trained on)"
+                raise DataError(f"{where}, message {index}: {text}, got {weight!r}")
+            weights.append(weight != 0)
     tools = record.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         hint = "; it is a text here: write the list that the text holds" if isinstance(tools, str) else ""
@@ -161,7 +164,7 @@ def parse_conversation(
     used = {messages_key, "tools", "functions", *(pair_keys or ())}
     rest = {key: value for key, value in record.items() if key not in used and key not in ignore_keys}
     _refuse_unused(rest, [(message["role"], message["content"]) for message in parsed], is_pair, where)
-    return Conversation(where, parsed, None if tools is None else tuple(tools), weights)
+    return Conversation(where, parsed, None if tools is None else tuple(tools), tuple(weights))
 
 
 def _pair(record: dict[str, Any], keys: tuple[str, str], where: str) -> list[dict[str, Any]]:
@@ -302,10 +305,3 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise DataError(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
-
-
-def _weight(message: dict[str, Any], where: str) -> bool:
-    weight = message.get("weight")
-    if weight not in (None, 0, 1):
-        raise DataError(f"{where}: weight must be 0 (context only) or 1 (trained on), got {weight!r}")
-    return weight != 0

@@ -124,16 +124,16 @@ def apply(causal_lm: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         return
     if sequence_parallel:
         parallelize_module(decoder.norm, mesh, SequenceParallel(use_local_output=True))
-        decoder.norm.register_forward_hook(lambda _, __, out: _whole_rows(out, mesh))
+
+        def whole_rows(_: Any, __: Any, local: Tensor) -> Tensor:
+            """Return whole rows [B, T, H] from parts [B, T / tp, H]."""
+            whole: Tensor = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(mesh, [Replicate()]).to_local()
+            return whole
+
+        decoder.norm.register_forward_hook(whole_rows)
     parallelize_module(head, mesh, ColwiseParallel())
     if tied:  # dividing gave each name a tensor of its own
         head.weight = decoder.embed_tokens.weight
-
-
-def _whole_rows(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return whole rows [B, T, H] from parts [B, T / tp, H]."""
-    whole: Tensor = DTensor.from_local(local, mesh, [Shard(1)]).redistribute(mesh, [Replicate()]).to_local()
-    return whole
 
 
 def whole_vocabulary(local: Tensor, mesh: DeviceMesh, words: int) -> Tensor:

@@ -118,7 +118,13 @@ class OnDevice:
                 if start < 0 or start + block.nbytes > storage.nbytes():
                     raise ValueError(f"block {spec.block} does not lie in one storage")
                 self.blocks[spec.block] = _bytes_in(storage, start, block.nbytes)
-        self._events = [_event(device, (streams or {}).get(device)) for device in sorted(set(self.devices.values()))]
+        self._events = []
+        """One event for each device, which happens when the work on the producer's stream so far is done."""
+        for device in sorted(set(self.devices.values())):
+            with torch.cuda.device(device):
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record((streams or {}).get(device))
+                self._events.append(event)
         _published.append(min(self.devices.values()))
         self._lock = threading.Lock()  # guards the copy
         self._staged: dict[int, Any] | None = None
@@ -192,14 +198,6 @@ _published: collections.deque[int] = collections.deque([0], maxlen=1)
 def publishing_device() -> int:
     """Return the device of the value that this process has published last; 0 before the first."""
     return _published[0]
-
-
-def _event(device: int, stream: Any) -> Any:
-    """Return an event that happens when the work on a stream (None: the device's current one) so far is done."""
-    with torch.cuda.device(device):
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
 
 
 def current_streams() -> dict[int, Any]:

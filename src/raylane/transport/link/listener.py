@@ -216,9 +216,13 @@ class Listener:
             sock, _ = server.accept()
         except OSError as error:
             log.debug("accept: %s", error)
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                # The connection stays in the backlog, so the selector would report it again at once.
-                self._pause_accepting()
+            exhausted = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+            # The connection stays in the backlog, so the selector would report it again at once: accept none for a
+            # while. The selector may have reported both sockets, and the other one came first.
+            if exhausted and not self._accept_after:
+                for listening in (self._unix, self._tcp):
+                    self._selector.unregister(listening)
+                self._accept_after = time.monotonic() + ACCEPT_PAUSE_S
             return
         sock.setblocking(False)
         address: wire.Address = self.name
@@ -278,14 +282,6 @@ class Listener:
         else:
             peer.shaking = False
             self._challenge(peer)
-
-    def _pause_accepting(self) -> None:
-        """Accept no connection for ACCEPT_PAUSE_S; existing links are served meanwhile."""
-        if self._accept_after:  # the selector reported both sockets at once, and the other one came first
-            return
-        for sock in (self._unix, self._tcp):
-            self._selector.unregister(sock)
-        self._accept_after = time.monotonic() + ACCEPT_PAUSE_S
 
     def _register_servers(self) -> None:
         for sock in (self._unix, self._tcp):

@@ -104,10 +104,19 @@ def receive(
 
 def _land(spec: LeafSpec, target: Any, pool: BufferPool) -> _Landing:
     itemsize = itemsize_of(spec)
-    if target is not None and _is_addressable(target):
+    # Of a tensor, these two bits mean that memory holds other values.
+    plain = type(target) in _PLAIN and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+    if plain or isinstance(target, np.ndarray):
         parts = parts_of(spec, itemsize, leaf_address(target), strides_bytes(target))
         if parts is not None:
-            return _Landing(parts, lambda: _written(target))
+
+            def written() -> Any:
+                # Tells autograd that a tensor was written to behind its back.
+                if isinstance(target, torch.Tensor) and not target.is_inference():
+                    torch.autograd.graph.increment_version(target)
+                return target
+
+            return _Landing(parts, written)
     if spec.block < 0:
         return _Landing([], lambda: _fill(target, codec.build_leaves([spec], [])[0]))
     span = span_of(spec, itemsize)
@@ -159,21 +168,6 @@ def _dtype_as(spec: LeafSpec, *, tensor: bool) -> Any:
         return None
 
 
-def _is_addressable(target: Any) -> bool:
-    """Return True if the bytes of a leaf can be written straight to a target's memory."""
-    if isinstance(target, np.ndarray):
-        return True
-    # These two bits mean that memory holds other values.
-    return bool(type(target) in _PLAIN and target.device.type == "cpu" and not target.is_conj() and not target.is_neg())
-
-
-def _written(target: Any) -> Any:
-    """Tell autograd that a tensor was written to behind its back."""
-    if isinstance(target, torch.Tensor) and not target.is_inference():
-        torch.autograd.graph.increment_version(target)
-    return target
-
-
 def _fill(target: Any, leaf: Any) -> Any:
     """Return a target with the content of a leaf; the leaf itself if there is no target."""
     return leaf if target is None else copy_into(target, leaf)
@@ -195,7 +189,13 @@ def convert(leaves: Sequence[Any], wish: Delivery) -> list[Any]:
     Tensors that share memory share it afterwards. ValueError where the conversion makes that impossible.
     """
     converted = list(leaves)
-    changed = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _changes(leaf, wish)]
+    changed = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            device = leaf.device if wish.device is None else wish.device
+            elsewhere = device.type != leaf.device.type or device.index not in (None, leaf.device.index)
+            if elsewhere or _dtype_for(leaf, wish) != leaf.dtype:
+                changed.append(i)
     if not changed:
         return converted
     # A tensor subclass, or lazily negated memory, has no plain memory that others could share.
@@ -216,13 +216,6 @@ def convert(leaves: Sequence[Any], wish: Delivery) -> list[Any]:
 
 def _dtype_for(leaf: torch.Tensor, wish: Delivery) -> torch.dtype:
     return wish.dtype if wish.dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
-
-
-def _changes(leaf: torch.Tensor, wish: Delivery) -> bool:
-    """Return True if a wish gives a tensor another device or dtype."""
-    device = leaf.device if wish.device is None else wish.device
-    elsewhere = device.type != leaf.device.type or device.index not in (None, leaf.device.index)
-    return elsewhere or _dtype_for(leaf, wish) != leaf.dtype
 
 
 def _convert_together(leaves: Sequence[Any], wish: Delivery) -> list[torch.Tensor]:

@@ -175,14 +175,12 @@ def _match(value: Any, into: Any, where: str, path: Path) -> Iterator[Placed]:
         )
     unknown = [key for key in parts if key not in named]
     if unknown:
-        raise ValueError(f"{where} has {unknown[0]!r}, which the value does not have; it has {_some(list(named))}")
+        names = list(named)
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        known = ", ".join(map(repr, names[:8])) + more if names else "none"
+        raise ValueError(f"{where} has {unknown[0]!r}, which the value does not have; it has {known}")
     for key, part in parts.items():
         yield from _match(named[key], part, f"{where}[{key!r}]", (*path, key))
-
-
-def _some(names: Sequence[Any]) -> str:
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
 class Destination(NamedTuple):
