@@ -92,6 +92,18 @@ def test_trainer_that_starts_again_gives_up_what_is_open() -> None:
     assert publish(ledger, generation, 5) == 2
 
 
+def test_rank_back_at_a_later_step_gives_up_what_is_open() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    opened = begin(ledger, generation, 0, 10)
+    ledger.done(opened.number, 0)
+    assert ledger.begin(generation, 0, 12) is None
+    ledger.register(1, 2, layout(1, 2), "a", 2, SIZES, {})
+    later = begin(ledger, generation, 1, 12)
+    assert opened.state is VersionState.SUPERSEDED
+    assert begin(ledger, generation, 0, 12) is later
+
+
 def test_rank_that_is_ahead_waits_for_the_others() -> None:
     ledger = Ledger("policy")
     generation = register(ledger, 2)
@@ -120,15 +132,25 @@ def test_trainer_of_another_size_takes_the_name_over() -> None:
     assert ledger.generations == [second]
 
 
-def test_ranks_that_publish_different_steps_are_told() -> None:
+def test_rank_that_publishes_an_earlier_step_is_told() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    begin(ledger, generation, 0, 3)
+    with pytest.raises(WeightsError, match="rank 1 publishes step 2 of 'policy', but rank 0 publishes step 3"):
+        ledger.begin(generation, 1, 2)
+    assert publish(ledger, generation, 3) == 1
+
+
+def test_rank_whose_publication_failed_goes_on_with_a_later_step() -> None:
     ledger = Ledger("policy")
     generation = register(ledger, 2)
     opened = begin(ledger, generation, 0, 1)
-    with pytest.raises(WeightsError, match="rank 1 publishes step 2 of 'policy', but rank 0 publishes step 1"):
-        ledger.begin(generation, 1, 2)
-    later = begin(ledger, generation, 0, 2)  # its publication of step 1 has failed
-    assert later.number == opened.number + 1
-    assert begin(ledger, generation, 1, 2) is later
+    ledger.done(opened.number, 0)
+    later = begin(ledger, generation, 1, 2)
+    assert opened.state is VersionState.SUPERSEDED
+    assert begin(ledger, generation, 0, 2) is later
+    last = begin(ledger, generation, 0, 3)  # the writer itself has given step 2 up
+    assert (later.state, last.writers) == (VersionState.SUPERSEDED, {0})
 
 
 def test_dead_keeper_loses_what_it_kept() -> None:

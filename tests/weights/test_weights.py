@@ -186,8 +186,8 @@ def test_waits_name_what_is_missing(start: Start) -> None:
     ray.get(trainer.publish.remote(1))
     with pytest.raises(WeightsTimeoutError, match=r"ranks \[1\] have not published step 1"):
         ray.get(trainer.publish.remote(2, 0.3))
-    with pytest.raises(WeightsError, match="rank 1 publishes step 5 of 'policy', but rank 0 publishes step 1"):
-        ray.get(other.publish.remote(5))
+    with pytest.raises(WeightsError, match="rank 1 publishes step 0 of 'policy', but rank 0 publishes step 1"):
+        ray.get(other.publish.remote(0))
     assert ray.get(other.publish.remote(1)) == 1
     with pytest.raises(WeightsTimeoutError, match=r"of 1 readers of 'policy', \[.*\] have not taken version 1"):
         ray.get(trainer.wait.remote(1, 0.3))

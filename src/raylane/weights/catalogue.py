@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -27,6 +28,8 @@ NAMESPACE = "raylane-weights"
 JOB_CHECK_S = 5.0
 """Seconds between two looks whether the job has ended."""
 _T = TypeVar("_T")
+GenerationKey = tuple[str, int]
+"""Generation in messages: the incarnation of the catalogue, and a number."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class VersionOffer:
 
     number: int
     step: int
-    generation: int
+    generation: GenerationKey
     stored: StoredLayout | None
     """None if the reader has the layout of this generation."""
     ranks: dict[str, list[int]]
@@ -94,6 +97,8 @@ class Catalogue:
         self._entries: dict[str, _NamedWeights] = {}
         self._keepers: dict[str, Any] = {}
         self._job = job
+        self._incarnation = secrets.token_hex(8)
+        """Identity of this process: numbers of generations that an earlier catalogue has given mean nothing here."""
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers and readers; an event loop keeps no tasks."""
         if job is not None:
@@ -111,16 +116,16 @@ class Catalogue:
         keep: int,
         itemsizes: Mapping[str, int],
         same: Mapping[str, str],
-    ) -> int:
-        """Take a rank in; return the number of its generation."""
+    ) -> GenerationKey:
+        """Take a rank in; return its generation."""
         entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
         generation = entry.ledger.register(rank, world, layout, host, keep, itemsizes, same)
         await self._notify(entry)
-        return generation.number
+        return self._incarnation, generation.number
 
-    async def ready(self, name: str, number: int, timeout_s: float | None) -> StoredLayout:
+    async def ready(self, name: str, key: GenerationKey, timeout_s: float | None) -> StoredLayout:
         """Wait for all ranks of a generation; return what each of them writes."""
-        entry, generation = self._generation(name, number)
+        entry, generation = self._generation(name, key)
         await self._wait(
             entry,
             lambda: generation.stored or generation not in entry.ledger.generations,
@@ -132,10 +137,10 @@ class Catalogue:
         return generation.stored
 
     async def begin(
-        self, name: str, number: int, rank: int, step: int, timeout_s: float | None
+        self, name: str, key: GenerationKey, rank: int, step: int, timeout_s: float | None
     ) -> tuple[int, AreaPlace]:
         """Return the number of the version for a step, and where this rank writes it."""
-        entry, generation = self._generation(name, number)
+        entry, generation = self._generation(name, key)
         ledger = entry.ledger
 
         def missing() -> str:
@@ -206,7 +211,9 @@ class Catalogue:
         entry.readers[label] = number
         await self._notify(entry)
 
-    async def offer(self, name: str, at_least: int, known: int | None, timeout_s: float | None) -> VersionOffer:
+    async def offer(
+        self, name: str, at_least: int, known: GenerationKey | None, timeout_s: float | None
+    ) -> VersionOffer:
         """Wait until a version from this number on is committed; return the newest one."""
         entry = self._entry(name)
 
@@ -224,8 +231,9 @@ class Catalogue:
         generation = version.generation
         paths = {host: slots[version.slot] for host, slots in generation.slots.items()}
         ranks = {host: generation.ranks_of(host) for host in paths}
-        stored = None if known == generation.number else generation.stored
-        return VersionOffer(version.number, version.step, generation.number, stored, ranks, paths)
+        key = self._incarnation, generation.number
+        stored = None if known == key else generation.stored
+        return VersionOffer(version.number, version.step, key, stored, ranks, paths)
 
     async def newest(self, name: str) -> int | None:
         """Return the number of the newest committed version."""
@@ -274,8 +282,10 @@ class Catalogue:
             raise WeightsLostError(f"there are no weights of the name {name!r}; there are: {known}")
         return entry
 
-    def _generation(self, name: str, number: int) -> tuple[_NamedWeights, Generation]:
-        entry = self._entry(name)
+    def _generation(self, name: str, key: GenerationKey) -> tuple[_NamedWeights, Generation]:
+        entry, (incarnation, number) = self._entry(name), key
+        if incarnation != self._incarnation:
+            raise WeightsLostError(f"the catalogue of {name!r} was started again. Register again")
         for generation in entry.ledger.generations:
             if generation.number == number:
                 return entry, generation

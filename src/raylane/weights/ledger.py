@@ -91,6 +91,8 @@ class Version:
     state: VersionState = VersionState.OPEN
     writers: set[int] = field(default_factory=set)
     """Ranks that have begun to write their area."""
+    restarted: set[int] = field(default_factory=set)
+    """Ranks that have come back since it was opened; they may not publish its step again."""
     done: set[int] = field(default_factory=set)
     """Ranks whose area is written."""
     began_s: float = field(default_factory=time.monotonic)
@@ -139,6 +141,8 @@ class Ledger:
         version = self.open_version()
         if version is not None and (rank in version.writers or version.generation is not generation):
             version.advance(VersionEvent.OTHER_STEP)  # its writer has begun anew, so nobody will complete it
+        elif version is not None:
+            version.restarted.add(rank)
         generation.layouts[rank] = layout
         generation.hosts[rank] = host
         generation.itemsizes.update(itemsizes)
@@ -157,8 +161,8 @@ class Ledger:
 
         None if the rank has to wait, because other ranks still write the version before.
 
-        WeightsError if the ranks publish different steps, or if a newer generation has begun: then this rank belongs to
-        a trainer that was replaced.
+        WeightsError if a rank publishes an earlier step than the others, or if a newer generation has begun: then this
+        rank belongs to a trainer that was replaced.
         """
         if generation is not self.generations[-1]:
             raise WeightsError(
@@ -168,12 +172,14 @@ class Ledger:
         version = self.open_version()
         if version is not None and rank in version.done:
             return None
-        if version is not None and version.step != step and rank not in version.writers:
+        if version is not None and step < version.step and rank not in version.writers | version.restarted:
             raise WeightsError(
                 f"rank {rank} publishes step {step} of {self.name!r}, but rank {min(version.writers)} publishes step "
                 f"{version.step}. All ranks must publish the same steps in the same order"
             )
-        if version is not None and version.step != step:  # this rank has given the other step up
+        if version is not None and version.step != step:
+            # This rank has given the other step up: its publication has failed, or it was restarted. If the ranks
+            # waited for each other's steps here, the name would hang.
             version.advance(VersionEvent.OTHER_STEP)
             version = None
         if version is None:

@@ -11,6 +11,7 @@ import torch
 
 from raylane.core.deadline import Deadline, default_timeout_s
 from raylane.errors import WeightsLostError
+from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.slots import AreaPlace, OpenSlot
@@ -74,7 +75,7 @@ class Publisher:
         self._catalogue = CatalogueClient(detached=detached)
         self._host = ray.get_runtime_context().get_node_id()
         self._stored: StoredLayout | None = None
-        self._generation = -1
+        self._generation: GenerationKey = "", -1
         self._slots: dict[str, tuple[OpenSlot, torch.Tensor]] = {}
         """Slots of the current generation by path, and the area of this rank in each."""
         self._lock = threading.RLock()  # held during a publication

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import VersionOffer
+from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.plan import Plan, make_plans
@@ -98,7 +98,7 @@ class Subscriber:
         self._host = ray.get_runtime_context().get_node_id()
         self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
         self._plan: Plan | None = None
-        self._generation: int | None = None
+        self._generation: GenerationKey | None = None
         self._stored: StoredLayout | None = None
         self._slots: dict[str, OpenSlot] = {}
         """Slots that are mapped for copying, by path."""
