@@ -125,6 +125,11 @@ class Deadline:
         self.at = math.inf if timeout_s is None or timeout_s > LONGEST_S else time.monotonic() + timeout_s
         self.cancellation = cancellation
 
+    @classmethod
+    def of_call(cls, timeout_s: float | None) -> Deadline:
+        """Begin the timeout of a public call; None means that of `RAYLANE_TIMEOUT_S` (60 s)."""
+        return cls(default_timeout_s() if timeout_s is None else timeout_s)
+
     def left_s(self) -> float | None:
         """Return the seconds left (at least 0), or None for no limit, as `socket.settimeout` and `wait` accept them."""
         if self.cancellation is not None and self.cancellation.cancelled:

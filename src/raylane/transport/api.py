@@ -346,7 +346,7 @@ def wait_tensor_freed(tensor: Any, timeout: float | None = None) -> None:
     """
     if not codec.is_leaf(tensor):
         raise TypeError(f"wait_tensor_freed takes a torch tensor or a NumPy array, got {type(tensor).__name__}")
-    deadline = Deadline(default_timeout_s() if timeout is None else timeout)
+    deadline = Deadline.of_call(timeout)
     if not endpoint().store.wait_freed([leaf_span(tensor)], deadline):
         raise TransferTimeoutError(
             f"a tensor of shape {tuple(tensor.shape)} is still referenced after {deadline.timeout_s} s. Drop every "

@@ -12,10 +12,11 @@ their part of it. So readers get one whole version or the one before, and versio
 
 from __future__ import annotations
 
+from raylane.core.deadline import Deadline
 from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
 from raylane.weights.plan import Plan
-from raylane.weights.publisher import Publisher, deadline_of
+from raylane.weights.publisher import Publisher
 from raylane.weights.subscriber import ReaderState, Subscriber, Update
 from raylane.weights.tensors import Part
 
@@ -27,10 +28,12 @@ def versions(name: str | None = None, *, detached: bool = False, timeout: float 
 
     WeightsLostError if the name is unknown.
     """
-    infos: list[VersionInfo] = CatalogueClient(detached=detached).call("versions", name, deadline=deadline_of(timeout))
+    infos: list[VersionInfo] = CatalogueClient(detached=detached).call(
+        "versions", name, deadline=Deadline.of_call(timeout)
+    )
     return infos
 
 
 def drop(name: str, *, detached: bool = False, timeout: float | None = None) -> None:
     """Forget a name and free its versions; readers keep what they have. Unknown names are ignored."""
-    CatalogueClient(detached=detached).call("drop", name, deadline=deadline_of(timeout))
+    CatalogueClient(detached=detached).call("drop", name, deadline=Deadline.of_call(timeout))

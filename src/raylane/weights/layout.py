@@ -23,8 +23,6 @@ from raylane.errors import WeightsLayoutError
 
 ALIGNMENT = 64
 """Boxes are stored at multiples of this many bytes: a cache line, and enough for every dtype."""
-SHOWN_NAMES = 8
-"""Number of tensors that an error names."""
 
 
 class Box(NamedTuple):
@@ -213,10 +211,3 @@ def _overlap(boxes: Sequence[Box]) -> bool:
         if bool(((starts[others] < stops[number]) & (stops[others] > starts[number])).all(axis=1).any()):
             return True
     return False
-
-
-def names_text(names: Iterable[str]) -> str:
-    """Return some names for a message, and the number of the others."""
-    known = list(names)
-    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
-    return ", ".join(map(repr, known[:SHOWN_NAMES])) + more

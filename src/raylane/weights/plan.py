@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
-from raylane.weights.layout import HeldBox, Layout, StoredLayout, names_text
+from raylane.weights.layout import HeldBox, Layout, StoredLayout
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
@@ -144,9 +145,9 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
     if missing or surplus:
         problems = []
         if missing:
-            problems.append(f"{len(missing)} tensors of the reader are not published: {names_text(missing)}")
+            problems.append(f"{len(missing)} tensors of the reader are not published: {listed(missing)}")
         if surplus:
-            problems.append(f"{len(surplus)} published tensors are not in the reader: {names_text(surplus)}")
+            problems.append(f"{len(surplus)} published tensors are not in the reader: {listed(surplus)}")
         raise WeightsLayoutError(
             f"the reader's tensors are not those of the publisher: {'; '.join(problems)}. Use the same names at both "
             "ends; a reader that needs only some of the tensors passes subset=True"

@@ -9,18 +9,13 @@ from typing import Any
 import ray
 import torch
 
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.deadline import Deadline
 from raylane.errors import WeightsLostError
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.slots import AreaPlace, OpenSlot
 from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, view_in
-
-
-def deadline_of(timeout: float | None) -> Deadline:
-    """Return the deadline of a call: `RAYLANE_TIMEOUT_S` (60 s) where the caller gives none."""
-    return Deadline(default_timeout_s() if timeout is None else timeout)
 
 
 class Publisher:
@@ -81,7 +76,7 @@ class Publisher:
         self._lock = threading.RLock()  # held during a publication
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
-        self._register(deadline_of(timeout))
+        self._register(Deadline.of_call(timeout))
 
     def publish(self, step: int, *, timeout: float | None = None) -> int:
         """Publish the present tensors as the next version; return its number.
@@ -95,7 +90,7 @@ class Publisher:
             WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
-        deadline = deadline_of(timeout)
+        deadline = Deadline.of_call(timeout)
         with self._lock:
             try:
                 number, place = self._begin(step, deadline)
@@ -130,7 +125,7 @@ class Publisher:
         """
         if readers != "all" and not isinstance(readers, int):
             raise ValueError(f'readers must be "all" or a number, got {readers!r}')
-        deadline = deadline_of(timeout)
+        deadline = Deadline.of_call(timeout)
         count = None if isinstance(readers, str) else readers
         self._catalogue.call("wait_for_readers", self.name, version, count, deadline.left_s(), deadline=deadline)
 

@@ -21,7 +21,6 @@ from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.plan import Plan, make_plans
-from raylane.weights.publisher import deadline_of
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.tensors import NamedTensors, Places, copies, layout_of, local, refuse_training, view_in
 
@@ -104,7 +103,7 @@ class Subscriber:
         """Slots that are mapped for copying, by path."""
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
-        self._join(deadline_of(timeout))
+        self._join(Deadline.of_call(timeout))
         self._leave = weakref.finalize(self, self._catalogue.tell, "leave", name, self._label)
         if apply == "map" and isinstance(model, Module):
             refuse_training(model)
@@ -113,13 +112,13 @@ class Subscriber:
     def plan(self) -> Plan:
         """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
         if self._plan is None:
-            self._learn(self._offer(1, deadline_of(None)))
+            self._learn(self._offer(1, Deadline.of_call(None)))
         assert self._plan is not None
         return self._plan
 
     def newest(self) -> int | None:
         """Return the number of the newest version; None if there is none."""
-        number: int | None = self._catalogue.call("newest", self.name, deadline=deadline_of(None))
+        number: int | None = self._catalogue.call("newest", self.name, deadline=Deadline.of_call(None))
         return number
 
     def update(self, *, timeout: float | None = None) -> Update:
@@ -134,7 +133,7 @@ class Subscriber:
 
     def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
         """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
-        deadline, began = deadline_of(timeout), time.perf_counter()
+        deadline, began = Deadline.of_call(timeout), time.perf_counter()
         while True:
             offer = self._offer(version, deadline)
             self._learn(offer)

@@ -10,7 +10,7 @@ import numpy as np
 import ray
 import torch
 
-from raylane.core.deadline import Deadline, default_timeout_s
+from raylane.core.deadline import Deadline
 from raylane.errors import TransferTimeoutError
 from raylane.transport.backends.registry import check_name
 from raylane.transport.read.reader import Pending, collect
@@ -130,7 +130,7 @@ class OpenedValue:
             # As in torch, a slice of a Parameter is no Parameter.
             kind = ARRAY if spec.kind == ARRAY else TENSOR
             spec = msgspec.structs.replace(spec, kind=kind, requires_grad=False)
-        deadline = Deadline(default_timeout_s() if timeout is None else timeout)
+        deadline = Deadline.of_call(timeout)
         if deadline.left_s() == 0 and isinstance(self._value, Pending):
             raise TransferTimeoutError("read: a timeout of 0 leaves no time to move a tensor. Pass a longer one")
 

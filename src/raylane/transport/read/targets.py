@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from raylane.core.listing import listed
 from raylane.transport.value import codec
 from raylane.transport.value.layout import LeafSpec
 from raylane.transport.value.leaf_memory import leaf_address, share_memory, strides_bytes, tied
@@ -175,10 +176,7 @@ def _match(value: Any, into: Any, where: str, path: Path) -> Iterator[Placed]:
         )
     unknown = [key for key in parts if key not in named]
     if unknown:
-        names = list(named)
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        known = ", ".join(map(repr, names[:8])) + more if names else "none"
-        raise ValueError(f"{where} has {unknown[0]!r}, which the value does not have; it has {known}")
+        raise ValueError(f"{where} has {unknown[0]!r}, which the value does not have; it has {listed(named)}")
     for key, part in parts.items():
         yield from _match(named[key], part, f"{where}[{key!r}]", (*path, key))
 
