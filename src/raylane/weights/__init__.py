@@ -8,19 +8,42 @@
 
 A version lies in shared memory of an actor of its host, the keeper, and becomes visible when all ranks have written
 their part of it. So readers get one whole version or the one before, and versions outlive the trainer.
+
+Names that need torch are loaded on first use: the actors of the catalogue and the keepers import this package too.
 """
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from raylane.core.deadline import Deadline
 from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
-from raylane.weights.plan import Plan
-from raylane.weights.publisher import Publisher
-from raylane.weights.subscriber import ReaderState, Subscriber, Update
-from raylane.weights.tensors import Part
+
+if TYPE_CHECKING:
+    from raylane.weights.plan import Plan
+    from raylane.weights.publisher import Publisher
+    from raylane.weights.subscriber import ReaderState, Subscriber, Update
+    from raylane.weights.tensors import Part
+
+_HOME = {  # module of each name that is loaded on first use
+    "Part": "tensors",
+    "Plan": "plan",
+    "Publisher": "publisher",
+    "ReaderState": "subscriber",
+    "Subscriber": "subscriber",
+    "Update": "subscriber",
+}
 
 __all__ = ["Part", "Plan", "Publisher", "ReaderState", "Subscriber", "Update", "VersionInfo", "drop", "versions"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on its first use (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'raylane.weights' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"raylane.weights.{_HOME[name]}"), name)
 
 
 def versions(name: str | None = None, *, detached: bool = False, timeout: float | None = None) -> list[VersionInfo]:
@@ -28,9 +51,8 @@ def versions(name: str | None = None, *, detached: bool = False, timeout: float 
 
     WeightsLostError if the name is unknown.
     """
-    infos: list[VersionInfo] = CatalogueClient(detached=detached).call(
-        "versions", name, deadline=Deadline.of_call(timeout)
-    )
+    deadline = Deadline.of_call(timeout)
+    infos: list[VersionInfo] = CatalogueClient(detached=detached).call("versions", name, deadline=deadline)
     return infos
 
 

@@ -18,17 +18,20 @@ So whoever holds the lock reads the version that it came for, whole, and nobody 
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from raylane.core.deadline import Deadline
 from raylane.core.filelock import READ, UNLOCK, WRITE, lock
 from raylane.core.semaphore import Segment
 from raylane.errors import WeightsTimeoutError
+
+# Only for annotations: keepers import this module, and need no torch.
+if TYPE_CHECKING:
+    import torch
 
 PAGE_BYTES = 4096
 _WORD = struct.Struct("<Q")
@@ -86,12 +89,14 @@ class OpenSlot:
 
     def memory(self) -> torch.Tensor:
         """Return the areas as bytes. Tensors over them keep the mapping, not the lock."""
-        offset = data_offset(self._ranks)
-        return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=offset)
+        import torch
+
+        return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=data_offset(self._ranks))
 
     def areas(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return the bytes of each area, whose sizes are given."""
-        return list(torch.split(self.memory()[: sum(sizes)], list(sizes)))
+        memory, ends = self.memory(), itertools.accumulate(sizes)
+        return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
         """Lock the area of a rank (counted within the host) when no reader holds the slot any more.
