@@ -4,19 +4,17 @@ import pytest
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
-from raylane.weights.ledger import Generation, Ledger, Version, VersionState
-
-SIZES = {"float32": 4}
+from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
 
 
 def layout(rank: int, world: int, rows: int = 12) -> Layout:
     held = HeldBox(Box((rank * rows // world, 0), (rows // world, 2)), (0, 0))
-    return {"w": TensorLayout((rows, 2), "float32", (held,))}
+    return {"w": TensorLayout((rows, 2), "float32", 4, (held,))}
 
 
 def register(ledger: Ledger, world: int, keep: int = 2, host: str = "a") -> Generation:
     for rank in range(world):
-        generation = ledger.register(rank, world, layout(rank, world), host, keep, SIZES, {})
+        generation = ledger.register(RankRegistration(rank, world, layout(rank, world), {}, host, keep))
     return generation
 
 
@@ -76,7 +74,7 @@ def test_rank_that_comes_back_goes_on_in_the_open_version() -> None:
     publish(ledger, generation, 1)
     opened = begin(ledger, generation, 0, 2)
     ledger.done(opened.number, 0)
-    assert ledger.register(1, 2, layout(1, 2), "a", 2, SIZES, {}) is generation
+    assert ledger.register(RankRegistration(1, 2, layout(1, 2), {}, "a", 2)) is generation
     assert begin(ledger, generation, 1, 2) is opened
     assert ledger.done(opened.number, 1)
 
@@ -98,7 +96,7 @@ def test_rank_back_at_a_later_step_gives_up_what_is_open() -> None:
     opened = begin(ledger, generation, 0, 10)
     ledger.done(opened.number, 0)
     assert ledger.begin(generation, 0, 12) is None
-    ledger.register(1, 2, layout(1, 2), "a", 2, SIZES, {})
+    ledger.register(RankRegistration(1, 2, layout(1, 2), {}, "a", 2))
     later = begin(ledger, generation, 1, 12)
     assert opened.state is VersionState.SUPERSEDED
     assert begin(ledger, generation, 0, 12) is later
@@ -169,7 +167,7 @@ def test_dead_keeper_loses_what_it_kept() -> None:
 
 def test_ranks_that_do_not_fit_are_refused_and_may_try_again() -> None:
     ledger = Ledger("policy")
-    ledger.register(0, 2, layout(0, 2), "a", 2, SIZES, {})
+    ledger.register(RankRegistration(0, 2, layout(0, 2), {}, "a", 2))
     with pytest.raises(WeightsLayoutError, match="do not agree on 'w'"):
-        ledger.register(1, 2, layout(1, 2, rows=14), "a", 2, SIZES, {})
+        ledger.register(RankRegistration(1, 2, layout(1, 2, rows=14), {}, "a", 2))
     assert register(ledger, 2).stored is not None

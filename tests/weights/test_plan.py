@@ -43,7 +43,7 @@ def random_placements(rng: random.Random, ndim: int, axes: int) -> Placements:
 
 def layouts_of(shape: tuple[int, ...], dtype: str, mesh: Sequence[int], placements: Placements) -> list[TensorLayout]:
     coordinates = itertools.product(*map(range, mesh))
-    return [TensorLayout(shape, dtype, divide(shape, mesh, at, placements)) for at in coordinates]
+    return [TensorLayout(shape, dtype, ITEMSIZES[dtype], divide(shape, mesh, at, placements)) for at in coordinates]
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -102,11 +102,13 @@ def test_any_layout_is_read_into_any_other(seed: int) -> None:
             sources[rank][name] = tensor
         placements = random_placements(rng, len(shape), len(reader_mesh))
         for rank, at in enumerate(itertools.product(*map(range, reader_mesh))):
-            targets[rank][name] = TensorLayout(shape, dtype, divide(shape, reader_mesh, at, placements))
+            targets[rank][name] = TensorLayout(
+                shape, dtype, ITEMSIZES[dtype], divide(shape, reader_mesh, at, placements)
+            )
             parts[rank, name] = part_of(wholes[name], reader_mesh, at, placements)
-    stored = store(sources, ITEMSIZES)
+    stored = store(sources)
     memories = write(stored, wholes)
-    for rank, plan in enumerate(make_plans(stored, targets, ITEMSIZES)):
+    for rank, plan in enumerate(make_plans(stored, targets)):
         tensors = {name: torch.zeros_like(parts[rank, name]) for name in wholes}
         read(plan, memories, tensors)
         assert all(torch.equal(tensors[name], parts[rank, name]) for name in wholes)
@@ -114,8 +116,8 @@ def test_any_layout_is_read_into_any_other(seed: int) -> None:
 
 
 def test_replicas_share_the_writing() -> None:
-    layout = {f"w{i}": TensorLayout((10, 10), "float32", divide((10, 10), [4], [0], [None])) for i in range(40)}
-    stored = store([layout] * 4, ITEMSIZES)
+    layout = {f"w{i}": TensorLayout((10, 10), "float32", 4, divide((10, 10), [4], [0], [None])) for i in range(40)}
+    stored = store([layout] * 4)
     assert stored.nbytes == (10 * 448,) * 4
 
 
@@ -123,33 +125,33 @@ def test_plans_of_many_ranks_read_every_byte_once() -> None:
     shape, sources, readers = (4096, 1024), [], []
     for rank in range(128):
         held = divide(shape, [128], [rank], [Division(0)])
-        sources.append({f"w{i}": TensorLayout(shape, "bfloat16", held) for i in range(1000)})
+        sources.append({f"w{i}": TensorLayout(shape, "bfloat16", 2, held) for i in range(1000)})
     for rank in range(64):
         halves = [divide(shape, [64], [rank], [Division(dim)]) for dim in (0, 1)]
-        readers.append({f"w{i}": TensorLayout(shape, "bfloat16", halves[i % 2]) for i in range(1000)})
-    plans = make_plans(store(sources, ITEMSIZES), readers, ITEMSIZES)
+        readers.append({f"w{i}": TensorLayout(shape, "bfloat16", 2, halves[i % 2]) for i in range(1000)})
+    plans = make_plans(store(sources), readers)
     assert sum(plan.nbytes for plan in plans) == 2 * 1000 * 4096 * 1024
 
 
 def rows(shape: tuple[int, ...], start: int, stop: int, dtype: str = "float32") -> Layout:
     held = HeldBox(Box((start, 0), (stop - start, shape[1])), (0, 0))
-    return {"w": TensorLayout(shape, dtype, (held,))}
+    return {"w": TensorLayout(shape, dtype, ITEMSIZES[dtype], (held,))}
 
 
 def test_layouts_that_do_not_fit_are_refused_with_names() -> None:
     shape = (8, 2)
     with pytest.raises(WeightsLayoutError, match=r"hold 12 elements of 'w', whose shape \(8, 2\) has 16: no rank"):
-        store([rows(shape, 0, 4), rows(shape, 4, 6)], ITEMSIZES)
+        store([rows(shape, 0, 4), rows(shape, 4, 6)])
     with pytest.raises(WeightsLayoutError, match="different regions that overlap"):
-        store([rows(shape, 0, 5), rows(shape, 4, 7)], ITEMSIZES)
+        store([rows(shape, 0, 5), rows(shape, 4, 7)])
     with pytest.raises(WeightsLayoutError, match=r"rank 0 has float32 \(8, 2\), rank 1 has bfloat16 \(8, 2\)"):
-        store([rows(shape, 0, 4), rows(shape, 4, 8, "bfloat16")], ITEMSIZES)
-    stored = store([rows(shape, 0, 4), rows(shape, 4, 8)], ITEMSIZES)
+        store([rows(shape, 0, 4), rows(shape, 4, 8, "bfloat16")])
+    stored = store([rows(shape, 0, 4), rows(shape, 4, 8)])
     other = {"v": rows(shape, 0, 8)["w"]}
     with pytest.raises(WeightsLayoutError, match=r"1 tensors of the reader are not published: 'v'; 1 published .* 'w'"):
-        make_plans(stored, [other], ITEMSIZES)
+        make_plans(stored, [other])
     with pytest.raises(WeightsLayoutError, match=r"published with the shape \(8, 2\), and the reader has \(9, 2\)"):
-        make_plans(stored, [rows((9, 2), 0, 8)], ITEMSIZES)
+        make_plans(stored, [rows((9, 2), 0, 8)])
     with pytest.raises(WeightsLayoutError, match="published as float32, and the reader has int64"):
-        make_plans(stored, [rows(shape, 0, 8, "int64")], ITEMSIZES)
-    assert make_plans(stored, [{}], ITEMSIZES, subset=True)[0].nbytes == 0
+        make_plans(stored, [rows(shape, 0, 8, "int64")])
+    assert make_plans(stored, [{}], subset=True)[0].nbytes == 0

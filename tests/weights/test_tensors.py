@@ -96,7 +96,7 @@ def test_layouts_of_dtensors_are_those_of_torch() -> None:
     for mesh in MESHES:
         for sizes in SIZES:
             # Refuses regions that are missing or overlap.
-            stored = store([layouts[rank][mesh, sizes] for rank in range(math.prod(mesh))], {"float32": 4})
+            stored = store([layouts[rank][mesh, sizes] for rank in range(math.prod(mesh))])
             assert set(stored.tensors) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.keeper import Keeper
-from raylane.weights.layout import Layout, StoredLayout
-from raylane.weights.ledger import Generation, Ledger, Version, VersionState
+from raylane.weights.layout import StoredLayout
+from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
 from raylane.weights.slots import AreaPlace
 
 NAMESPACE = "raylane-weights"
@@ -72,21 +72,23 @@ class _NamedWeights:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots are made."""
+    used_areas: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Sizes of the areas in use that the keeper of each host was told last."""
     readers: dict[str, int] = field(default_factory=dict)
     """Version in use (0: none) by label of the reader."""
 
 
-def start_keeper(job: str | None, host: str) -> Any:
-    """Return the keeper of a host for the names of a job, which the first call starts."""
-    options = {
-        "name": f"keeper of {job or 'all'} on {host}",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",  # else it would end with the process that has started it
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(host, soft=False),
-    }
-    return ray.remote(Keeper).options(**options).remote()
+def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
+    """Return the actor of this name, which the first call in the cluster starts."""
+    actor = ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",  # else it would end with the process that has started it
+        get_if_exists=True,
+        num_cpus=0,
+        **options,
+    )
+    return actor.remote(*args)
 
 
 class Catalogue:
@@ -106,20 +108,10 @@ class Catalogue:
 
     # Trainers
 
-    async def register(
-        self,
-        name: str,
-        rank: int,
-        world: int,
-        layout: Layout,
-        host: str,
-        keep: int,
-        itemsizes: Mapping[str, int],
-        same: Mapping[str, str],
-    ) -> GenerationKey:
+    async def register(self, name: str, registration: RankRegistration) -> GenerationKey:
         """Take a rank in; return its generation."""
         entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
-        generation = entry.ledger.register(rank, world, layout, host, keep, itemsizes, same)
+        generation = entry.ledger.register(registration)
         await self._notify(entry)
         return self._incarnation, generation.number
 
@@ -162,8 +154,10 @@ class Catalogue:
         entry = self._entry(name)
         if entry.ledger.done(number, rank):
             for host, keeper in self._keepers.items():
-                used = [each for each in entry.ledger.generations if host in each.slots]
-                keeper.drop.remote(name, [each.area_bytes(host) for each in used])
+                used = [each.area_bytes(host) for each in entry.ledger.generations if host in each.slots]
+                if entry.used_areas.get(host) != used:
+                    entry.used_areas[host] = used
+                    keeper.drop.remote(name, used)
         await self._notify(entry)
 
     async def wait_for_readers(self, name: str, number: int, readers: int | None, timeout_s: float | None) -> None:
@@ -331,7 +325,9 @@ class Catalogue:
         """Return the keeper of a host, which the first call starts."""
         keeper = self._keepers.get(host)
         if keeper is None:
-            keeper = self._keepers[host] = start_keeper(self._job, host)
+            there = NodeAffinitySchedulingStrategy(host, soft=False)
+            name = f"keeper of {self._job or 'all'} on {host}"
+            keeper = self._keepers[host] = start_actor(Keeper, name, scheduling_strategy=there)
             self._start(self._watch(host, keeper))
         return keeper
 
@@ -352,6 +348,7 @@ class Catalogue:
     def _keeper_died(self, host: str) -> None:
         self._keepers.pop(host, None)
         for entry in self._entries.values():
+            entry.used_areas.pop(host, None)
             entry.ledger.keeper_died(host)
 
     def _end_keepers(self) -> None:

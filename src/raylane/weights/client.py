@@ -10,7 +10,7 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import NAMESPACE, Catalogue, VersionInfo
+from raylane.weights.catalogue import NAMESPACE, Catalogue, VersionInfo, start_actor
 
 CATALOGUE_NAME = "catalogue of "
 """Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
@@ -31,15 +31,9 @@ class CatalogueClient:
         self._actor: Any = self._start()
 
     def _start(self) -> Any:
-        options = {
-            "name": f"{CATALOGUE_NAME}{self._job or 'all'}",
-            "namespace": NAMESPACE,
-            "lifetime": "detached",  # else it would end with the process that has started it
-            "get_if_exists": True,
-            "num_cpus": 0,
-            "max_concurrency": 10_000,  # callers that wait
-        }
-        return ray.remote(Catalogue).options(**options).remote(self._job)
+        # The concurrency is that of callers that wait.
+        name = f"{CATALOGUE_NAME}{self._job or 'all'}"
+        return start_actor(Catalogue, name, self._job, max_concurrency=10_000)
 
     def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
         """Return the answer of a method of the catalogue. A catalogue that has died is started again, without names.

@@ -1,7 +1,6 @@
 """The keeper: one Ray actor on each host that publishes or reads. It owns the slots and watches readers.
 
-It decides nothing.
-Slots live in a process of their own so that a version outlives the trainer that wrote it.
+It decides nothing. Slots live in a process of their own so that a version outlives the trainer that wrote it.
 """
 
 from __future__ import annotations
@@ -30,21 +29,17 @@ class Keeper:
     async def wait_for_end(self, pid: int) -> None:
         """Return when a process of this host has ended."""
         loop = asyncio.get_running_loop()
-        ended = loop.create_future()
+        ended = asyncio.Event()
 
-        def end() -> None:
-            if not ended.done():
-                ended.set_result(None)
-
-        def end_soon() -> None:
-            loop.call_soon_threadsafe(end)
+        def note_end() -> None:
+            loop.call_soon_threadsafe(ended.set)
 
         try:
-            watch = watcher.watch(pid, end_soon)
+            watch = watcher.watch(pid, note_end)
         except ProcessLookupError:
             return
         try:
-            await ended
+            await ended.wait()
         finally:
             watch.forget()
 
@@ -67,7 +62,3 @@ class Keeper:
         for at in [at for at in self._slots if at[0] == name and at[1] not in spared_sizes]:
             for slot in self._slots.pop(at):
                 slot.close_fd()
-
-    async def nbytes(self) -> int:
-        """Return the size of all slots."""
-        return sum(slot.nbytes for slots in self._slots.values() for slot in slots)

@@ -50,6 +50,8 @@ class TensorLayout(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     """Name as torch has it, such as `bfloat16`."""
+    itemsize: int
+    """Bytes of an element."""
     held: tuple[HeldBox, ...]
 
 
@@ -71,6 +73,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
     shape: tuple[int, ...]
     dtype: str
+    itemsize: int
     boxes: tuple[StoredBox, ...]
 
 
@@ -86,6 +89,10 @@ class StoredLayout(msgspec.Struct, frozen=True):
     def name_of(self, name: str) -> str:
         """Return the name under which a tensor is stored."""
         return self.same.get(name, name)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return the stored tensor of this name, which may be a further one."""
+        return self.tensors[self.name_of(name)]
 
 
 class Division(NamedTuple):
@@ -151,15 +158,13 @@ def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def store(
-    layouts: Sequence[Layout], itemsizes: Mapping[str, int], same: Mapping[str, str] | None = None
-) -> StoredLayout:
+def store(layouts: Sequence[Layout], same: Mapping[str, str] | None = None) -> StoredLayout:
     """Return where each box of a version is stored. `layouts` are those of all ranks, by rank.
 
     `same` has further names of tensors that are stored once.
 
-    Every box is written by one of the ranks that hold it, mostly the one with the fewest bytes so far. `itemsizes` maps
-    each dtype to its bytes. WeightsLayoutError names tensors on which the ranks do not agree, or that are incomplete.
+    Every box is written by one of the ranks that hold it, mostly the one with the fewest bytes so far.
+    WeightsLayoutError names tensors on which the ranks do not agree, or that are incomplete.
     """
     holders: dict[str, dict[Box, list[int]]] = {}
     first_of: dict[str, tuple[int, TensorLayout]] = {}
@@ -190,8 +195,8 @@ def store(
         for box, ranks in boxes.items():
             rank = min(ranks, key=lambda rank: nbytes[rank])
             stored.append(StoredBox(rank, nbytes[rank], box))
-            nbytes[rank] += -(-box.elements * itemsizes[tensor.dtype] // ALIGNMENT) * ALIGNMENT
-        tensors[name] = StoredTensor(tensor.shape, tensor.dtype, tuple(stored))
+            nbytes[rank] += -(-box.elements * tensor.itemsize // ALIGNMENT) * ALIGNMENT
+        tensors[name] = StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored))
     return StoredLayout(tensors, tuple(nbytes), dict(same or {}))
 
 

@@ -16,6 +16,7 @@ import enum
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.layout import Layout, StoredLayout, store
@@ -50,6 +51,19 @@ TRANSITIONS = {
 """Next state by state and event; a pair that is missing does not change the state."""
 
 
+class RankRegistration(NamedTuple):
+    """Description of a rank, its tensors and its place."""
+
+    rank: int
+    world: int
+    """Number of ranks."""
+    layout: Layout
+    same: Mapping[str, str]
+    """Further names of tied tensors, and the name of each in the layout."""
+    host: str
+    keep: int
+
+
 @dataclass
 class Generation:
     """One set of ranks. `stored` and `slots` are known when all ranks have registered."""
@@ -57,7 +71,6 @@ class Generation:
     number: int
     world: int
     keep: int
-    itemsizes: dict[str, int]
     layouts: dict[int, Layout] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     """Host of each rank."""
@@ -116,27 +129,19 @@ class Ledger:
         """Versions from the oldest to the newest; those without a slot are dropped."""
         self._numbers = 0
 
-    def register(
-        self,
-        rank: int,
-        world: int,
-        layout: Layout,
-        host: str,
-        keep: int,
-        itemsizes: Mapping[str, int],
-        same: Mapping[str, str],
-    ) -> Generation:
+    def register(self, registration: RankRegistration) -> Generation:
         """Take a rank into the current generation, or into a new one if it does not fit the current one.
 
         WeightsLayoutError if the ranks do not fit together; the last rank to register gets it.
         """
+        rank, world, layout, same, host, keep = registration
         generation = self.generations[-1] if self.generations else None
         fits = generation is not None and (generation.world, generation.keep) == (world, keep)
         if fits and generation is not None and rank in generation.layouts:  # it has come back
             fits = generation.hosts[rank] == host and generation.layouts[rank] == layout
         if generation is None or not fits:
             number = 0 if generation is None else generation.number + 1
-            generation = Generation(number, world, keep, dict(itemsizes))
+            generation = Generation(number, world, keep)
             self.generations.append(generation)
         version = self.open_version()
         if version is not None and (rank in version.writers or version.generation is not generation):
@@ -145,12 +150,11 @@ class Ledger:
             version.restarted.add(rank)
         generation.layouts[rank] = layout
         generation.hosts[rank] = host
-        generation.itemsizes.update(itemsizes)
         generation.same.update(same)
         if generation.stored is None and not generation.missing():
             layouts = [generation.layouts[number] for number in range(world)]
             try:
-                generation.stored = store(layouts, generation.itemsizes, generation.same)
+                generation.stored = store(layouts, generation.same)
             except WeightsLayoutError:
                 self.generations.remove(generation)
                 raise

@@ -59,20 +59,15 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
 
     stored: StoredLayout
     pieces: tuple[TensorPieces, ...]
-    itemsizes: dict[str, int]
-
-    def published_name(self, name: str) -> str:
-        """Return the name under which a tensor of the reader is stored."""
-        return self.stored.name_of(name)
 
     @functools.cached_property
     def bytes_by_rank(self) -> dict[int, int]:
         """Bytes to read from the memory of each rank that writes something for this reader."""
         counts = np.zeros(len(self.stored.nbytes), dtype=np.int64)
         for pieces in self.pieces:
-            tensor = self.stored.tensors[self.published_name(pieces.name)]
+            tensor = self.stored.tensor(pieces.name)
             ranks = np.array([box.rank for box in tensor.boxes])[pieces.boxes]
-            np.add.at(counts, ranks, pieces.sizes.prod(axis=1) * self.itemsizes[tensor.dtype])
+            np.add.at(counts, ranks, pieces.sizes.prod(axis=1) * tensor.itemsize)
         return {rank: nbytes for rank, nbytes in enumerate(counts.tolist()) if nbytes}
 
     @property
@@ -87,9 +82,7 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
         return "\n".join(lines)
 
 
-def make_plans(
-    stored: StoredLayout, readers: Sequence[Layout], itemsizes: dict[str, int], *, subset: bool = False
-) -> list[Plan]:
+def make_plans(stored: StoredLayout, readers: Sequence[Layout], *, subset: bool = False) -> list[Plan]:
     """Return the plan of each reader. Several at once cost little more than one.
 
     WeightsLayoutError names tensors that are not published, have another shape, or cannot be converted; and, unless
@@ -104,7 +97,7 @@ def make_plans(
             users.setdefault(name, []).extend((number, held) for held in tensor.held)
     pieces: list[list[TensorPieces]] = [[] for _ in readers]
     for name, held_boxes in users.items():
-        boxes = stored.tensors[stored.name_of(name)].boxes
+        boxes = stored.tensor(name).boxes
         if not held_boxes or not boxes:
             continue
         source_starts, source_sizes = _bounds([box.box for box in boxes])
@@ -126,7 +119,7 @@ def make_plans(
         present, firsts = np.unique(numbers, return_index=True)
         for number, first, last in zip(present, firsts, [*firsts[1:], len(numbers)], strict=True):
             pieces[number].append(TensorPieces(name, *(array[first:last] for array in rows)))
-    return [Plan(stored, tuple(each), itemsizes) for each in pieces]
+    return [Plan(stored, tuple(each)) for each in pieces]
 
 
 def _bounds(boxes: Sequence[Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -153,7 +146,7 @@ def _check(stored: StoredLayout, layout: Layout, *, subset: bool) -> None:
             "ends; a reader that needs only some of the tensors passes subset=True"
         )
     for name, tensor in layout.items():
-        published = stored.tensors[stored.name_of(name)]
+        published = stored.tensor(name)
         if published.shape != tensor.shape:
             raise WeightsLayoutError(
                 f"{name!r} is published with the shape {published.shape}, and the reader has {tensor.shape}. If the "

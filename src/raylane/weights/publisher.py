@@ -14,6 +14,7 @@ from raylane.errors import WeightsLostError
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
+from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import AreaPlace, OpenSlot
 from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, view_in
 
@@ -68,7 +69,6 @@ class Publisher:
         self._tensors = NamedTensors(model)
         self._layout = layout_of(self._tensors.distinct(), places, dtype)
         self._catalogue = CatalogueClient(detached=detached)
-        self._host = ray.get_runtime_context().get_node_id()
         self._stored: StoredLayout | None = None
         self._generation: GenerationKey = "", -1
         self._slots: dict[str, tuple[OpenSlot, torch.Tensor]] = {}
@@ -151,21 +151,10 @@ class Publisher:
         return number, place
 
     def _register(self, deadline: Deadline) -> None:
-        dtypes = {tensor.dtype for tensor in self._layout.values()}
-        itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
         self._stored = None
-        self._generation = self._catalogue.call(
-            "register",
-            self.name,
-            self.rank,
-            self.world,
-            self._layout,
-            self._host,
-            self._keep,
-            itemsizes,
-            self._tensors.same,
-            deadline=deadline,
-        )
+        host = ray.get_runtime_context().get_node_id()
+        registration = RankRegistration(self.rank, self.world, self._layout, self._tensors.same, host, self._keep)
+        self._generation = self._catalogue.call("register", self.name, registration, deadline=deadline)
 
     def _slot(self, place: AreaPlace) -> tuple[OpenSlot, torch.Tensor]:
         """Return a slot and the area of this rank in it; mapped once, so that its pages stay warm."""

@@ -65,9 +65,14 @@ def make_slot(area_bytes: Sequence[int]) -> Segment:
     return Segment.make(data_offset(len(area_bytes)) + max(sum(area_bytes), 1))
 
 
+def _word_at(rank: int) -> int:
+    """Return the offset of the word of a rank, counted within the host."""
+    return PAGE_BYTES + rank * _WORD.size
+
+
 def words_of(segment: Segment, ranks: int) -> tuple[int, ...]:
     """Return the number of the version in each area of a slot; 0 for an area that is being written."""
-    return tuple(_WORD.unpack_from(segment.view, PAGE_BYTES + i * _WORD.size)[0] for i in range(ranks))
+    return tuple(_WORD.unpack_from(segment.view, _word_at(i))[0] for i in range(ranks))
 
 
 class OpenSlot:
@@ -78,7 +83,6 @@ class OpenSlot:
 
         With `private`, what this process writes to the memory stays in this process.
         """
-        self.path = path
         self._segment = Segment.open(path, private=private, keep_fd=True)
         self._ranks = ranks
 
@@ -103,7 +107,7 @@ class OpenSlot:
 
         WeightsTimeoutError begins with `waiting`.
         """
-        at = PAGE_BYTES + rank * _WORD.size
+        at = _word_at(rank)
         while not lock(self._fd, WRITE, at, _WORD.size):
             if deadline.left_s() == 0:
                 raise WeightsTimeoutError(
@@ -115,7 +119,7 @@ class OpenSlot:
 
     def end_writing(self, rank: int, number: int) -> None:
         """Unlock the area of a rank; with a number of 0 it holds no version."""
-        at = PAGE_BYTES + rank * _WORD.size
+        at = _word_at(rank)
         _WORD.pack_into(self._segment.view, at, number)
         lock(self._fd, UNLOCK, at, _WORD.size)
 

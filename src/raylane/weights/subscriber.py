@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import os
 import sys
@@ -19,10 +20,9 @@ from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
-from raylane.weights.layout import StoredLayout
 from raylane.weights.plan import Plan, make_plans
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.tensors import NamedTensors, Places, copies, layout_of, local, refuse_training, view_in
+from raylane.weights.tensors import NamedTensors, Places, layout_of, local, refuse_training, region, stored_pieces
 
 APPLY = ("copy", "swap", "map")
 
@@ -90,7 +90,6 @@ class Subscriber:
         self.name, self.apply, self._subset = name, apply, subset
         self.version = 0
         self.state = ReaderState.INITIAL
-        self._model = model
         self._tensors = NamedTensors(model)
         self._layout = layout_of(self._tensors.distinct(), places, None)
         self._catalogue = CatalogueClient(detached=detached)
@@ -98,7 +97,6 @@ class Subscriber:
         self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
-        self._stored: StoredLayout | None = None
         self._slots: dict[str, OpenSlot] = {}
         """Slots that are mapped for copying, by path."""
         self._mapped: list[OpenSlot] = []
@@ -196,9 +194,8 @@ class Subscriber:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
-        itemsizes = {tensor.dtype: getattr(torch, tensor.dtype).itemsize for tensor in offer.stored.tensors.values()}
-        (self._plan,) = make_plans(offer.stored, [self._layout], itemsizes, subset=self._subset)
-        self._generation, self._stored = offer.generation, offer.stored
+        (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
+        self._generation = offer.generation
 
     def _take(self, offer: VersionOffer) -> int:
         """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
@@ -210,34 +207,26 @@ class Subscriber:
                 f"{self._host}. Weights are read within one node only so far"
             )
         mapping = self.apply == "map"
-        slots = [self._slot(offer, host, fresh=mapping) for host in needed]
-        held = []
-        try:
-            for slot in slots:
+        memories: dict[int, torch.Tensor] = {}
+        with contextlib.ExitStack() as held:
+            slots = []
+            for host in needed:
+                slot = self._slot(offer, host, fresh=mapping)
+                slots.append(slot)
+                held.callback(slot.close if mapping else slot.release)
                 slot.hold(offer.number)
-                held.append(slot)
-            memories: dict[int, torch.Tensor] = {}
-            for host, slot in zip(needed, slots, strict=True):
                 ranks = offer.ranks[host]
                 areas = slot.areas([self._plan.stored.nbytes[rank] for rank in ranks])
                 memories.update(zip(ranks, areas, strict=True))
-            if mapping:
-                self._map(memories)
-                for slot in self._mapped:
-                    slot.close()
-                self._mapped = slots
-                return 0
-            self._copy(memories)
-            return self._plan.nbytes
-        except BaseException:
-            if mapping:
-                for slot in slots:
-                    slot.close()
-            raise
-        finally:
             if not mapping:
-                for slot in held:
-                    slot.release()
+                self._copy(memories)
+                return self._plan.nbytes
+            self._map(memories)
+            held.pop_all()  # until the next update
+        for slot in self._mapped:
+            slot.close()
+        self._mapped = slots
+        return 0
 
     def _slot(self, offer: VersionOffer, host: str, *, fresh: bool) -> OpenSlot:
         path, ranks = offer.paths[host], len(offer.ranks[host])
@@ -261,7 +250,11 @@ class Subscriber:
                 name: torch.empty_like(local(tensor), device="cpu" if local(tensor).is_meta else None)
                 for name, tensor in tensors.items()
             }
-        targets, sources = copies(self._plan, memories, outputs)
+        targets, sources = [], []
+        for name, pieces in stored_pieces(self._plan, memories):
+            inner = local(outputs[name])
+            targets += [region(inner, piece.target, piece.size) for piece, _ in pieces]
+            sources += [view for _, view in pieces]
         if not swapping:
             self.state = ReaderState.INVALID  # until the caller notes that all was written
         with torch.no_grad():
@@ -275,20 +268,14 @@ class Subscriber:
         assert self._plan is not None
         views = {}
         tensors = self._tensors.distinct()
-        for pieces in self._plan.pieces:
-            (piece, *further), target = pieces.rows(), local(tensors[pieces.name])
-            published = self._plan.stored.tensors[self._plan.published_name(pieces.name)]
-            dtype = getattr(torch, published.dtype)
-            if further or dtype != target.dtype or piece.size != tuple(target.shape):
+        for name, pieces in stored_pieces(self._plan, memories):
+            target, (_, view) = local(tensors[name]), pieces[0]
+            if len(pieces) > 1 or view.dtype != target.dtype or view.shape != target.shape:
                 raise WeightsError(
-                    f"{pieces.name!r} cannot be mapped: it is stored in {1 + len(further)} pieces as {dtype}, and the "
-                    f"reader has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
+                    f"{name!r} cannot be mapped: it is stored in {len(pieces)} pieces as {view.dtype}, and the reader "
+                    f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
                 )
-            box = published.boxes[piece.box]
-            view = view_in(memories[box.rank], box.offset, dtype, box.box.size)
-            for dim, (start, size) in enumerate(zip(piece.source, piece.size, strict=True)):
-                view = view.narrow(dim, start, size)
-            views[pieces.name] = view
+            views[name] = view
         for name, view in views.items():
             self._tensors.set_memory(name, view)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.layout import Box, Division, HeldBox, StoredLayout, TensorLayout, divide
-from raylane.weights.plan import Plan
+from raylane.weights.plan import BoxPiece, Plan
 
 
 class Part(NamedTuple):
@@ -97,24 +97,21 @@ def layout_of(
     layout = {}
     for name, tensor in tensors.items():
         cast = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-        text = str(cast).removeprefix("torch.")
-        part = places(name, tensor) if callable(places) else (places or {}).get(name)
+        shape = tuple(tensor.shape)
+        held: tuple[HeldBox, ...]
         if hasattr(tensor, "placements"):
-            layout[name] = TensorLayout(tuple(tensor.shape), text, boxes_of(name, tensor))
-        elif part is None:
-            shape = tuple(tensor.shape)
-            layout[name] = TensorLayout(shape, text, (_whole(shape),) if tensor.numel() else ())
+            held = boxes_of(name, tensor)
         else:
-            stop = [start + size for start, size in zip(part.start, tensor.shape, strict=True)]
+            origin = (0,) * tensor.dim()
+            given_part = places(name, tensor) if callable(places) else (places or {}).get(name)
+            part = given_part or Part(shape, origin)  # the tensor is whole
+            stop = [start + size for start, size in zip(part.start, shape, strict=True)]
             if any(start < 0 or end > size for start, end, size in zip(part.start, stop, part.shape, strict=True)):
-                raise WeightsLayoutError(f"{name!r} of shape {tuple(tensor.shape)} does not lie in {part}")
-            held = HeldBox(Box(tuple(part.start), tuple(tensor.shape)), (0,) * tensor.dim())
-            layout[name] = TensorLayout(tuple(part.shape), text, (held,) if tensor.numel() else ())
+                raise WeightsLayoutError(f"{name!r} of shape {shape} does not lie in {part}")
+            held = (HeldBox(Box(tuple(part.start), shape), origin),) if tensor.numel() else ()
+            shape = tuple(part.shape)
+        layout[name] = TensorLayout(shape, str(cast).removeprefix("torch."), cast.itemsize, held)
     return layout
-
-
-def _whole(shape: tuple[int, ...]) -> HeldBox:
-    return HeldBox(Box((0,) * len(shape), shape), (0,) * len(shape))
 
 
 def boxes_of(name: str, tensor: Any) -> tuple[HeldBox, ...]:
@@ -168,23 +165,21 @@ def view_in(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequenc
     return memory[offset : offset + math.prod(size) * dtype.itemsize].view(dtype).view(tuple(size))
 
 
-def copies(
-    plan: Plan, memories: Mapping[int, torch.Tensor], tensors: Mapping[str, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return (targets, sources): regions of the reader's tensors, and of the ranks' areas, in the same order.
+def stored_pieces(
+    plan: Plan, memories: Mapping[int, torch.Tensor]
+) -> Iterator[tuple[str, list[tuple[BoxPiece, torch.Tensor]]]]:
+    """Yield the name of each tensor of a reader with its pieces, as they lie in the areas of the ranks.
 
     `memories` has the area of each rank.
     """
-    targets, sources = [], []
     for pieces in plan.pieces:
-        published, inner = plan.stored.tensors[plan.published_name(pieces.name)], local(tensors[pieces.name])
-        dtype = getattr(torch, published.dtype)
+        published = plan.stored.tensor(pieces.name)
+        dtype, views = getattr(torch, published.dtype), []
         for piece in pieces.rows():
             box = published.boxes[piece.box]
             stored = view_in(memories[box.rank], box.offset, dtype, box.box.size)
-            sources.append(region(stored, piece.source, piece.size))
-            targets.append(region(inner, piece.target, piece.size))
-    return targets, sources
+            views.append((piece, region(stored, piece.source, piece.size)))
+        yield pieces.name, views
 
 
 def refuse_training(model: Module) -> None:
