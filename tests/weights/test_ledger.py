@@ -154,14 +154,14 @@ def test_rank_whose_publication_failed_goes_on_with_a_later_step() -> None:
 def test_dead_keeper_loses_what_it_kept() -> None:
     ledger = Ledger("policy")
     generation = register(ledger, 2)
-    generation.slots["a"] = ["path 0", "path 1"]
+    generation.slots["a", "a"] = ["path 0", "path 1"]
     publish(ledger, generation, 1)
     opened = begin(ledger, generation, 0, 2)
     ledger.keeper_died("a")
     assert newest(ledger) is None
     with pytest.raises(WeightsLostError, match="is lost while rank 0 wrote it"):
         ledger.done(opened.number, 0)
-    generation.slots["a"] = ["path 2", "path 3"]
+    generation.slots["a", "a"] = ["path 2", "path 3"]
     assert publish(ledger, generation, 3) == 3
 
 
@@ -171,3 +171,21 @@ def test_ranks_that_do_not_fit_are_refused_and_may_try_again() -> None:
     with pytest.raises(WeightsLayoutError, match="do not agree on 'w'"):
         ledger.register(RankRegistration(1, 2, layout(1, 2, rows=14), {}, "a", 2))
     assert register(ledger, 2).stored is not None
+
+
+def test_part_lives_on_in_whole_copies() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 2)
+    generation.slots["a", "a"] = ["path 0", "path 1"]
+    publish(ledger, generation, 1)
+    version = ledger.committed(1)
+    assert version is not None
+    spread = version.spread("a")
+    spread.want("b", range(spread.chunks))
+    for transfer in spread.assign():
+        spread.end(transfer)
+    assert version.hosts() == ["a", "b"]
+    ledger.keeper_died("a")
+    assert (newest(ledger), version.hosts(), version.has_own_part("a")) == (1, ["b"], False)
+    ledger.keeper_died("b")
+    assert newest(ledger) is None

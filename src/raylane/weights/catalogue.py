@@ -18,7 +18,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raylane import _ray
+from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
+from raylane.weights.copies import Copies
 from raylane.weights.keeper import Keeper
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
@@ -59,9 +61,9 @@ class VersionOffer:
     stored: StoredLayout | None
     """None if the reader has the layout of this generation."""
     ranks: dict[str, list[int]]
-    """Ranks of each host, in the order of their areas."""
-    paths: dict[str, str]
-    """Slot of each host."""
+    """Ranks of each host that wrote a part, in the order of their areas."""
+    path: str | None
+    """Slot with the part of the reader's own host, if it has one."""
 
 
 @dataclass
@@ -69,11 +71,12 @@ class _NamedWeights:
     """One name: its ledger, its readers, and the event that callers wait for."""
 
     ledger: Ledger
+    copies: Copies
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots are made."""
-    used_areas: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Sizes of the areas in use that the keeper of each host was told last."""
+    used_areas: dict[str, list[tuple[str, list[int]]]] = field(default_factory=dict)
+    """Parts in use, and the sizes of their areas, that the keeper of each host was told last."""
     readers: dict[str, int] = field(default_factory=dict)
     """Version in use (0: none) by label of the reader."""
 
@@ -110,7 +113,7 @@ class Catalogue:
 
     async def register(self, name: str, registration: RankRegistration) -> GenerationKey:
         """Take a rank in; return its generation."""
-        entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
+        entry = self._named(name)
         generation = entry.ledger.register(registration)
         await self._notify(entry)
         return self._incarnation, generation.number
@@ -141,9 +144,9 @@ class Catalogue:
             return f"ranks {ranks} have not published step {version.step if version else step} of {name!r}"
 
         host = generation.hosts[rank]
-        await self._slots(entry, generation, host)  # first: an earlier catalogue may have counted further
+        await self._slots(entry, generation, host, host)  # first: an earlier catalogue may have counted further
         version = await self._wait(entry, lambda: ledger.begin(generation, rank, step), timeout_s, missing)
-        paths = await self._slots(entry, generation, host)
+        paths = await self._slots(entry, generation, host, host)
         ranks = generation.ranks_of(host)
         index = ranks.index(rank)
         offset = sum(generation.area_bytes(host)[:index])
@@ -154,7 +157,12 @@ class Catalogue:
         entry = self._entry(name)
         if entry.ledger.done(number, rank):
             for host, keeper in self._keepers.items():
-                used = [each.area_bytes(host) for each in entry.ledger.generations if host in each.slots]
+                used = [
+                    (part, each.area_bytes(part))
+                    for each in entry.ledger.generations
+                    for keeping, part in each.slots
+                    if keeping == host
+                ]
                 if entry.used_areas.get(host) != used:
                     entry.used_areas[host] = used
                     keeper.drop.remote(name, used)
@@ -179,7 +187,7 @@ class Catalogue:
 
     async def join(self, name: str, label: str, host: str, pid: int) -> None:
         """Take a reader in, until it leaves or its process ends."""
-        entry = self._entries.setdefault(name, _NamedWeights(Ledger(name)))
+        entry = self._named(name)
         if label not in entry.readers:
             entry.readers[label] = 0
             keeper = self._keeper(host)
@@ -206,9 +214,9 @@ class Catalogue:
         await self._notify(entry)
 
     async def offer(
-        self, name: str, at_least: int, known: GenerationKey | None, timeout_s: float | None
+        self, name: str, at_least: int, known: GenerationKey | None, host: str, timeout_s: float | None
     ) -> VersionOffer:
-        """Wait until a version from this number on is committed; return the newest one."""
+        """Wait until a version from this number on is committed; return the newest one to a reader on a host."""
         entry = self._entry(name)
 
         def newest() -> Version | None:
@@ -223,11 +231,54 @@ class Catalogue:
 
         version = await self._wait(entry, newest, timeout_s, missing)
         generation = version.generation
-        paths = {host: slots[version.slot] for host, slots in generation.slots.items()}
-        ranks = {host: generation.ranks_of(host) for host in paths}
+        ranks = {part: generation.ranks_of(part) for part in set(generation.hosts.values())}
+        path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
         key = self._incarnation, generation.number
         stored = None if known == key else generation.stored
-        return VersionOffer(version.number, version.step, key, stored, ranks, paths)
+        return VersionOffer(version.number, version.step, key, stored, ranks, path)
+
+    async def copy(
+        self, name: str, number: int, host: str, wanted: dict[str, list[int]], timeout_s: float | None
+    ) -> dict[str, str] | None:
+        """Wait until chunks of parts of a version are on a host; return the slot of each part there.
+
+        None if the version was replaced or lost meanwhile. `wanted` has the numbers of the chunks by part.
+        """
+        entry = self._entry(name)
+        deadline = Deadline(timeout_s)
+        version = entry.ledger.committed(number)
+        if version is None:
+            return None
+        try:
+            for part, chunks in wanted.items():
+                await self._slots(entry, version.generation, host, part)
+                if not await entry.copies.prepare(version, part, host, chunks, deadline.left_s()):
+                    return None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, WeightsError) else error from None
+        except ray.exceptions.RayActorError as error:
+            raise WeightsLostError(f"a keeper of {name!r} died: {error}. Update again") from error
+        spreads = [version.spread(part) for part in wanted]
+        failed: list[str] = []
+
+        def arrived() -> bool:
+            failed[:] = [reason for spread in spreads if (reason := spread.reason(host))]
+            gone = entry.ledger.committed(number) is None
+            return bool(failed) or gone or not any(spread.missing(host) for spread in spreads)
+
+        def missing() -> str:
+            counts = [f"{len(spread.missing(host))} of {spread.chunks} from {spread.source}" for spread in spreads]
+            return f"chunks of version {number} of {name!r} have not come to node {host}: {', '.join(counts)}"
+
+        await self._wait(entry, arrived, deadline.left_s(), missing)
+        if failed:
+            raise WeightsLostError(f"version {number} of {name!r} cannot be copied to node {host}: {failed[0]}")
+        if entry.ledger.committed(number) is None:
+            return None
+        slots = version.generation.slots
+        if any((host, part) not in slots for part in wanted):
+            raise WeightsLostError(f"the keeper of node {host} died. Update again")
+        return {part: slots[host, part][version.slot] for part in wanted}
 
     async def newest(self, name: str) -> int | None:
         """Return the number of the newest committed version."""
@@ -245,7 +296,7 @@ class Catalogue:
                 version.step,
                 version.state.value,
                 0 if version.generation.stored is None else sum(version.generation.stored.nbytes),
-                tuple(sorted(set(version.generation.hosts.values()))),
+                tuple(version.hosts()),
                 tuple(label for label, number in entry.readers.items() if number == version.number),
                 time.monotonic() - version.began_s,
                 tuple(version.missing()),
@@ -268,6 +319,13 @@ class Catalogue:
             _ray.exit_this_actor()
 
     # Parts of the above
+
+    def _named(self, name: str) -> _NamedWeights:
+        """Return what is known of a name; nothing yet if it is new."""
+        if name not in self._entries:
+            copies = Copies(self._keeper, lambda: self._notify(entry))
+            entry = self._entries[name] = _NamedWeights(Ledger(name), copies)
+        return self._entries[name]
 
     def _entry(self, name: str) -> _NamedWeights:
         entry = self._entries.get(name)
@@ -305,21 +363,22 @@ class Catalogue:
                 f"after {timeout_s} s {missing()}. Raise the timeout if that is expected"
             ) from None
 
-    async def _slots(self, entry: _NamedWeights, generation: Generation, host: str) -> list[str]:
-        """Return the paths of a host's slots, which the first call makes."""
+    async def _slots(self, entry: _NamedWeights, generation: Generation, host: str, part: str) -> list[str]:
+        """Return the paths of a host's slots for a part, which the first call makes."""
         async with entry.making:
-            if host in generation.slots:
-                return generation.slots[host]
+            if (host, part) in generation.slots:
+                return generation.slots[host, part]
             keeper = self._keeper(host)
-            name, area_bytes = entry.ledger.name, generation.area_bytes(host)
+            name, area_bytes = entry.ledger.name, generation.area_bytes(part)
             try:
-                paths, number = await keeper.make.remote(name, area_bytes, generation.keep)
+                paths, number = await keeper.make.remote(self._incarnation, name, part, area_bytes, generation.keep)
             except ray.exceptions.RayActorError as error:
                 self._keeper_died(host)
-                raise WeightsLostError(f"the keeper of node {host} died. Publish again") from error
-            generation.slots[host] = paths
-            entry.ledger.resume_after(number)  # of an earlier catalogue
-            return generation.slots[host]
+                raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
+            generation.slots[host, part] = paths
+            if host == part:
+                entry.ledger.resume_after(number)  # of an earlier catalogue
+            return generation.slots[host, part]
 
     def _keeper(self, host: str) -> Any:
         """Return the keeper of a host, which the first call starts."""

@@ -1,4 +1,4 @@
-"""The keeper: one Ray actor on each host that publishes or reads. It owns the slots and watches readers.
+"""The keeper: one Ray actor on each host that publishes or reads. It owns the slots, copies parts, watches readers.
 
 It decides nothing. Slots live in a process of their own so that a version outlives the trainer that wrote it.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from raylane.core import vm
+from raylane.core.deadline import Deadline
 from raylane.core.semaphore import Segment
 from raylane.core.watcher import watcher
-from raylane.weights.slots import make_slot, words_of
+from raylane.errors import WeightsLostError
+from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
 
 
 class Keeper:
@@ -19,8 +22,14 @@ class Keeper:
 
     def __init__(self) -> None:
         vm.allow_readers()  # other processes of this user open the slots through /proc
-        self._slots: dict[tuple[str, tuple[int, ...]], list[Segment]] = {}
-        """Slots by name of the weights and sizes of their areas."""
+        self._slots: dict[tuple[str, str, tuple[int, ...]], list[Segment]] = {}
+        """Slots by name of the weights, host whose ranks write them, and sizes of their areas."""
+        self._open: dict[str, OpenSlot] = {}
+        """Slots that are copied from or to, by path: opened a second time, for locks of their own."""
+        self._fetches: set[asyncio.Future[Any]] = set()
+        """Copies under way."""
+        self._catalogue = ""
+        """Incarnation of the catalogue that holds slots here."""
 
     async def wait(self) -> None:
         """Never return: the caller learns of the end of this actor."""
@@ -43,12 +52,21 @@ class Keeper:
         finally:
             watch.forget()
 
-    async def make(self, name: str, area_bytes: Sequence[int], count: int) -> tuple[list[str], int]:
+    async def make(
+        self, catalogue: str, name: str, part: str, area_bytes: Sequence[int], count: int
+    ) -> tuple[list[str], int]:
         """Return the paths of `count` slots, which the first call makes, and the largest number of a version in them.
 
-        Pages take memory when they are written.
+        Pages take memory when they are written. Slots that an earlier catalogue held are released.
         """
-        at = name, tuple(area_bytes)
+        if catalogue != self._catalogue:
+            self._catalogue = catalogue
+            for fetch in self._fetches:  # nothing may write to slots for an earlier catalogue any more
+                fetch.cancel()
+            await asyncio.gather(*self._fetches, return_exceptions=True)
+            for slot in self._open.values():
+                slot.release()
+        at = name, part, tuple(area_bytes)
         slots = self._slots.get(at, [])
         while len(slots) < count:
             slots.append(make_slot(area_bytes))
@@ -56,9 +74,63 @@ class Keeper:
         numbers = [number for slot in slots for number in words_of(slot, len(area_bytes))]
         return [slot.path for slot in slots[:count]], max(numbers)
 
-    async def drop(self, name: str, spared: Sequence[Sequence[int]] = ()) -> None:
-        """Give up the slots of a name, except those with areas of these sizes. Readers keep what they map."""
-        spared_sizes = {tuple(area_bytes) for area_bytes in spared}
-        for at in [at for at in self._slots if at[0] == name and at[1] not in spared_sizes]:
-            for slot in self._slots.pop(at):
-                slot.close_fd()
+    async def drop(self, name: str, spared: Sequence[tuple[str, Sequence[int]]] = ()) -> None:
+        """Give up the slots of a name, except those of these parts and sizes of areas. Readers keep what they map."""
+        spared_keys = {(name, part, tuple(area_bytes)) for part, area_bytes in spared}
+        for at in [at for at in self._slots if at[0] == name and at not in spared_keys]:
+            for segment in self._slots.pop(at):
+                segment.close_fd()
+                slot = self._open.pop(segment.path, None)
+                if slot is not None:
+                    slot.close()
+
+    # Copies
+
+    async def begin_copy(self, path: str, number: int, timeout_s: float | None) -> None:
+        """Make a slot ready for the copy of a version, and hold it. Waits for readers of what it holds."""
+        await asyncio.to_thread(self._slot(path).begin_copy, number, Deadline(timeout_s))
+
+    async def hold(self, path: str, number: int) -> bool:
+        """Keep a version from being overwritten until `release`. Return False if it is no longer in the slot."""
+        try:
+            self._slot(path).hold(number)
+        except (StaleSlot, WeightsLostError):
+            return False
+        return True
+
+    async def release(self, path: str) -> None:
+        """Permit a slot to be overwritten."""
+        if path in self._open:
+            self._open[path].release()
+
+    async def fetch(self, path: str, holder: Any, holder_path: str, offset: int, nbytes: int) -> None:
+        """Copy bytes of a slot of another keeper into a slot of this one, over raylane's transports.
+
+        Raises the errors of `raylane.get`, and those of Ray if the other keeper dies.
+        """
+        # Loaded here: only hosts that copy need the transports, and torch.
+        from raylane import get_async
+
+        target = self._slot(path).memory()[offset : offset + nbytes]
+        (ref,) = await holder.serve.remote(holder_path, offset, nbytes)
+        task = asyncio.ensure_future(get_async(ref, into=target))
+        self._fetches.add(task)
+        try:
+            await task
+        finally:
+            self._fetches.discard(task)
+
+    async def serve(self, path: str, offset: int, nbytes: int) -> list[Any]:
+        """Return a ref of bytes of a slot, which is held."""
+        from raylane import put
+
+        memory = self._slot(path).memory()[offset : offset + nbytes]
+        return [put(memory, on_mutation="allow")]  # other chunks of the same memory are written meanwhile
+
+    def _slot(self, path: str) -> OpenSlot:
+        if path not in self._open:
+            ranks = [len(at[2]) for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
+            if not ranks:
+                raise WeightsLostError(f"this host has given up the slot {path}. Update again")
+            self._open[path] = OpenSlot(path, ranks[0], private=False)
+        return self._open[path]

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
 from raylane.weights.layout import Layout, StoredLayout, store
+from raylane.weights.spread import Spread
 
 
 class VersionState(enum.Enum):
@@ -76,8 +77,8 @@ class Generation:
     """Host of each rank."""
     same: dict[str, str] = field(default_factory=dict)
     stored: StoredLayout | None = None
-    slots: dict[str, list[str]] = field(default_factory=dict)
-    """Paths of the slots of each host."""
+    slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
 
     def ranks_of(self, host: str) -> list[int]:
         """Return the ranks of a host, in the order of their areas in a slot."""
@@ -109,6 +110,8 @@ class Version:
     done: set[int] = field(default_factory=set)
     """Ranks whose area is written."""
     began_s: float = field(default_factory=time.monotonic)
+    spreads: dict[str, Spread] = field(default_factory=dict)
+    """Copies of parts on other hosts, by the host whose ranks wrote the part."""
 
     def advance(self, event: VersionEvent) -> None:
         """Change the state as the table says."""
@@ -117,6 +120,22 @@ class Version:
     def missing(self) -> list[int]:
         """Return the ranks that have not written their area."""
         return [rank for rank in range(self.generation.world) if rank not in self.done]
+
+    def spread(self, part: str) -> Spread:
+        """Return the copies of a part, which the first call begins to count."""
+        if part not in self.spreads:
+            self.spreads[part] = Spread(part, sum(self.generation.area_bytes(part)))
+        return self.spreads[part]
+
+    def has_own_part(self, host: str) -> bool:
+        """Return True if the ranks of a host wrote a part, and it is still there."""
+        spread = self.spreads.get(host)
+        return (host, host) in self.generation.slots and (spread is None or host in spread.holders)
+
+    def hosts(self) -> list[str]:
+        """Return the hosts that have a part, or chunks of one."""
+        own = [host for host in set(self.generation.hosts.values()) if self.has_own_part(host)]
+        return sorted({*own, *(host for spread in self.spreads.values() for host in spread.holders)})
 
 
 class Ledger:
@@ -234,15 +253,26 @@ class Ledger:
             return True
         return False
 
+    def committed(self, number: int) -> Version | None:
+        """Return a version if it is committed and has a slot."""
+        versions = [version for version in self.versions if version.number == number]
+        return versions[0] if versions and versions[0].state is VersionState.COMMITTED else None
+
     def newest(self) -> Version | None:
         """Return the newest committed version."""
         committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
         return committed[-1] if committed else None
 
     def keeper_died(self, host: str) -> None:
-        """Note that the slots of a host are gone."""
+        """Note that the slots of a host are gone. Its part of a version lives on in copies that are together whole."""
         for version in self.versions:
-            if host in version.generation.slots:
+            if (host, host) in version.generation.slots and version.state is VersionState.COMMITTED:
+                version.spread(host)
+            for spread in version.spreads.values():
+                spread.remove(host)
+            lost = any(not spread.is_whole() for spread in version.spreads.values())
+            if lost or (version.state is VersionState.OPEN and (host, host) in version.generation.slots):
                 version.advance(VersionEvent.KEEPER_DIED)
         for generation in self.generations:
-            generation.slots.pop(host, None)
+            for key in [key for key in generation.slots if key[0] == host]:
+                del generation.slots[key]

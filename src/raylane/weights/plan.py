@@ -10,6 +10,7 @@ Made once for a pair of layouts, and used for all later versions of the same lay
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import numpy as np
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import HeldBox, Layout, StoredLayout
+from raylane.weights.spread import chunk_bytes
 
 FLOATS = ("float", "bfloat")
 """Beginnings of the names of dtypes that are converted to each other."""
@@ -74,6 +76,21 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     def nbytes(self) -> int:
         """Bytes to read."""
         return sum(self.bytes_by_rank.values())
+
+    def chunks(self, ranks: Sequence[int]) -> list[int]:
+        """Return the numbers of the chunks that this reader needs of the part that these ranks write (see `spread`)."""
+        sizes = [self.stored.nbytes[rank] for rank in ranks]
+        area_at = dict(zip(ranks, itertools.accumulate(sizes, initial=0), strict=False))
+        step = chunk_bytes(sum(sizes))
+        needed: set[int] = set()
+        for pieces in self.pieces:
+            tensor = self.stored.tensor(pieces.name)
+            for number in np.unique(pieces.boxes).tolist():
+                box = tensor.boxes[number]
+                if box.rank in area_at:
+                    first = area_at[box.rank] + box.offset
+                    needed.update(range(first // step, (first + box.box.elements * tensor.itemsize - 1) // step + 1))
+        return sorted(needed)
 
     def __str__(self) -> str:
         count = sum(len(pieces.boxes) for pieces in self.pieces)

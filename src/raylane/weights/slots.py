@@ -123,6 +123,17 @@ class OpenSlot:
         _WORD.pack_into(self._segment.view, at, number)
         lock(self._fd, UNLOCK, at, _WORD.size)
 
+    def begin_copy(self, number: int, deadline: Deadline) -> None:
+        """Lock the whole slot for the copy of a version, and keep everybody else from writing until `release`.
+
+        WeightsTimeoutError if a reader still holds the version that the copy replaces.
+        """
+        for rank in range(self._ranks):
+            self.begin_writing(rank, deadline, f"version {number} cannot be copied to this host")
+        for rank in range(self._ranks):
+            _WORD.pack_into(self._segment.view, _word_at(rank), number)
+        lock(self._fd, READ)
+
     def hold(self, number: int) -> None:
         """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
         if not lock(self._fd, READ):

@@ -97,6 +97,8 @@ class Subscriber:
         self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
+        self._chunks: dict[str, list[int]] = {}
+        """Chunks that the plan needs of each part of another host."""
         self._slots: dict[str, OpenSlot] = {}
         """Slots that are mapped for copying, by path."""
         self._mapped: list[OpenSlot] = []
@@ -138,7 +140,7 @@ class Subscriber:
             if offer.number == self.version and self.state is ReaderState.VALID:
                 return Update(offer.number, offer.step, False, 0, time.perf_counter() - began)
             try:
-                nbytes = self._take(offer)
+                nbytes = self._take(offer, deadline)
                 break
             except (StaleSlot, FileNotFoundError):
                 # The version was replaced, or its keeper has died, since the offer was made.
@@ -181,41 +183,40 @@ class Subscriber:
         self._catalogue.call("join", self.name, self._label, self._host, os.getpid(), deadline=deadline)
 
     def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
-        arguments = self.name, at_least, self._generation, deadline.left_s()
-        try:
+        def ask() -> VersionOffer:
+            arguments = self.name, at_least, self._generation, self._host, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
+            return offer
+
+        try:
+            return ask()
         except WeightsLostError:  # a new catalogue: the name comes back with its publishers
             self._join(deadline)
             self._generation = None
-            offer = self._catalogue.call("offer", self.name, at_least, None, deadline.left_s(), deadline=deadline)
-        return offer
+            return ask()
 
     def _learn(self, offer: VersionOffer) -> None:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
         (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
+        self._chunks.clear()
         self._generation = offer.generation
 
-    def _take(self, offer: VersionOffer) -> int:
+    def _take(self, offer: VersionOffer, deadline: Deadline) -> int:
         """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
         assert self._plan is not None
-        needed = {host for host, ranks in offer.ranks.items() if self._plan.bytes_by_rank.keys() & set(ranks)}
-        for host in needed - {self._host}:
-            raise WeightsError(
-                f"a part of version {offer.number} of {self.name!r} lies on node {host}, and this reader runs on "
-                f"{self._host}. Weights are read within one node only so far"
-            )
+        paths = self._paths(offer, deadline)
         mapping = self.apply == "map"
         memories: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as held:
             slots = []
-            for host in needed:
-                slot = self._slot(offer, host, fresh=mapping)
+            for part, path in paths.items():
+                ranks = offer.ranks[part]
+                slot = self._slot(path, len(ranks), fresh=mapping)
                 slots.append(slot)
                 held.callback(slot.close if mapping else slot.release)
                 slot.hold(offer.number)
-                ranks = offer.ranks[host]
                 areas = slot.areas([self._plan.stored.nbytes[rank] for rank in ranks])
                 memories.update(zip(ranks, areas, strict=True))
             if not mapping:
@@ -228,14 +229,35 @@ class Subscriber:
         self._mapped = slots
         return 0
 
-    def _slot(self, offer: VersionOffer, host: str, *, fresh: bool) -> OpenSlot:
-        path, ranks = offer.paths[host], len(offer.ranks[host])
+    def _paths(self, offer: VersionOffer, deadline: Deadline) -> dict[str, str]:
+        """Return the slot on this host of each part that the plan reads. Parts of other hosts are copied to this one.
+
+        StaleSlot if the version was replaced meanwhile.
+        """
+        assert self._plan is not None
+        read = self._plan.bytes_by_rank.keys()
+        needed = [part for part, ranks in offer.ranks.items() if read & set(ranks)]
+        paths = {self._host: offer.path} if offer.path is not None and self._host in needed else {}
+        wanted = {}
+        for part in needed:
+            if part not in paths:
+                if part not in self._chunks:
+                    self._chunks[part] = self._plan.chunks(offer.ranks[part])
+                wanted[part] = self._chunks[part]
+        if wanted:
+            arguments = self.name, offer.number, self._host, wanted, deadline.left_s()
+            copied = self._catalogue.call("copy", *arguments, deadline=deadline)
+            if copied is None:
+                raise StaleSlot
+            paths |= copied
+        return paths
+
+    def _slot(self, path: str, ranks: int, *, fresh: bool) -> OpenSlot:
         if fresh:  # a mapping that the tensors have lain in may hold what the reader wrote
             return OpenSlot(path, ranks, private=True)
         if path not in self._slots:
-            for gone in self._slots.keys() - set(offer.paths.values()):
-                if len(self._slots) > MAX_SLOTS:
-                    self._slots.pop(gone).close()
+            if len(self._slots) == MAX_SLOTS:
+                self._slots.pop(next(iter(self._slots))).close()
             self._slots[path] = OpenSlot(path, ranks, private=False)
         return self._slots[path]
 

@@ -1,0 +1,158 @@
+"""Copies of one part of a version: which host fetches which chunk from which holder next. Pure.
+
+A *part* is what the ranks of one host write. The keepers of other hosts fetch it in chunks, and pass chunks on as soon
+as they have them:
+
+    source ──chunk 0──> host 1 ──chunk 0──> host 2        so the source sends every chunk once,
+    source ──chunk 1──> host 2 ──chunk 1──> host 1        however many hosts there are
+
+A host gets the rarest of its missing chunks first, from the least busy of the hosts that have it. The source gives a
+chunk only if no other host has it or is getting it. Called by `copies`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from raylane.weights.layout import ALIGNMENT
+
+MOST_CHUNKS = 64
+"""Number of chunks of a large part: as many steps of progress, and as many calls for each host."""
+LEAST_BYTES = 4 << 20
+"""Size of a chunk of a small part: below it a call costs more than its bytes."""
+AT_ONCE = 2
+"""Number of chunks that a host receives, and sends, at the same time: while one call ends the other uses the link."""
+ATTEMPTS = 3
+"""Number of failures of one holder towards one host before it is not asked again."""
+
+
+def chunk_bytes(part_bytes: int) -> int:
+    """Return the size of the chunks of a part; the last one may be smaller."""
+    size = max(LEAST_BYTES, -(-part_bytes // MOST_CHUNKS))
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Transfer(NamedTuple):
+    """A chunk on its way."""
+
+    chunk: int
+    holder: str
+    """Host that sends it."""
+    host: str
+    """Host that receives it."""
+
+
+class Spread:
+    """Chunks of one part, the hosts that have them, and those that want them."""
+
+    def __init__(self, source: str, part_bytes: int) -> None:
+        self.source = source
+        self.part_bytes = part_bytes
+        self.chunks = -(-part_bytes // chunk_bytes(part_bytes))
+        self.holders: dict[str, set[int]] = {source: set(range(self.chunks))}
+        """Chunks of each host that has some."""
+        self.held: set[str] = set()
+        """Hosts that keep the part from being overwritten."""
+        self.under_way: set[Transfer] = set()
+        self.preparing = 0
+        """Number of hosts whose slots are being made ready."""
+        self._wanted: dict[str, set[int]] = {}
+        self._failures: Counter[tuple[str, str]] = Counter()
+        """Number of failures by host and holder."""
+        self._reasons: dict[str, str] = {}
+        """Last failure of each host."""
+        self._sent: Counter[str] = Counter()
+
+    def want(self, host: str, chunks: Iterable[int]) -> None:
+        """Note that a host needs chunks. Holders that have failed towards it may be asked again."""
+        self._wanted.setdefault(host, set()).update(chunks)
+        for pair in [pair for pair in self._failures if pair[0] == host]:
+            del self._failures[pair]
+
+    def missing(self, host: str) -> set[int]:
+        """Return the chunks that a host wants and has not got."""
+        return self._wanted.get(host, set()) - self.holders.get(host, set())
+
+    def place(self, chunk: int) -> tuple[int, int]:
+        """Return the first byte of a chunk in the part, and its size."""
+        size = chunk_bytes(self.part_bytes)
+        return chunk * size, min(size, self.part_bytes - chunk * size)
+
+    def is_whole(self) -> bool:
+        """Return True if every chunk is on some host."""
+        return len(set().union(*self.holders.values())) == self.chunks
+
+    def is_finished(self) -> bool:
+        """Return True if nothing is under way, and nobody misses a chunk that can be had."""
+        waiting = any(self.missing(host) and not self.reason(host) for host in self._wanted)
+        return not (self.preparing or self.under_way or waiting)
+
+    def reason(self, host: str) -> str | None:
+        """Return the reason why a host cannot get what it misses; None if it can, or misses nothing."""
+        for chunk in self.missing(host):
+            if not self._having(chunk, host) and not any(each.chunk == chunk for each in self.under_way):
+                return self._reasons.get(host, "no host has it any more")
+        return None
+
+    def assign(self) -> list[Transfer]:
+        """Return the transfers that begin now."""
+        begun: list[Transfer] = []
+        while True:
+            hosts = [host for host in self._wanted if self._receiving(host) < AT_ONCE]
+            choices = [choice for host in hosts if (choice := self._choice(host)) is not None]
+            if not choices:
+                return begun
+            # One at a time, and the hosts with the fewest chunks first, so that they get different ones.
+            transfer = min(choices, key=lambda each: len(self.holders.get(each.host, ())) + self._receiving(each.host))
+            self.under_way.add(transfer)
+            begun.append(transfer)
+
+    def end(self, transfer: Transfer, failure: str | None = None) -> None:
+        """Note the end of a transfer, and the reason if it has failed."""
+        self.under_way.discard(transfer)
+        if transfer.host not in self._wanted:  # removed meanwhile
+            return
+        if failure is None:
+            self.holders.setdefault(transfer.host, set()).add(transfer.chunk)
+            self._sent[transfer.holder] += 1
+        else:
+            self._failures[transfer.host, transfer.holder] += 1
+            self._reasons[transfer.host] = failure
+
+    def remove(self, host: str) -> None:
+        """Forget a host whose keeper has died."""
+        self.holders.pop(host, None)
+        self._wanted.pop(host, None)
+        self.held.discard(host)
+
+    def _receiving(self, host: str) -> int:
+        return sum(transfer.host == host for transfer in self.under_way)
+
+    def _sending(self, holder: str) -> int:
+        return sum(transfer.holder == holder for transfer in self.under_way)
+
+    def _having(self, chunk: int, host: str) -> list[str]:
+        """Return the hosts from which a host may get a chunk."""
+        return [
+            holder
+            for holder, chunks in self.holders.items()
+            if chunk in chunks and holder != host and self._failures[host, holder] < ATTEMPTS
+        ]
+
+    def _choice(self, host: str) -> Transfer | None:
+        """Return the next transfer to a host; None if it has to wait, or needs nothing."""
+        coming = {transfer.chunk for transfer in self.under_way if transfer.host == host}
+        best: tuple[tuple[int, int, int, int], Transfer] | None = None
+        for chunk in self.missing(host) - coming:
+            having = self._having(chunk, host)
+            others = [holder for holder in having if holder != self.source]
+            relayed = any(each.chunk == chunk and not self._failures[host, each.host] for each in self.under_way)
+            for holder in others or ([] if relayed else having):
+                busy = self._sending(holder)
+                if busy < AT_ONCE:
+                    rank = len(having), busy, self._sent[holder], chunk
+                    if best is None or rank < best[0]:
+                        best = rank, Transfer(chunk, holder, host)
+        return None if best is None else best[1]
