@@ -109,7 +109,7 @@ class Keeper:
         Raises the errors of `raylane.get`, and those of Ray if the other keeper dies.
         """
         # Loaded here: only hosts that copy need the transports, and torch.
-        from raylane import get_async
+        from raylane.transport.api import get_async
 
         target = self._slot(path).memory()[offset : offset + nbytes]
         (ref,) = await holder.serve.remote(holder_path, offset, nbytes)
@@ -122,7 +122,7 @@ class Keeper:
 
     async def serve(self, path: str, offset: int, nbytes: int) -> list[Any]:
         """Return a ref of bytes of a slot, which is held."""
-        from raylane import put
+        from raylane.transport.api import put
 
         memory = self._slot(path).memory()[offset : offset + nbytes]
         return [put(memory, on_mutation="allow")]  # other chunks of the same memory are written meanwhile
