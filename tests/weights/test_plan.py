@@ -12,6 +12,7 @@ import torch
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import Box, Division, HeldBox, Layout, StoredLayout, TensorLayout, divide, store
 from raylane.weights.plan import Plan, make_plans
+from raylane.weights.spread import chunk_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "int64": 8}
 Placements = tuple[Division | None, ...]
@@ -62,14 +63,19 @@ def test_division_is_that_of_torch(seed: int) -> None:
 
 
 def write(stored: StoredLayout, wholes: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the memory of each rank after all boxes are written."""
+    """Return each part after all boxes are written."""
     memories = [torch.zeros(nbytes, dtype=torch.uint8) for nbytes in stored.nbytes]
     for name, tensor in stored.tensors.items():
-        for rank, offset, box in tensor.boxes:
-            content = boxed(wholes[name], box).contiguous().view(-1).view(torch.uint8)
-            area = memories[rank][offset : offset + content.nbytes]
+        for part, offset, room in tensor.boxes:
+            assert offset % 64 == 0
+            area = memories[part][offset : offset + room.elements * tensor.itemsize]
             assert not area.any(), "two boxes share memory"
-            area.copy_(content)
+            whole = torch.zeros_like(wholes[name])
+            for write in tensor.writes:
+                if tensor.boxes[write.stored] == (part, offset, room):
+                    assert not boxed(whole, write.box).any(), "two ranks write the same element"
+                    boxed(whole, write.box).copy_(boxed(wholes[name], write.box))
+            area.copy_(boxed(whole, room).contiguous().view(-1).view(torch.uint8))
     return memories
 
 
@@ -78,8 +84,8 @@ def read(plan: Plan, memories: Sequence[torch.Tensor], targets: dict[str, torch.
         tensor = plan.stored.tensors[pieces.name]
         dtype = getattr(torch, tensor.dtype)
         for piece in pieces.rows():
-            rank, offset, box = tensor.boxes[piece.box]
-            content = memories[rank][offset : offset + box.elements * dtype.itemsize].view(dtype).view(box.size)
+            part, offset, box = tensor.boxes[piece.box]
+            content = memories[part][offset : offset + box.elements * dtype.itemsize].view(dtype).view(box.size)
             target = boxed(targets[pieces.name], Box(piece.target, piece.size))
             target.copy_(boxed(content, Box(piece.source, piece.size)))
 
@@ -106,7 +112,7 @@ def test_any_layout_is_read_into_any_other(seed: int) -> None:
                 shape, dtype, ITEMSIZES[dtype], divide(shape, reader_mesh, at, placements)
             )
             parts[rank, name] = part_of(wholes[name], reader_mesh, at, placements)
-    stored = store(sources)
+    stored = store(sources, [rng.choice("abc") for _ in sources])
     memories = write(stored, wholes)
     for rank, plan in enumerate(make_plans(stored, targets)):
         tensors = {name: torch.zeros_like(parts[rank, name]) for name in wholes}
@@ -118,7 +124,13 @@ def test_any_layout_is_read_into_any_other(seed: int) -> None:
 def test_replicas_share_the_writing() -> None:
     layout = {f"w{i}": TensorLayout((10, 10), "float32", 4, divide((10, 10), [4], [0], [None])) for i in range(40)}
     stored = store([layout] * 4)
-    assert stored.nbytes == (10 * 448,) * 4
+    assert stored.nbytes == (40 * 448,)
+    written = [write.rank for tensor in stored.tensors.values() for write in tensor.writes]
+    assert sorted(written) == sorted([0, 1, 2, 3] * 10)
+    # Hosts share it, too, and each has whole tensors.
+    stored = store([layout] * 4, ["a", "a", "b", "b"])
+    assert stored.nbytes == (20 * 448,) * 2
+    assert all(len(tensor.boxes) == 1 for tensor in stored.tensors.values())
 
 
 def test_plans_of_many_ranks_read_every_byte_once() -> None:
@@ -129,7 +141,7 @@ def test_plans_of_many_ranks_read_every_byte_once() -> None:
     for rank in range(64):
         halves = [divide(shape, [64], [rank], [Division(dim)]) for dim in (0, 1)]
         readers.append({f"w{i}": TensorLayout(shape, "bfloat16", 2, halves[i % 2]) for i in range(1000)})
-    plans = make_plans(store(sources), readers)
+    plans = make_plans(store(sources, [f"host {rank // 8}" for rank in range(128)]), readers)
     assert sum(plan.nbytes for plan in plans) == 2 * 1000 * 4096 * 1024
 
 
@@ -155,3 +167,18 @@ def test_layouts_that_do_not_fit_are_refused_with_names() -> None:
     with pytest.raises(WeightsLayoutError, match="published as float32, and the reader has int64"):
         make_plans(stored, [rows(shape, 0, 8, "int64")])
     assert make_plans(stored, [{}], subset=True)[0].nbytes == 0
+
+
+def test_chunks_are_those_with_bytes_of_the_reader() -> None:
+    layout = {
+        f"w{i}": TensorLayout((1000, 1000), "float32", 4, divide((1000, 1000), [1], [0], [None])) for i in range(9)
+    }
+    stored = store([layout])
+    step = chunk_bytes(stored.nbytes[0])
+    for names, start in ((["w3"], 0), (["w1", "w8"], 500)):
+        held = HeldBox(Box((start, 0), (500, 1000)), (0, 0))
+        reader = {name: TensorLayout((1000, 1000), "float32", 4, (held,)) for name in names}
+        (plan,) = make_plans(stored, [reader], subset=True)
+        firsts = [stored.tensors[name].boxes[0].offset + start * 4000 for name in names]
+        expected = {byte // step for first in firsts for byte in range(first, first + 2_000_000, 4)}
+        assert plan.chunks("") == sorted(expected)

@@ -216,5 +216,9 @@ class Segment:
         # Where MADV_REMOVE is not supported, the pages are freed with the last mapping.
         _madvise(self.address + offset, self.nbytes - offset, mmap.MADV_REMOVE)
 
+    def forget_writes(self) -> None:
+        """Drop what this process wrote to a private mapping: it shows the content of the shared memory again."""
+        _madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)
+
     def __del__(self) -> None:
         self.close_fd()

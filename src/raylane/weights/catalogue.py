@@ -21,10 +21,10 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.copies import Copies
-from raylane.weights.keeper import Keeper
+from raylane.weights.keeper import Keeper, PartKind
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
-from raylane.weights.slots import AreaPlace
+from raylane.weights.slots import SlotPlace
 
 NAMESPACE = "raylane-weights"
 JOB_CHECK_S = 5.0
@@ -60,8 +60,8 @@ class VersionOffer:
     generation: GenerationKey
     stored: StoredLayout | None
     """None if the reader has the layout of this generation."""
-    ranks: dict[str, list[int]]
-    """Ranks of each host that wrote a part, in the order of their areas."""
+    ranks: dict[str, int]
+    """Number of the ranks that wrote the part of each host."""
     path: str | None
     """Slot with the part of the reader's own host, if it has one."""
 
@@ -75,10 +75,14 @@ class _NamedWeights:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while slots are made."""
-    used_areas: dict[str, list[tuple[str, list[int]]]] = field(default_factory=dict)
-    """Parts in use, and the sizes of their areas, that the keeper of each host was told last."""
+    used_parts: dict[str, list[PartKind]] = field(default_factory=dict)
+    """Parts in use that the keeper of each host was told last."""
     readers: dict[str, int] = field(default_factory=dict)
     """Version in use (0: none) by label of the reader."""
+
+
+def _kind(generation: Generation, part: str) -> PartKind:
+    return PartKind(part, len(generation.ranks_of(part)), generation.part_bytes(part))
 
 
 def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
@@ -133,7 +137,7 @@ class Catalogue:
 
     async def begin(
         self, name: str, key: GenerationKey, rank: int, step: int, timeout_s: float | None
-    ) -> tuple[int, AreaPlace]:
+    ) -> tuple[int, SlotPlace]:
         """Return the number of the version for a step, and where this rank writes it."""
         entry, generation = self._generation(name, key)
         ledger = entry.ledger
@@ -148,9 +152,7 @@ class Catalogue:
         version = await self._wait(entry, lambda: ledger.begin(generation, rank, step), timeout_s, missing)
         paths = await self._slots(entry, generation, host, host)
         ranks = generation.ranks_of(host)
-        index = ranks.index(rank)
-        offset = sum(generation.area_bytes(host)[:index])
-        return version.number, AreaPlace(paths[version.slot], len(ranks), index, offset)
+        return version.number, SlotPlace(paths[version.slot], len(ranks), ranks.index(rank))
 
     async def done(self, name: str, number: int, rank: int) -> None:
         """Note that a rank has written its area of a version."""
@@ -158,13 +160,13 @@ class Catalogue:
         if entry.ledger.done(number, rank):
             for host, keeper in self._keepers.items():
                 used = [
-                    (part, each.area_bytes(part))
+                    _kind(each, part)
                     for each in entry.ledger.generations
                     for keeping, part in each.slots
                     if keeping == host
                 ]
-                if entry.used_areas.get(host) != used:
-                    entry.used_areas[host] = used
+                if entry.used_parts.get(host) != used:
+                    entry.used_parts[host] = used
                     keeper.drop.remote(name, used)
         await self._notify(entry)
 
@@ -231,7 +233,7 @@ class Catalogue:
 
         version = await self._wait(entry, newest, timeout_s, missing)
         generation = version.generation
-        ranks = {part: generation.ranks_of(part) for part in set(generation.hosts.values())}
+        ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts.values())}
         path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
         key = self._incarnation, generation.number
         stored = None if known == key else generation.stored
@@ -369,9 +371,9 @@ class Catalogue:
             if (host, part) in generation.slots:
                 return generation.slots[host, part]
             keeper = self._keeper(host)
-            name, area_bytes = entry.ledger.name, generation.area_bytes(part)
+            name, kind = entry.ledger.name, _kind(generation, part)
             try:
-                paths, number = await keeper.make.remote(self._incarnation, name, part, area_bytes, generation.keep)
+                paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
             except ray.exceptions.RayActorError as error:
                 self._keeper_died(host)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
@@ -407,7 +409,7 @@ class Catalogue:
     def _keeper_died(self, host: str) -> None:
         self._keepers.pop(host, None)
         for entry in self._entries.values():
-            entry.used_areas.pop(host, None)
+            entry.used_parts.pop(host, None)
             entry.ledger.keeper_died(host)
 
     def _end_keepers(self) -> None:

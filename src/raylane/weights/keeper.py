@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from raylane.core import vm
 from raylane.core.deadline import Deadline
@@ -17,13 +17,23 @@ from raylane.errors import WeightsLostError
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
 
 
+class PartKind(NamedTuple):
+    """Part of a layout, for which a host has slots."""
+
+    host: str
+    """Host whose ranks write it."""
+    ranks: int
+    """Number of these ranks."""
+    nbytes: int
+
+
 class Keeper:
     """Actor with the slots of one host."""
 
     def __init__(self) -> None:
         vm.allow_readers()  # other processes of this user open the slots through /proc
-        self._slots: dict[tuple[str, str, tuple[int, ...]], list[Segment]] = {}
-        """Slots by name of the weights, host whose ranks write them, and sizes of their areas."""
+        self._slots: dict[tuple[str, PartKind], list[Segment]] = {}
+        """Slots by name of the weights and kind of part."""
         self._open: dict[str, OpenSlot] = {}
         """Slots that are copied from or to, by path: opened a second time, for locks of their own."""
         self._fetches: set[asyncio.Future[Any]] = set()
@@ -52,9 +62,7 @@ class Keeper:
         finally:
             watch.forget()
 
-    async def make(
-        self, catalogue: str, name: str, part: str, area_bytes: Sequence[int], count: int
-    ) -> tuple[list[str], int]:
+    async def make(self, catalogue: str, name: str, kind: PartKind, count: int) -> tuple[list[str], int]:
         """Return the paths of `count` slots, which the first call makes, and the largest number of a version in them.
 
         Pages take memory when they are written. Slots that an earlier catalogue held are released.
@@ -66,18 +74,15 @@ class Keeper:
             await asyncio.gather(*self._fetches, return_exceptions=True)
             for slot in self._open.values():
                 slot.release()
-        at = name, part, tuple(area_bytes)
-        slots = self._slots.get(at, [])
+        slots = self._slots.setdefault((name, kind), [])
         while len(slots) < count:
-            slots.append(make_slot(area_bytes))
-        self._slots[at] = slots
-        numbers = [number for slot in slots for number in words_of(slot, len(area_bytes))]
+            slots.append(make_slot(kind.ranks, kind.nbytes))
+        numbers = [number for slot in slots for number in words_of(slot, kind.ranks)]
         return [slot.path for slot in slots[:count]], max(numbers)
 
-    async def drop(self, name: str, spared: Sequence[tuple[str, Sequence[int]]] = ()) -> None:
-        """Give up the slots of a name, except those of these parts and sizes of areas. Readers keep what they map."""
-        spared_keys = {(name, part, tuple(area_bytes)) for part, area_bytes in spared}
-        for at in [at for at in self._slots if at[0] == name and at not in spared_keys]:
+    async def drop(self, name: str, spared: Sequence[PartKind] = ()) -> None:
+        """Give up the slots of a name, except those of parts of these kinds. Readers keep what they map."""
+        for at in [at for at in self._slots if at[0] == name and at[1] not in spared]:
             for segment in self._slots.pop(at):
                 segment.close_fd()
                 slot = self._open.pop(segment.path, None)
@@ -129,7 +134,7 @@ class Keeper:
 
     def _slot(self, path: str) -> OpenSlot:
         if path not in self._open:
-            ranks = [len(at[2]) for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
+            ranks = [at[1].ranks for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
             if not ranks:
                 raise WeightsLostError(f"this host has given up the slot {path}. Update again")
             self._open[path] = OpenSlot(path, ranks[0], private=False)

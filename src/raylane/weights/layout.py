@@ -7,7 +7,8 @@ several where its rows are not adjacent in the whole tensor:
     rank 0 of 2 holds        0 1     4 5            two boxes, at rows 0 and 2 of its own tensor
 
 `divide` gives the boxes of a rank from a mesh and placements as DTensor has them. `store` decides which rank writes
-each box of a version, and where: replicas hold the same boxes, and share the work. Called by `plan` and `publisher`.
+each box of a version, and where: replicas hold the same boxes, and share the work. A tensor of which all boxes are on
+one host is stored there as a whole, so that readers can map it. Called by `plan` and `publisher`.
 """
 
 from __future__ import annotations
@@ -60,29 +61,42 @@ Layout = Mapping[str, TensorLayout]
 
 
 class StoredBox(NamedTuple):
-    """Box of a version in the memory of the rank that writes it: contiguous, in row-major order."""
+    """Box of a version in the part of a host: contiguous, in row-major order."""
+
+    part: int
+    """Number of the part, which is what the ranks of one host write."""
+    offset: int
+    """First byte in the part."""
+    box: Box
+
+
+class WrittenBox(NamedTuple):
+    """Box that a rank writes into a stored one."""
 
     rank: int
-    offset: int
-    """First byte in the memory of the rank."""
+    stored: int
+    """Number of the stored box in its tensor."""
     box: Box
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One published tensor: boxes that together are the whole tensor, without overlap."""
+    """One published tensor. Its stored boxes are the whole tensor, without overlap, and so are the written ones."""
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     boxes: tuple[StoredBox, ...]
+    writes: tuple[WrittenBox, ...]
 
 
 class StoredLayout(msgspec.Struct, frozen=True):
-    """All tensors of a version, and the bytes that each rank writes."""
+    """All tensors of a version, and the parts in which they lie."""
 
     tensors: dict[str, StoredTensor]
+    hosts: tuple[str, ...]
+    """Host of each part."""
     nbytes: tuple[int, ...]
-    """Size of the memory of each rank."""
+    """Size of each part."""
     same: dict[str, str] = {}
     """Further names of tied tensors, and the name under which each is stored."""
 
@@ -158,12 +172,14 @@ def _joined(rows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def store(layouts: Sequence[Layout], same: Mapping[str, str] | None = None) -> StoredLayout:
-    """Return where each box of a version is stored. `layouts` are those of all ranks, by rank.
+def store(
+    layouts: Sequence[Layout], hosts: Sequence[str] | None = None, same: Mapping[str, str] | None = None
+) -> StoredLayout:
+    """Return where each box of a version is stored, and who writes it.
 
-    `same` has further names of tensors that are stored once.
+    `layouts` and `hosts` are those of all ranks, by rank (None: one host); `same` has further names of tensors that are
+    stored once. Of the ranks that hold a box, the one with the fewest bytes so far writes it.
 
-    Every box is written by one of the ranks that hold it, mostly the one with the fewest bytes so far.
     WeightsLayoutError names tensors on which the ranks do not agree, or that are incomplete.
     """
     holders: dict[str, dict[Box, list[int]]] = {}
@@ -179,7 +195,7 @@ def store(layouts: Sequence[Layout], same: Mapping[str, str] | None = None) -> S
             boxes = holders.setdefault(name, {})
             for held in tensor.held:
                 boxes.setdefault(held.box, []).append(rank)
-    nbytes = [0] * len(layouts)
+    rooms = _Rooms(hosts if hosts is not None else [""] * len(layouts))
     tensors = {}
     for name, boxes in holders.items():
         tensor = first_of[name][1]
@@ -191,13 +207,48 @@ def store(layouts: Sequence[Layout], same: Mapping[str, str] | None = None) -> S
                 "Publish from every rank of the trainer, each with its own rank, and say with `places` what a part of "
                 "a tensor is part of"
             )
-        stored = []
-        for box, ranks in boxes.items():
-            rank = min(ranks, key=lambda rank: nbytes[rank])
-            stored.append(StoredBox(rank, nbytes[rank], box))
-            nbytes[rank] += -(-box.elements * tensor.itemsize // ALIGNMENT) * ALIGNMENT
-        tensors[name] = StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored))
-    return StoredLayout(tensors, tuple(nbytes), dict(same or {}))
+        tensors[name] = rooms.place(tensor, boxes)
+    return StoredLayout(tensors, tuple(rooms.hosts), tuple(rooms.nbytes), dict(same or {}))
+
+
+class _Rooms:
+    """Parts that are filled tensor by tensor."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.hosts = list(dict.fromkeys(hosts))
+        self.nbytes = [0] * len(self.hosts)
+        self._part_of = [self.hosts.index(host) for host in hosts]
+        self._written = [0] * len(hosts)
+        """Bytes that each rank writes."""
+
+    def place(self, tensor: TensorLayout, holders: Mapping[Box, Sequence[int]]) -> StoredTensor:
+        """Give a tensor its room; `holders` has the ranks that hold each of its boxes."""
+        parts = set(range(len(self.hosts)))
+        for ranks in holders.values():
+            parts &= {self._part_of[rank] for rank in ranks}
+        stored, writes = [], []
+        if parts and holders:
+            part = min(parts, key=lambda part: self.nbytes[part])
+            stored.append(self._room(part, Box((0,) * len(tensor.shape), tensor.shape), tensor.itemsize))
+            for box, ranks in holders.items():
+                writer = self._writer([rank for rank in ranks if self._part_of[rank] == part], box, tensor.itemsize)
+                writes.append(WrittenBox(writer, 0, box))
+        else:
+            for number, (box, ranks) in enumerate(holders.items()):
+                writer = self._writer(ranks, box, tensor.itemsize)
+                stored.append(self._room(self._part_of[writer], box, tensor.itemsize))
+                writes.append(WrittenBox(writer, number, box))
+        return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored), tuple(writes))
+
+    def _writer(self, ranks: Sequence[int], box: Box, itemsize: int) -> int:
+        writer = min(ranks, key=lambda rank: self._written[rank])
+        self._written[writer] += box.elements * itemsize
+        return writer
+
+    def _room(self, part: int, box: Box, itemsize: int) -> StoredBox:
+        offset = self.nbytes[part]
+        self.nbytes[part] += -(-box.elements * itemsize // ALIGNMENT) * ALIGNMENT
+        return StoredBox(part, offset, box)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

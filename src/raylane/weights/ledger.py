@@ -81,17 +81,17 @@ class Generation:
     """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
 
     def ranks_of(self, host: str) -> list[int]:
-        """Return the ranks of a host, in the order of their areas in a slot."""
+        """Return the ranks of a host, in the order of their words in a slot."""
         return sorted(rank for rank, where in self.hosts.items() if where == host)
 
     def missing(self) -> list[int]:
         """Return the ranks that have not registered."""
         return [rank for rank in range(self.world) if rank not in self.layouts]
 
-    def area_bytes(self, host: str) -> list[int]:
-        """Return the size of each area in a slot of a host."""
+    def part_bytes(self, host: str) -> int:
+        """Return the size of the part that the ranks of a host write."""
         assert self.stored is not None, "not all ranks have registered"
-        return [self.stored.nbytes[rank] for rank in self.ranks_of(host)]
+        return self.stored.nbytes[self.stored.hosts.index(host)]
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Version:
     def spread(self, part: str) -> Spread:
         """Return the copies of a part, which the first call begins to count."""
         if part not in self.spreads:
-            self.spreads[part] = Spread(part, sum(self.generation.area_bytes(part)))
+            self.spreads[part] = Spread(part, self.generation.part_bytes(part))
         return self.spreads[part]
 
     def has_own_part(self, host: str) -> bool:
@@ -172,8 +172,9 @@ class Ledger:
         generation.same.update(same)
         if generation.stored is None and not generation.missing():
             layouts = [generation.layouts[number] for number in range(world)]
+            hosts = [generation.hosts[number] for number in range(world)]
             try:
-                generation.stored = store(layouts, generation.same)
+                generation.stored = store(layouts, hosts, generation.same)
             except WeightsLayoutError:
                 self.generations.remove(generation)
                 raise

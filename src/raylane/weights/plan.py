@@ -3,14 +3,13 @@
 Made once for a pair of layouts, and used for all later versions of the same layout.
 
     stored boxes of a tensor         the reader's box        pieces
-    rank 0   rows 0 to 3             rows 2 to 5      ->     rank 0, rows 2 and 3 -> its rows 0 and 1
-    rank 1   rows 4 to 7                                     rank 1, rows 4 and 5 -> its rows 2 and 3
+    host a   rows 0 to 3             rows 2 to 5      ->     host a, rows 2 and 3 -> its rows 0 and 1
+    host b   rows 4 to 7                                     host b, rows 4 and 5 -> its rows 2 and 3
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,39 +62,40 @@ class Plan(msgspec.Struct, frozen=True, dict=True):
     pieces: tuple[TensorPieces, ...]
 
     @functools.cached_property
-    def bytes_by_rank(self) -> dict[int, int]:
-        """Bytes to read from the memory of each rank that writes something for this reader."""
+    def bytes_by_host(self) -> dict[str, int]:
+        """Bytes to read of the part of each host that stores something for this reader."""
         counts = np.zeros(len(self.stored.nbytes), dtype=np.int64)
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
-            ranks = np.array([box.rank for box in tensor.boxes])[pieces.boxes]
-            np.add.at(counts, ranks, pieces.sizes.prod(axis=1) * tensor.itemsize)
-        return {rank: nbytes for rank, nbytes in enumerate(counts.tolist()) if nbytes}
+            parts = np.array([box.part for box in tensor.boxes])[pieces.boxes]
+            np.add.at(counts, parts, pieces.sizes.prod(axis=1) * tensor.itemsize)
+        return {host: nbytes for host, nbytes in zip(self.stored.hosts, counts.tolist(), strict=True) if nbytes}
 
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return sum(self.bytes_by_rank.values())
+        return sum(self.bytes_by_host.values())
 
-    def chunks(self, ranks: Sequence[int]) -> list[int]:
-        """Return the numbers of the chunks that this reader needs of the part that these ranks write (see `spread`)."""
-        sizes = [self.stored.nbytes[rank] for rank in ranks]
-        area_at = dict(zip(ranks, itertools.accumulate(sizes, initial=0), strict=False))
-        step = chunk_bytes(sum(sizes))
+    def chunks(self, host: str) -> list[int]:
+        """Return the numbers of the chunks (see `spread`) that this reader needs of the part of a host."""
+        part = self.stored.hosts.index(host)
+        step = chunk_bytes(self.stored.nbytes[part])
         needed: set[int] = set()
         for pieces in self.pieces:
             tensor = self.stored.tensor(pieces.name)
-            for number in np.unique(pieces.boxes).tolist():
+            for number, start, size in zip(pieces.boxes.tolist(), pieces.sources, pieces.sizes, strict=True):
                 box = tensor.boxes[number]
-                if box.rank in area_at:
-                    first = area_at[box.rank] + box.offset
-                    needed.update(range(first // step, (first + box.box.elements * tensor.itemsize - 1) // step + 1))
+                if box.part == part:
+                    strides = np.cumprod([1, *box.box.size[:0:-1]])[::-1][: len(start)]
+                    first = box.offset + int(start @ strides) * tensor.itemsize
+                    last = box.offset + int((start + size - 1) @ strides) * tensor.itemsize
+                    needed.update(range(first // step, (last + tensor.itemsize - 1) // step + 1))
         return sorted(needed)
 
     def __str__(self) -> str:
         count = sum(len(pieces.boxes) for pieces in self.pieces)
         lines = [f"{len(self.pieces)} tensors in {count} pieces, {self.nbytes:,} bytes"]
-        lines += [f"  from rank {rank}: {nbytes:,} bytes" for rank, nbytes in self.bytes_by_rank.items()]
+        lines += [f"  from host {host}: {nbytes:,} bytes" for host, nbytes in self.bytes_by_host.items()]
         return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -15,8 +15,15 @@ from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import RankRegistration
-from raylane.weights.slots import AreaPlace, OpenSlot
-from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, view_in
+from raylane.weights.slots import OpenSlot, SlotPlace
+from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, copy_all, layout_of, written_boxes
+
+
+class _WriteSlot(NamedTuple):
+    """A slot that is mapped, and the regions of it that this rank writes."""
+
+    slot: OpenSlot
+    targets: list[torch.Tensor]
 
 
 class Publisher:
@@ -71,8 +78,11 @@ class Publisher:
         self._catalogue = CatalogueClient(detached=detached)
         self._stored: StoredLayout | None = None
         self._generation: GenerationKey = "", -1
-        self._slots: dict[str, tuple[OpenSlot, torch.Tensor]] = {}
-        """Slots of the current generation by path, and the area of this rank in each."""
+        self._slots: dict[str, _WriteSlot] = {}
+        """Slots of the current generation by path."""
+        self._sources: list[torch.Tensor] = []
+        """Regions of the tensors that this rank writes, as long as these lie in `_memory`."""
+        self._memory: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         self._lock = threading.RLock()  # held during a publication
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
@@ -97,11 +107,11 @@ class Publisher:
             except WeightsLostError:  # a new catalogue, which knows no names
                 self._register(deadline)
                 number, place = self._begin(step, deadline)
-            slot, area = self._slot(place)
+            slot, targets = self._slot(place)
             slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
             written = 0
             try:
-                self._write(area)
+                self._write(targets)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
@@ -140,8 +150,9 @@ class Publisher:
         for slot, _ in self._slots.values():
             slot.close()
         self._slots.clear()
+        self._memory = []  # the sources belong to the stored layout of these slots
 
-    def _begin(self, step: int, deadline: Deadline) -> tuple[int, AreaPlace]:
+    def _begin(self, step: int, deadline: Deadline) -> tuple[int, SlotPlace]:
         """Return the number of the version for a step, and where this rank writes it."""
         call = self._catalogue.call
         if self._stored is None:
@@ -156,21 +167,21 @@ class Publisher:
         registration = RankRegistration(self.rank, self.world, self._layout, self._tensors.same, host, self._keep)
         self._generation = self._catalogue.call("register", self.name, registration, deadline=deadline)
 
-    def _slot(self, place: AreaPlace) -> tuple[OpenSlot, torch.Tensor]:
-        """Return a slot and the area of this rank in it; mapped once, so that its pages stay warm."""
+    def _slot(self, place: SlotPlace) -> _WriteSlot:
+        """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
         if place.path not in self._slots:
             if len(self._slots) == self._keep:  # those of a keeper that has died
                 self._forget_slots()
             slot = OpenSlot(place.path, place.ranks, private=False)
-            area = slot.memory()[place.offset : place.offset + self._stored.nbytes[self.rank]]
-            self._slots[place.path] = slot, area
+            targets = boxes_to_write(self._stored, self.rank, slot.memory())
+            self._slots[place.path] = _WriteSlot(slot, targets)
         return self._slots[place.path]
 
-    def _write(self, area: torch.Tensor) -> None:
-        assert self._stored is not None
-        writes = boxes_to_write(self._stored, self.rank, self._layout, self._tensors.distinct())
-        sources = [source for _, _, source in writes]
-        targets = [view_in(area, offset, dtype, source.shape) for offset, dtype, source in writes]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+    def _write(self, targets: list[torch.Tensor]) -> None:
+        memory = self._tensors.memory()
+        if memory != self._memory:
+            assert self._stored is not None
+            self._sources = written_boxes(self._stored, self.rank, self._layout, self._tensors.distinct())
+            self._memory = memory
+        copy_all([targets], [self._sources])

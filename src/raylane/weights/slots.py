@@ -4,13 +4,13 @@ A slot is a memfd of the host's keeper. Who may write and who reads is settled b
 drops when a process dies, so a dead reader holds nothing:
 
     0      page of the segment (its key)
-    4096   one word for each rank of the host: the number of the version in its area, or 0 while the rank writes
-    ...    area of the first rank, area of the second ...
+    4096   one word for each rank of the host: the number of the version that it has written, or 0 while it writes
+    ...    the boxes of the host's part, as `layout.store` has placed them
 
     rank                                        reader
     lock its own word for writing,              lock the whole file for reading,
       which waits for readers                     which fails while a rank writes
-    word = 0, write the area, word = number     compare all words with the number it came for
+    word = 0, write its boxes, word = number    compare all words with the number it came for
     unlock                                      read, or map and keep the lock; unlock
 
 So whoever holds the lock reads the version that it came for, whole, and nobody writes to it.
@@ -18,10 +18,8 @@ So whoever holds the lock reads the version that it came for, whole, and nobody 
 
 from __future__ import annotations
 
-import itertools
 import struct
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from raylane.core.deadline import Deadline
@@ -39,16 +37,14 @@ POLL_S = 0.002
 """Seconds between two attempts to lock a slot: the kernel has no event for the end of a lock."""
 
 
-class AreaPlace(NamedTuple):
-    """Area of one rank in a slot."""
+class SlotPlace(NamedTuple):
+    """Slot that a rank writes."""
 
     path: str
     ranks: int
-    """Number of the areas in the slot."""
+    """Number of the ranks that write it."""
     number: int
-    """Number of this area."""
-    offset: int
-    """First byte of this area behind the start of the first one."""
+    """Number of this rank among them."""
 
 
 class StaleSlot(Exception):
@@ -56,13 +52,13 @@ class StaleSlot(Exception):
 
 
 def data_offset(ranks: int) -> int:
-    """Return the offset of the first area in a slot of so many ranks."""
+    """Return the offset of the part in a slot of so many ranks."""
     return PAGE_BYTES + -(-ranks * _WORD.size // PAGE_BYTES) * PAGE_BYTES
 
 
-def make_slot(area_bytes: Sequence[int]) -> Segment:
-    """Return a new slot with an area for each rank of a host. OSError if there is no memory or descriptor for it."""
-    return Segment.make(data_offset(len(area_bytes)) + max(sum(area_bytes), 1))
+def make_slot(ranks: int, nbytes: int) -> Segment:
+    """Return a new slot for a part that so many ranks write. OSError if there is no memory or descriptor for it."""
+    return Segment.make(data_offset(ranks) + max(nbytes, 1))
 
 
 def _word_at(rank: int) -> int:
@@ -71,7 +67,7 @@ def _word_at(rank: int) -> int:
 
 
 def words_of(segment: Segment, ranks: int) -> tuple[int, ...]:
-    """Return the number of the version in each area of a slot; 0 for an area that is being written."""
+    """Return the number of the version that each rank has written to a slot; 0 for a rank that writes."""
     return tuple(_WORD.unpack_from(segment.view, _word_at(i))[0] for i in range(ranks))
 
 
@@ -85,6 +81,7 @@ class OpenSlot:
         """
         self._segment = Segment.open(path, private=private, keep_fd=True)
         self._ranks = ranks
+        self._private = private
 
     @property
     def _fd(self) -> int:
@@ -92,18 +89,13 @@ class OpenSlot:
         return self._segment.fd
 
     def memory(self) -> torch.Tensor:
-        """Return the areas as bytes. Tensors over them keep the mapping, not the lock."""
+        """Return the part as bytes. Tensors over them keep the mapping, not the lock."""
         import torch
 
         return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=data_offset(self._ranks))
 
-    def areas(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the bytes of each area, whose sizes are given."""
-        memory, ends = self.memory(), itertools.accumulate(sizes)
-        return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
     def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
-        """Lock the area of a rank (counted within the host) when no reader holds the slot any more.
+        """Lock the boxes of a rank (counted within the host) when no reader holds the slot any more.
 
         WeightsTimeoutError begins with `waiting`.
         """
@@ -118,7 +110,7 @@ class OpenSlot:
         _WORD.pack_into(self._segment.view, at, 0)
 
     def end_writing(self, rank: int, number: int) -> None:
-        """Unlock the area of a rank; with a number of 0 it holds no version."""
+        """Unlock the boxes of a rank; with a number of 0 they are of no version."""
         at = _word_at(rank)
         _WORD.pack_into(self._segment.view, at, number)
         lock(self._fd, UNLOCK, at, _WORD.size)
@@ -141,6 +133,11 @@ class OpenSlot:
         if set(words_of(self._segment, self._ranks)) != {number}:
             self.release()
             raise StaleSlot
+
+    def forget_writes(self) -> None:
+        """Drop what this process wrote to its private mapping; does nothing to a shared one."""
+        if self._private:
+            self._segment.forget_writes()
 
     def release(self) -> None:
         """Permit the ranks to write again."""

@@ -22,7 +22,16 @@ from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.plan import Plan, make_plans
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
-from raylane.weights.tensors import NamedTensors, Places, layout_of, local, refuse_training, region, stored_pieces
+from raylane.weights.sources import Sources
+from raylane.weights.tensors import (
+    NamedTensors,
+    Places,
+    copy_all,
+    layout_of,
+    local,
+    refuse_training,
+    target_pieces,
+)
 
 APPLY = ("copy", "swap", "map")
 
@@ -99,8 +108,10 @@ class Subscriber:
         self._generation: GenerationKey | None = None
         self._chunks: dict[str, list[int]] = {}
         """Chunks that the plan needs of each part of another host."""
-        self._slots: dict[str, OpenSlot] = {}
-        """Slots that are mapped for copying, by path."""
+        self._sources = Sources(private=apply == "map")
+        self._targets: list[list[torch.Tensor]] = []
+        """Regions of the tensors that the plan writes, as long as these lie in `_memory`."""
+        self._memory: list[tuple[int, tuple[int, ...], torch.dtype]] = []
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
@@ -172,9 +183,7 @@ class Subscriber:
     def close(self) -> None:
         """Leave. The tensors stay as they are; but the memory of mapped ones may then be written by ranks."""
         self._leave()
-        for slot in (*self._slots.values(), *self._mapped):
-            slot.close()
-        self._slots.clear()
+        self._sources.close()
         self._mapped.clear()
 
     # Parts of the above
@@ -201,31 +210,29 @@ class Subscriber:
             return
         (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
         self._chunks.clear()
+        self._sources.forget_views()
+        self._memory = []
         self._generation = offer.generation
 
     def _take(self, offer: VersionOffer, deadline: Deadline) -> int:
         """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
         assert self._plan is not None
         paths = self._paths(offer, deadline)
-        mapping = self.apply == "map"
-        memories: dict[int, torch.Tensor] = {}
         with contextlib.ExitStack() as held:
             slots = []
             for part, path in paths.items():
-                ranks = offer.ranks[part]
-                slot = self._slot(path, len(ranks), fresh=mapping)
-                slots.append(slot)
-                held.callback(slot.close if mapping else slot.release)
+                slot = self._sources.slot(part, path, offer.ranks[part])
+                held.callback(slot.release)
                 slot.hold(offer.number)
-                areas = slot.areas([self._plan.stored.nbytes[rank] for rank in ranks])
-                memories.update(zip(ranks, areas, strict=True))
-            if not mapping:
-                self._copy(memories)
+                slots.append(slot)
+            pieces = self._sources.pieces(self._plan, paths)
+            if self.apply != "map":
+                self._copy(pieces)
                 return self._plan.nbytes
-            self._map(memories)
+            self._map(pieces)
             held.pop_all()  # until the next update
         for slot in self._mapped:
-            slot.close()
+            slot.release()
         self._mapped = slots
         return 0
 
@@ -235,14 +242,13 @@ class Subscriber:
         StaleSlot if the version was replaced meanwhile.
         """
         assert self._plan is not None
-        read = self._plan.bytes_by_rank.keys()
-        needed = [part for part, ranks in offer.ranks.items() if read & set(ranks)]
+        needed = self._plan.bytes_by_host
         paths = {self._host: offer.path} if offer.path is not None and self._host in needed else {}
         wanted = {}
         for part in needed:
             if part not in paths:
                 if part not in self._chunks:
-                    self._chunks[part] = self._plan.chunks(offer.ranks[part])
+                    self._chunks[part] = self._plan.chunks(part)
                 wanted[part] = self._chunks[part]
         if wanted:
             arguments = self.name, offer.number, self._host, wanted, deadline.left_s()
@@ -252,55 +258,37 @@ class Subscriber:
             paths |= copied
         return paths
 
-    def _slot(self, path: str, ranks: int, *, fresh: bool) -> OpenSlot:
-        if fresh:  # a mapping that the tensors have lain in may hold what the reader wrote
-            return OpenSlot(path, ranks, private=True)
-        if path not in self._slots:
-            if len(self._slots) == MAX_SLOTS:
-                self._slots.pop(next(iter(self._slots))).close()
-            self._slots[path] = OpenSlot(path, ranks, private=False)
-        return self._slots[path]
-
-    def _copy(self, memories: dict[int, torch.Tensor]) -> None:
+    def _copy(self, pieces: list[list[torch.Tensor]]) -> None:
         """Write a version into the tensors, or into new memory that they get at the end."""
         assert self._plan is not None
         tensors = self._tensors.distinct()
-        swapping = self.apply == "swap" or any(local(tensor).is_meta for tensor in tensors.values())
-        outputs = tensors
-        if swapping:
+        if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
             outputs = {
-                name: torch.empty_like(local(tensor), device="cpu" if local(tensor).is_meta else None)
+                name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
                 for name, tensor in tensors.items()
             }
-        targets, sources = [], []
-        for name, pieces in stored_pieces(self._plan, memories):
-            inner = local(outputs[name])
-            targets += [region(inner, piece.target, piece.size) for piece, _ in pieces]
-            sources += [view for _, view in pieces]
-        if not swapping:
-            self.state = ReaderState.INVALID  # until the caller notes that all was written
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
-        if swapping:
+            copy_all(target_pieces(self._plan, outputs), pieces)
             for name, output in outputs.items():
                 self._tensors.set_memory(name, output)
+            return
+        memory = self._tensors.memory()
+        if memory != self._memory:
+            self._targets, self._memory = target_pieces(self._plan, tensors), memory
+        self.state = ReaderState.INVALID  # until the caller notes that all was written
+        copy_all(self._targets, pieces)
 
-    def _map(self, memories: dict[int, torch.Tensor]) -> None:
+    def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""
         assert self._plan is not None
         views = {}
         tensors = self._tensors.distinct()
-        for name, pieces in stored_pieces(self._plan, memories):
-            target, (_, view) = local(tensors[name]), pieces[0]
-            if len(pieces) > 1 or view.dtype != target.dtype or view.shape != target.shape:
+        for name, stored in zip((each.name for each in self._plan.pieces), pieces, strict=True):
+            target, view = local(tensors[name]), stored[0]
+            if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:
                 raise WeightsError(
-                    f"{name!r} cannot be mapped: it is stored in {len(pieces)} pieces as {view.dtype}, and the reader "
+                    f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
                     f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
                 )
             views[name] = view
         for name, view in views.items():
             self._tensors.set_memory(name, view)
-
-
-MAX_SLOTS = 8
-"""Number of slots that a reader keeps mapped; keep of a name, and those of its next generation."""

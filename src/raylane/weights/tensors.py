@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
 
 from raylane.errors import WeightsError, WeightsLayoutError
-from raylane.weights.layout import Box, Division, HeldBox, StoredLayout, TensorLayout, divide
-from raylane.weights.plan import BoxPiece, Plan
+from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
+from raylane.weights.plan import Plan
 
 
 class Part(NamedTuple):
@@ -71,6 +71,13 @@ class NamedTensors:
     def distinct(self) -> dict[str, torch.Tensor]:
         """Return each tensor once, by the first of its names."""
         return {name: tensor for name, tensor in self.items() if name not in self.same}
+
+    def memory(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+        """Return the address, strides and dtype of each tensor: while they stay the same, so do views of them."""
+        return [
+            (tensor.data_ptr(), tensor.stride(), tensor.dtype)
+            for tensor in (getattr(home[key], "_local_tensor", home[key]) for home, key in self._homes.values())
+        ]
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
@@ -144,42 +151,65 @@ def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> t
     return tensor
 
 
-def boxes_to_write(
+def written_boxes(
     stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor]
-) -> list[tuple[int, torch.dtype, torch.Tensor]]:
-    """Return what a rank writes of a version: (offset in its area, published dtype, region of its own tensor)."""
-    writes = []
+) -> list[torch.Tensor]:
+    """Return the regions of a rank's own tensors that it writes to a version."""
+    regions = []
     for name, published in stored.tensors.items():
         places = {held.box: held.at for held in layout[name].held} if name in layout else {}
         inner = None
-        for stored_box in published.boxes:
-            if stored_box.rank == rank:
+        for write in published.writes:
+            if write.rank == rank:
                 inner = local(tensors[name]) if inner is None else inner
-                source = region(inner, places[stored_box.box], stored_box.box.size)
-                writes.append((stored_box.offset, getattr(torch, published.dtype), source))
-    return writes
+                regions.append(region(inner, places[write.box], write.box.size))
+    return regions
 
 
-def view_in(memory: torch.Tensor, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor:
-    """Return a tensor in the bytes of a slot."""
-    return memory[offset : offset + math.prod(size) * dtype.itemsize].view(dtype).view(tuple(size))
+def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Return the regions of the part of its host into which a rank writes, in the order of `written_boxes`."""
+    regions = []
+    for published in stored.tensors.values():
+        for write in published.writes:
+            if write.rank == rank:
+                room = published.boxes[write.stored]
+                start = [first - begin for first, begin in zip(write.box.start, room.box.start, strict=True)]
+                regions.append(region(_view_in(memory, room, published.dtype), start, write.box.size))
+    return regions
 
 
-def stored_pieces(
-    plan: Plan, memories: Mapping[int, torch.Tensor]
-) -> Iterator[tuple[str, list[tuple[BoxPiece, torch.Tensor]]]]:
-    """Yield the name of each tensor of a reader with its pieces, as they lie in the areas of the ranks.
+def _view_in(memory: torch.Tensor, room: StoredBox, dtype_name: str) -> torch.Tensor:
+    """Return a stored box as a tensor in the bytes of its part."""
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    return memory[room.offset : room.offset + room.box.elements * dtype.itemsize].view(dtype).view(room.box.size)
 
-    `memories` has the area of each rank.
-    """
+
+def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the pieces of each tensor of a plan as they lie in the parts, which `memories` has by host."""
+    views = []
     for pieces in plan.pieces:
         published = plan.stored.tensor(pieces.name)
-        dtype, views = getattr(torch, published.dtype), []
+        views_of_tensor = []
         for piece in pieces.rows():
-            box = published.boxes[piece.box]
-            stored = view_in(memories[box.rank], box.offset, dtype, box.box.size)
-            views.append((piece, region(stored, piece.source, piece.size)))
-        yield pieces.name, views
+            room = published.boxes[piece.box]
+            stored = _view_in(memories[plan.stored.hosts[room.part]], room, published.dtype)
+            views_of_tensor.append(region(stored, piece.source, piece.size))
+        views.append(views_of_tensor)
+    return views
+
+
+def target_pieces(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the regions of a reader's tensors into which the pieces of a plan go, in the order of `stored_pieces`."""
+    return [
+        [region(inner, piece.target, piece.size) for piece in pieces.rows()]
+        for pieces, inner in ((pieces, local(tensors[pieces.name])) for pieces in plan.pieces)
+    ]
+
+
+def copy_all(targets: Sequence[Sequence[torch.Tensor]], sources: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Copy the pieces of each tensor into their targets; dtypes are converted."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(itertools.chain(*targets)), list(itertools.chain(*sources)))
 
 
 def refuse_training(model: Module) -> None:

@@ -1,0 +1,61 @@
+"""Slots that a reader has mapped, with the views through which its plan reads them: made once, for many versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from raylane.weights.plan import Plan
+from raylane.weights.slots import OpenSlot
+from raylane.weights.tensors import stored_pieces
+
+MOST_SLOTS = 8
+"""Number of slots of one part that stay mapped: `keep` of a name, and those of its next generation."""
+
+
+class Sources:
+    """Slots of all parts that a reader has read, the last ones of each part."""
+
+    def __init__(self, *, private: bool) -> None:
+        """Map slots so that writes of this process stay in it, with `private`."""
+        self._private = private
+        self._slots: dict[str, dict[str, OpenSlot]] = {}
+        """Slots by part and path, the last used one at the end."""
+        self._views: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
+        """Pieces of each tensor, by the paths of the slots in which they lie."""
+
+    def slot(self, part: str, path: str, ranks: int) -> OpenSlot:
+        """Return a slot of a part with so many ranks. Writes of this process to it are undone."""
+        slots = self._slots.setdefault(part, {})
+        slot = slots.pop(path, None)
+        if slot is None:
+            if len(slots) == MOST_SLOTS:
+                oldest = next(iter(slots))
+                slots.pop(oldest).close()
+                self._views = {paths: views for paths, views in self._views.items() if oldest not in paths}
+            slot = OpenSlot(path, ranks, private=self._private)
+        else:
+            slot.forget_writes()
+        slots[path] = slot
+        return slot
+
+    def pieces(self, plan: Plan, paths: Mapping[str, str]) -> list[list[torch.Tensor]]:
+        """Return the pieces of each tensor of a plan in the slots of these paths, by part, which are open."""
+        key = tuple(paths.values())
+        if key not in self._views:
+            memories = {part: self._slots[part][path].memory() for part, path in paths.items()}
+            self._views[key] = stored_pieces(plan, memories)
+        return self._views[key]
+
+    def forget_views(self) -> None:
+        """Forget the views of a plan that was replaced."""
+        self._views.clear()
+
+    def close(self) -> None:
+        """Close all slots, which ends their locks. Tensors over their memory stay valid."""
+        for slots in self._slots.values():
+            for slot in slots.values():
+                slot.close()
+        self._slots.clear()
+        self._views.clear()
