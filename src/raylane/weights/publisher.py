@@ -82,7 +82,7 @@ class Publisher:
         """Slots of the current generation by path."""
         self._sources: list[torch.Tensor] = []
         """Regions of the tensors that this rank writes, as long as these lie in `_memory`."""
-        self._memory: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        self._memory: tuple[list[Any], ...] = ()
         self._lock = threading.RLock()  # held during a publication
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
@@ -150,7 +150,7 @@ class Publisher:
         for slot, _ in self._slots.values():
             slot.close()
         self._slots.clear()
-        self._memory = []  # the sources belong to the stored layout of these slots
+        self._memory = ()  # the sources belong to the stored layout of these slots
 
     def _begin(self, step: int, deadline: Deadline) -> tuple[int, SlotPlace]:
         """Return the number of the version for a step, and where this rank writes it."""

@@ -111,7 +111,7 @@ class Subscriber:
         self._sources = Sources(private=apply == "map")
         self._targets: list[list[torch.Tensor]] = []
         """Regions of the tensors that the plan writes, as long as these lie in `_memory`."""
-        self._memory: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        self._memory: tuple[list[Any], ...] = ()
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
@@ -211,7 +211,7 @@ class Subscriber:
         (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
         self._chunks.clear()
         self._sources.forget_views()
-        self._memory = []
+        self._memory = ()
         self._generation = offer.generation
 
     def _take(self, offer: VersionOffer, deadline: Deadline) -> int:

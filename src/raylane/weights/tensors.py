@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class Part(NamedTuple):
         return cls(tuple(shape), tuple(start))
 
 
+_dtype = operator.attrgetter("dtype")
 Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
 
 
@@ -72,12 +74,12 @@ class NamedTensors:
         """Return each tensor once, by the first of its names."""
         return {name: tensor for name, tensor in self.items() if name not in self.same}
 
-    def memory(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-        """Return the address, strides and dtype of each tensor: while they stay the same, so do views of them."""
-        return [
-            (tensor.data_ptr(), tensor.stride(), tensor.dtype)
-            for tensor in (getattr(home[key], "_local_tensor", home[key]) for home, key in self._homes.values())
-        ]
+    def memory(self) -> tuple[list[Any], ...]:
+        """Return the address, strides and dtype of all tensors: while they stay the same, so do views of them."""
+        tensors = [home[key] for home, key in self._homes.values()]
+        if set(map(type, tensors)) - {torch.Tensor, Parameter}:
+            tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
