@@ -1,11 +1,16 @@
-"""Kills of ranks, readers, keeper and catalogue at random moments of publications and updates."""
+"""Kills of ranks, readers, keepers, catalogue and driver at random moments of publications and updates."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +20,16 @@ import torch
 from raylane import weights
 from raylane.errors import WeightsError
 
-KILLS = int(os.environ.get("RAYLANE_KILLS", "4"))
-"""Number of kills: an hour of them is for `make faults`, not for continuous integration."""
+KILLS = int(os.environ.get("RAYLANE_KILLS", "8"))
+"""Number of kills: hundreds of them are for `make faults`, not for continuous integration."""
+KINDS = ("rank", "reader", "keeper", "catalogue", "rank", "reader", "keeper", "driver")
 COUNT, ROWS = 10, 40_000
+FAILURES = (ray.exceptions.RayActorError, WeightsError)
 
 
 class Rank:
+    """One of two ranks; each has half of every tensor."""
+
     def __init__(self, rank: int) -> None:
         self.tensors = {f"w{i}": torch.zeros(ROWS) for i in range(COUNT)}
         self.publisher = weights.Publisher(
@@ -32,50 +41,140 @@ class Rank:
             tensor.fill_(step)
         return self.publisher.publish(step, timeout=5)
 
+    def pid(self) -> int:
+        return os.getpid()
+
 
 class Reader:
-    def __init__(self) -> None:
+    def __init__(self, apply: str) -> None:
         self.tensors = {f"w{i}": torch.zeros(2 * ROWS) for i in range(COUNT)}
-        self.subscriber = weights.Subscriber("policy", self.tensors)
+        self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply)
 
     def run(self, _: int) -> int:
-        update = self.subscriber.update(timeout=5)
-        values = {float(value) for tensor in self.tensors.values() for value in tensor.unique()}
-        assert values == {update.step}, f"a mix of versions: {values}"
+        """Update, and return the version; also after an error, the tensors hold one version."""
+        try:
+            update = self.subscriber.update(timeout=5)
+        except WeightsError:
+            self.values()
+            raise
+        assert self.values() == {update.step}
         return update.version
+
+    def values(self) -> set[float]:
+        self.subscriber.check()
+        values = {float(value) for tensor in self.tensors.values() for value in tensor.unique()}
+        assert len(values) == 1, f"a mix of versions: {values}"
+        return values
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Trial:
+    """Two ranks and two readers of one job, which come back when they are killed."""
+
+    def __init__(self) -> None:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1}
+        self.ranks = [ray.remote(**options)(Rank).remote(rank) for rank in range(2)]
+        self.readers = [ray.remote(**options)(Reader).remote(apply) for apply in ("copy", "swap")]
+        self.step = 0
+
+    def begin(self) -> list[Any]:
+        """Let all ranks publish and all readers update at the same time."""
+        self.step += 1
+        return [actor.run.remote(self.step) for actor in (*self.ranks, *self.readers)]
+
+    def recover(self) -> None:
+        """Publish and update until all readers have the version that was published last."""
+        deadline = time.monotonic() + 60
+        while True:
+            self.step += 1
+            try:
+                numbers = set(ray.get([rank.run.remote(self.step) for rank in self.ranks], timeout=30))
+                if set(ray.get([reader.run.remote(self.step) for reader in self.readers], timeout=30)) == numbers:
+                    return
+            except FAILURES as error:
+                if time.monotonic() > deadline:
+                    pytest.fail(f"no update works any more: {error}")
+
+
+def kill(kind: str, trial: Trial, chance: random.Random) -> None:
+    if kind in ("rank", "reader"):
+        victim = chance.choice(trial.ranks if kind == "rank" else trial.readers)
+        with contextlib.suppress(ray.exceptions.RayActorError, ProcessLookupError):
+            os.kill(PIDS[victim], signal.SIGKILL)
+        return
+    for actor in named(kind):
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(actor, "raylane-weights"))
+
+
+PIDS: dict[Any, int] = {}
+"""Process of each actor, looked up before the trial: a call of a busy actor would wait."""
+
+
+def named(begin: str) -> list[str]:
+    """Return the names of the actors of weights that begin so."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [
+        actor["name"] for actor in actors if actor["namespace"] == "raylane-weights" and actor["name"].startswith(begin)
+    ]
+
+
+def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
+    """Kill a driver with ranks and readers of its own; nothing of its job is left."""
+    before = {*named("catalogue"), *named("keeper")}
+    address = ray.get_runtime_context().gcs_address
+    words = [sys.executable, "-m", "tests.faults.test_weights", address]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
+        assert driver.stdout is not None
+        said = [next(driver.stdout, "")]
+        while said[-1] and "running" not in said[-1]:
+            said.append(next(driver.stdout, ""))
+        assert said[-1], "".join(said)
+        time.sleep(chance.random() * 0.1)  # the moment of the kill, not a wait
+        driver.kill()
+        driver.wait(30)
+    eventually(lambda: {*named("catalogue"), *named("keeper")} <= before, within_s=60)
+
+
+def run_driver(address: str) -> None:
+    ray.init(address=address, log_to_driver=False, logging_level="error")
+    trial = Trial()
+    trial.recover()
+    print("running", flush=True)
+    while True:
+        ray.get(trial.begin())
 
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_kills_mix_no_versions_and_keep_nobody_waiting(cluster: None) -> None:
-    chance, step = random.Random(0), 0
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1}
-    ranks = [ray.remote(**options)(Rank).remote(rank) for rank in range(2)]
-    readers = [ray.remote(**options)(Reader).remote() for _ in range(2)]
-    failures = (ray.exceptions.RayActorError, WeightsError)
-    for kind in [("rank", "reader", "keeper", "catalogue")[i % 4] for i in range(KILLS)]:
-        step += 1
-        calls = [actor.run.remote(step) for actor in (*ranks, *readers)]
-        time.sleep(chance.random() * 0.02)  # the moment of the kill, not a wait
-        if kind in ("rank", "reader"):
-            ray.kill(chance.choice(ranks if kind == "rank" else readers), no_restart=False)
+def test_kills_mix_no_versions_and_keep_nobody_waiting(cluster: None, eventually: Callable[..., None]) -> None:
+    chance, trial, counts = random.Random(0), Trial(), Counter[str]()
+    trial.recover()
+    for kind in [KINDS[i % len(KINDS)] for i in range(KILLS)]:
+        actors = (*trial.ranks, *trial.readers)
+        PIDS.update(zip(actors, ray.get([actor.pid.remote() for actor in actors], timeout=60), strict=True))
+        calls = trial.begin()
+        if kind == "driver":
+            kill_driver(chance, eventually)
         else:
-            for actor in ray.util.list_named_actors(all_namespaces=True):
-                if actor["name"].startswith(kind):
-                    ray.kill(ray.get_actor(actor["name"], actor["namespace"]))
+            time.sleep(chance.random() * 0.03)  # the moment of the kill, not a wait
+            kill(kind, trial, chance)
         for call in calls:
-            with contextlib.suppress(*failures):
-                ray.get(call, timeout=60)
-        deadline = time.monotonic() + 60
-        while True:
-            step += 1
             try:
-                numbers = set(ray.get([rank.run.remote(step) for rank in ranks], timeout=30))
-                assert set(ray.get([reader.run.remote(step) for reader in readers], timeout=30)) == numbers
-                break
-            except failures as error:
-                if time.monotonic() > deadline:
-                    pytest.fail(f"after the kill of a {kind}: {error}")
-    for actor in (*ranks, *readers):
+                ray.get(call, timeout=60)
+            except FAILURES as error:
+                counts[f"{type(error).__name__.split('(')[0]} after the kill of a {kind}"] += 1
+        trial.recover()
+        counts[f"kills of a {kind}"] += 1
+    for actor in (*trial.ranks, *trial.readers):
         ray.kill(actor)
     weights.drop("policy")
+    eventually(lambda: not named(""))
+    print(f"\n{KILLS} kills, no mix, no wait without an end, {trial.step} publications:")
+    print("\n".join(f"{count:6d} {what}" for what, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    run_driver(sys.argv[1])
