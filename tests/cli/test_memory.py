@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raylane.cli import main
-from raylane.cli.memory import as_plain, render
+from raylane.cli.memory import as_plain, render, render_weights
 from raylane.transport.link import wire
 from raylane.transport.link.memory_report import Report
 
@@ -39,6 +39,16 @@ def test_render_lists_large_and_old_values_by_process() -> None:
     assert rows[1][3:5] == ["2.5", "h"]
     assert "6 other values" not in text
     assert "7 other values" in text
+
+
+def test_render_lists_weights_by_node() -> None:
+    assert render_weights([]) == []
+    lines = render_weights([("n1", "policy", 2_000_000_000), ("n2", "policy", 5_000_000)])
+    assert lines[1:] == [
+        "Weights take 2 GB of shared memory; `raylane weights` lists their versions:",
+        "       2 GB  'policy' on node n1",
+        "       5 MB  'policy' on node n2",
+    ]
 
 
 def test_render_names_budget_kept_actors_and_silent_processes() -> None:

@@ -12,9 +12,10 @@ import torch
 from tests.transport.servers import entry_of
 
 import raylane
+from raylane.core.environment import bytes_in
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import BudgetExceededError, TensorMutatedError
-from raylane.transport.hold.budget import Budget, bytes_in
+from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link.memory_report import ask_everywhere
 

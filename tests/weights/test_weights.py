@@ -15,7 +15,7 @@ from torch.nn import Linear, Sequential
 from raylane import weights
 from raylane.cli.weights import render
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.client import all_versions
+from raylane.weights.client import all_memory, all_versions
 
 pytestmark = pytest.mark.ray
 
@@ -109,7 +109,9 @@ def test_readers_of_every_kind_get_whole_versions(start: Start) -> None:
     for step in range(1, 5):
         assert publish(trainers, step) == step
         assert ray.get([reader.update.remote() for reader in readers]) == [(step, {step})] * 3
-    newest = weights.versions("policy")[-1]
+    newest, again = (weights.versions("policy", digests=True)[-1] for _ in range(2))
+    assert newest.digest == again.digest is not None
+    assert {name: nbytes > newest.nbytes for _, name, nbytes in all_memory(10)} == {"policy": True}
     table = render(all_versions(10))
     assert "policy  4        4     committed" in table
     assert (newest.number, newest.step, newest.state, len(newest.readers)) == (4, 4, "committed", 3)

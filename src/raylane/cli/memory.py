@@ -12,6 +12,7 @@ import msgspec
 from raylane.cli.cluster import add_address, connected
 from raylane.transport.link import wire
 from raylane.transport.link.memory_report import Report, ask_everywhere
+from raylane.weights.client import all_memory
 
 DEFAULT_LIMIT = 10
 
@@ -43,9 +44,13 @@ def run(args: argparse.Namespace) -> int:
             raise SystemExit(f"raylane memory: {name} must be greater than 0, got {value}")
     with connected(args.address):
         reports = ask_everywhere(args.timeout, args.limit)
-    print(render(reports, args.limit))
+        weights = all_memory(args.timeout)
+    print("\n".join([render(reports, args.limit), *render_weights(weights)]))
     if args.json is not None:
-        args.json.write_text(msgspec.json.format(msgspec.json.encode(as_plain(reports)), indent=1).decode() + "\n")
+        plain = as_plain(reports) + [
+            {"weights": name, "node": node, "nbytes": nbytes} for node, name, nbytes in weights
+        ]
+        args.json.write_text(msgspec.json.format(msgspec.json.encode(plain), indent=1).decode() + "\n")
     return 0 if all(report.holdings is not None for report in reports) else 1
 
 
@@ -86,6 +91,15 @@ def render(reports: Sequence[Report], limit: int) -> str:
         lines += ["", "These processes did not answer:"]
         lines += [f"  {_name(report)}: {report.why_not}" for report in silent]
     return "\n".join(lines)
+
+
+def render_weights(weights: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Return lines about the shared memory with weights, given its node, name and bytes."""
+    if not weights:
+        return []
+    total = sum(nbytes for _, _, nbytes in weights)
+    lines = ["", f"Weights take {_size(total)} of shared memory; `raylane weights` lists their versions:"]
+    return lines + [f"  {_size(nbytes):>9}  {name!r} on node {node}" for node, name, nbytes in weights]
 
 
 def _process(report: Report, held: wire.Holdings, limit: int, labels: dict[str, str]) -> list[str]:

@@ -216,6 +216,10 @@ class Segment:
         # Where MADV_REMOVE is not supported, the pages are freed with the last mapping.
         _madvise(self.address + offset, self.nbytes - offset, mmap.MADV_REMOVE)
 
+    def taken_bytes(self) -> int:
+        """Return the bytes of memory that the pages take so far; 0 after `close_fd`."""
+        return 0 if self.fd is None else os.fstat(self.fd).st_blocks * 512
+
     def forget_writes(self) -> None:
         """Drop what this process wrote to a private mapping: it shows the content of the shared memory again."""
         _madvise(self.address, self.nbytes, mmap.MADV_DONTNEED)

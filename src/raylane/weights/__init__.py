@@ -46,13 +46,17 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"raylane.weights.{_HOME[name]}"), name)
 
 
-def versions(name: str | None = None, *, detached: bool = False, timeout: float | None = None) -> list[VersionInfo]:
+def versions(
+    name: str | None = None, *, digests: bool = False, detached: bool = False, timeout: float | None = None
+) -> list[VersionInfo]:
     """Return the versions of a name (None: of all names) that are in memory, the oldest first.
+
+    With `digests`, the bytes of each committed version are read once (about 1 s for 1 GB), and the result is kept.
 
     WeightsLostError if the name is unknown.
     """
-    deadline = Deadline.of_call(timeout)
-    infos: list[VersionInfo] = CatalogueClient(detached=detached).call("versions", name, deadline=deadline)
+    client = CatalogueClient(detached=detached)
+    infos: list[VersionInfo] = client.call("versions", name, digests=digests, deadline=Deadline.of_call(timeout))
     return infos
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import secrets
 import threading
 import time
@@ -48,6 +49,8 @@ class VersionInfo:
     readers: tuple[str, ...]
     """Readers that use it now."""
     age_s: float
+    digest: str | None
+    """SHA-256 of its bytes as they are stored, in hexadecimal, if somebody has asked for it."""
     missing_ranks: tuple[int, ...]
 
 
@@ -256,7 +259,7 @@ class Catalogue:
                 await self._slots(entry, version.generation, host, part)
                 if not await entry.copies.prepare(version, part, host, chunks, deadline.left_s()):
                     return None
-        except ray.exceptions.RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:  # of `begin_copy`
             raise error.cause if isinstance(error.cause, WeightsError) else error from None
         except ray.exceptions.RayActorError as error:
             raise WeightsLostError(f"a keeper of {name!r} died: {error}. Update again") from error
@@ -289,8 +292,12 @@ class Catalogue:
 
     # Names
 
-    async def versions(self, name: str | None) -> list[VersionInfo]:
-        """Return all versions of a name (None: of all names), the oldest first."""
+    async def versions(self, name: str | None, *, digests: bool = False) -> list[VersionInfo]:
+        """Return all versions of a name (None: of all names), the oldest first; committed ones with their digests."""
+        entries = [self._entry(name)] if name is not None else list(self._entries.values())
+        if digests:
+            found = [version for entry in entries for version in entry.ledger.versions]
+            await asyncio.gather(*(self._find_digest(version) for version in found if version.digest is None))
         return [
             VersionInfo(
                 entry.ledger.name,
@@ -301,11 +308,34 @@ class Catalogue:
                 tuple(version.hosts()),
                 tuple(label for label, number in entry.readers.items() if number == version.number),
                 time.monotonic() - version.began_s,
+                version.digest,
                 tuple(version.missing()),
             )
-            for entry in ([self._entry(name)] if name is not None else self._entries.values())
+            for entry in entries
             for version in entry.ledger.versions
         ]
+
+    async def _find_digest(self, version: Version) -> None:
+        """Note the digest of a version, unless it is not committed, or gone before its bytes were read."""
+        digests = []
+        for part in () if version.generation.stored is None else version.generation.stored.hosts:
+            holder = version.holder(part) if version.state is VersionState.COMMITTED else None
+            if holder is None:
+                return
+            path = version.generation.slots[holder, part][version.slot]
+            digests.append(self._keeper(holder).digest.remote(path, version.number))
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            found = await asyncio.gather(*digests)
+            if all(found):
+                version.digest = hashlib.sha256("".join(found).encode()).hexdigest()
+
+    async def memory(self) -> list[tuple[str, str, int]]:
+        """Return the host, name and bytes of all shared memory that keeps weights now."""
+        taken = []
+        for host, keeper in list(self._keepers.items()):
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                taken += [(host, name, nbytes) for name, nbytes in (await keeper.memory.remote()).items()]
+        return taken
 
     async def drop(self, name: str) -> None:
         """Forget a name and free its slots. The last name ends the keepers, and this actor."""
@@ -377,6 +407,8 @@ class Catalogue:
             except ray.exceptions.RayActorError as error:
                 self._keeper_died(host)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause if isinstance(error.cause, WeightsError) else error from None
             generation.slots[host, part] = paths
             if host == part:
                 entry.ledger.resume_after(number)  # of an earlier catalogue

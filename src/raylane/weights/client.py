@@ -35,7 +35,7 @@ class CatalogueClient:
         name = f"{CATALOGUE_NAME}{self._job or 'all'}"
         return start_actor(Catalogue, name, self._job, max_concurrency=10_000)
 
-    def call(self, method: str, *args: Any, deadline: Deadline) -> Any:
+    def call(self, method: str, *args: Any, deadline: Deadline, **options: Any) -> Any:
         """Return the answer of a method of the catalogue. A catalogue that has died is started again, without names.
 
         WeightsTimeoutError if it does not answer within the deadline.
@@ -43,7 +43,7 @@ class CatalogueClient:
         while True:
             remaining_s = deadline.left_s()
             try:
-                ref = getattr(self._actor, method).remote(*args)
+                ref = getattr(self._actor, method).remote(*args, **options)
                 return ray.get(ref, timeout=None if remaining_s is None else remaining_s + MARGIN_S)
             except ray.exceptions.GetTimeoutError as error:
                 raise WeightsTimeoutError(
@@ -64,14 +64,21 @@ class CatalogueClient:
 
 def all_versions(timeout_s: float) -> list[VersionInfo]:
     """Return the versions of all names of all jobs of the cluster, by name. Catalogues that end are left out."""
-    named = [
-        entry
-        for entry in ray.util.list_named_actors(all_namespaces=True)
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(CATALOGUE_NAME)
-    ]
-    versions: list[VersionInfo] = []
-    for entry in named:
-        with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
-            actor = ray.get_actor(entry["name"], NAMESPACE)
-            versions += ray.get(actor.versions.remote(None), timeout=timeout_s)
+    versions: list[VersionInfo] = _ask_all("versions", None, timeout_s=timeout_s)
     return sorted(versions, key=lambda version: (version.name, version.number))
+
+
+def all_memory(timeout_s: float) -> list[tuple[str, str, int]]:
+    """Return the host, name and bytes of all shared memory that keeps weights, those that take most first."""
+    taken: list[tuple[str, str, int]] = _ask_all("memory", timeout_s=timeout_s)
+    return sorted(taken, key=lambda entry: -entry[2])
+
+
+def _ask_all(method: str, *args: Any, timeout_s: float) -> list[Any]:
+    answers: list[Any] = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == NAMESPACE and entry["name"].startswith(CATALOGUE_NAME):
+            with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
+                actor = ray.get_actor(entry["name"], NAMESPACE)
+                answers += ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+    return answers

@@ -6,14 +6,17 @@ It decides nothing. Slots live in a process of their own so that a version outli
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raylane.core import vm
 from raylane.core.deadline import Deadline
+from raylane.core.environment import bytes_in
 from raylane.core.semaphore import Segment
 from raylane.core.watcher import watcher
-from raylane.errors import WeightsLostError
+from raylane.errors import WeightsError, WeightsLostError
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
 
 
@@ -76,9 +79,44 @@ class Keeper:
                 slot.release()
         slots = self._slots.setdefault((name, kind), [])
         while len(slots) < count:
+            self._check_budget(name, kind)
             slots.append(make_slot(kind.ranks, kind.nbytes))
         numbers = [number for slot in slots for number in words_of(slot, kind.ranks)]
         return [slot.path for slot in slots[:count]], max(numbers)
+
+    def _check_budget(self, name: str, kind: PartKind) -> None:
+        """Raise WeightsError if a further slot would exceed RAYLANE_BUDGET_BYTES."""
+        budget = bytes_in("RAYLANE_BUDGET_BYTES")
+        held = sum(other.nbytes * len(slots) for (_, other), slots in self._slots.items())
+        if budget is not None and held + kind.nbytes > budget:
+            raise WeightsError(
+                f"a version of {name!r} takes {kind.nbytes:,} bytes of shared memory, and this node keeps {held:,} of "
+                f"RAYLANE_BUDGET_BYTES={budget:,}. Drop names, publish with a smaller keep, or raise the budget"
+            )
+
+    async def memory(self) -> dict[str, int]:
+        """Return the bytes of shared memory that the slots of each name take now."""
+        taken: Counter[str] = Counter()
+        for (name, _), slots in self._slots.items():
+            taken[name] += sum(slot.taken_bytes() for slot in slots)
+        return dict(taken)
+
+    async def digest(self, path: str, number: int) -> str | None:
+        """Return the SHA-256 of a part of a version, in hexadecimal; None if the version is gone."""
+        return await asyncio.to_thread(self._digest, path, number)
+
+    def _digest(self, path: str, number: int) -> str | None:
+        try:
+            slot = self._reopen(path)  # for a lock of its own
+        except WeightsLostError:
+            return None
+        try:
+            slot.hold(number)
+            return hashlib.sha256(slot.view()).hexdigest()
+        except StaleSlot:
+            return None
+        finally:
+            slot.close()
 
     async def drop(self, name: str, spared: Sequence[PartKind] = ()) -> None:
         """Give up the slots of a name, except those of parts of these kinds. Readers keep what they map."""
@@ -134,8 +172,11 @@ class Keeper:
 
     def _slot(self, path: str) -> OpenSlot:
         if path not in self._open:
-            ranks = [at[1].ranks for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
-            if not ranks:
-                raise WeightsLostError(f"this host has given up the slot {path}. Update again")
-            self._open[path] = OpenSlot(path, ranks[0], private=False)
+            self._open[path] = self._reopen(path)
         return self._open[path]
+
+    def _reopen(self, path: str) -> OpenSlot:
+        ranks = [at[1].ranks for at, slots in self._slots.items() if path in [slot.path for slot in slots]]
+        if not ranks:
+            raise WeightsLostError(f"this host has given up the slot {path}. Update again")
+        return OpenSlot(path, ranks[0], private=False)

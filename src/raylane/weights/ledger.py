@@ -110,6 +110,8 @@ class Version:
     done: set[int] = field(default_factory=set)
     """Ranks whose area is written."""
     began_s: float = field(default_factory=time.monotonic)
+    digest: str | None = None
+    """Digest of the stored bytes, when somebody has asked for it."""
     spreads: dict[str, Spread] = field(default_factory=dict)
     """Copies of parts on other hosts, by the host whose ranks wrote the part."""
 
@@ -131,6 +133,14 @@ class Version:
         """Return True if the ranks of a host wrote a part, and it is still there."""
         spread = self.spreads.get(host)
         return (host, host) in self.generation.slots and (spread is None or host in spread.holders)
+
+    def holder(self, part: str) -> str | None:
+        """Return a host that has a part whole."""
+        if self.has_own_part(part):
+            return part
+        spread = self.spreads.get(part)
+        whole = [] if spread is None else [host for host, has in spread.holders.items() if len(has) == spread.chunks]
+        return whole[0] if whole else None
 
     def hosts(self) -> list[str]:
         """Return the hosts that have a part, or chunks of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsLostError
+from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
 from raylane.weights.layout import StoredLayout
@@ -24,6 +26,7 @@ class _WriteSlot(NamedTuple):
 
     slot: OpenSlot
     targets: list[torch.Tensor]
+    nbytes: int
 
 
 class Publisher:
@@ -100,14 +103,14 @@ class Publisher:
             WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
-        deadline = Deadline.of_call(timeout)
+        deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
         with self._lock:
             try:
                 number, place = self._begin(step, deadline)
             except WeightsLostError:  # a new catalogue, which knows no names
                 self._register(deadline)
                 number, place = self._begin(step, deadline)
-            slot, targets = self._slot(place)
+            slot, targets, nbytes = self._slot(place)
             slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
             written = 0
             try:
@@ -116,6 +119,7 @@ class Publisher:
             finally:
                 slot.end_writing(place.number, written)
             self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
+            endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
             return int(number)
 
     def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
@@ -147,7 +151,7 @@ class Publisher:
             self._forget_slots()
 
     def _forget_slots(self) -> None:
-        for slot, _ in self._slots.values():
+        for slot, *_ in self._slots.values():
             slot.close()
         self._slots.clear()
         self._memory = ()  # the sources belong to the stored layout of these slots
@@ -175,7 +179,7 @@ class Publisher:
                 self._forget_slots()
             slot = OpenSlot(place.path, place.ranks, private=False)
             targets = boxes_to_write(self._stored, self.rank, slot.memory())
-            self._slots[place.path] = _WriteSlot(slot, targets)
+            self._slots[place.path] = _WriteSlot(slot, targets, sum(target.nbytes for target in targets))
         return self._slots[place.path]
 
     def _write(self, targets: list[torch.Tensor]) -> None:

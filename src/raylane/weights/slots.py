@@ -94,6 +94,10 @@ class OpenSlot:
 
         return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=data_offset(self._ranks))
 
+    def view(self) -> memoryview:
+        """Return the part as bytes without torch."""
+        return self._segment.view[data_offset(self._ranks) :]
+
     def begin_writing(self, rank: int, deadline: Deadline, waiting: str) -> None:
         """Lock the boxes of a rank (counted within the host) when no reader holds the slot any more.
 

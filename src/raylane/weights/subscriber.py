@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, WeightsTimeoutError
+from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.plan import Plan, make_plans
@@ -144,12 +145,12 @@ class Subscriber:
 
     def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
         """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
-        deadline, began = Deadline.of_call(timeout), time.perf_counter()
+        deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
         while True:
             offer = self._offer(version, deadline)
             self._learn(offer)
             if offer.number == self.version and self.state is ReaderState.VALID:
-                return Update(offer.number, offer.step, False, 0, time.perf_counter() - began)
+                return Update(offer.number, offer.step, False, 0, (time.perf_counter_ns() - began_ns) / 1e9)
             try:
                 nbytes = self._take(offer, deadline)
                 break
@@ -163,7 +164,8 @@ class Subscriber:
                 time.sleep(POLL_S)
         self.version, self.state = offer.number, ReaderState.VALID
         self._catalogue.tell("applied", self.name, self._label, self.version)
-        return Update(offer.number, offer.step, True, nbytes, time.perf_counter() - began)
+        endpoint().recorder.moved_weights("take weights", self.name, self.version, began_ns, nbytes)
+        return Update(offer.number, offer.step, True, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
         """Do the same as `update` on a thread, without blocking the event loop.

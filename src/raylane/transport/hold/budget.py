@@ -8,7 +8,6 @@ publication waits for them: they are dropped to make room, and none is made with
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 
@@ -18,16 +17,6 @@ from raylane.transport.hold.store import Entry, Store
 
 _NAMED = 5
 """Number of the largest values that an error names."""
-
-
-def bytes_in(variable: str) -> int | None:
-    """Return the number of bytes in an environment variable, None if it is unset. ValueError for other text."""
-    text = os.environ.get(variable)
-    if not text:
-        return None
-    if not text.isdigit():
-        raise ValueError(f"{variable} must be a number of bytes such as 1073741824, got {text!r}")
-    return int(text)
 
 
 class Budget:

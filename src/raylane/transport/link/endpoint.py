@@ -19,10 +19,11 @@ from raylane import _ray
 from raylane.core import place, vm
 from raylane.core.daemon_pool import MAX_FETCHES, FetchPool
 from raylane.core.deadline import Deadline
+from raylane.core.environment import bytes_in
 from raylane.core.segment import BufferPool
 from raylane.core.shared_pool import SharedPool
 from raylane.errors import ProtocolError, SourceLostError, TransportError, TransportUnavailableError
-from raylane.transport.hold.budget import Budget, bytes_in
+from raylane.transport.hold.budget import Budget
 from raylane.transport.hold.lifetime import ActorKeeper, AnchorPool
 from raylane.transport.hold.store import Entry, Store
 from raylane.transport.link import directory, wire

@@ -58,6 +58,13 @@ class TransferRecorder:
         if self._metrics is not None:
             self._metrics.failed(transport)
 
+    def moved_weights(self, what: str, name: str, version: int, began_ns: int, nbytes: int) -> None:
+        """Record that this process has published or taken a version: `what` is `publish weights` or `take weights`."""
+        if self.trace is not None:
+            self.trace.add(what, began_ns, bytes=nbytes, weights=name, version=version)
+        if self._metrics is not None:
+            self._metrics.transferred(what, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
+
     def close(self) -> None:
         """End the thread of the metrics and close the file of the trace."""
         for part in (self._metrics, self.trace):

@@ -1,0 +1,90 @@
+"""The keeper of a host without Ray: slots, budget, memory and digests."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsError, WeightsTimeoutError
+from raylane.weights.keeper import Keeper, PartKind
+from raylane.weights.slots import OpenSlot, StaleSlot
+
+PART = PartKind("a", 2, 100_000)
+
+
+def write(path: str, number: int, byte: int) -> None:
+    slot = OpenSlot(path, PART.ranks, private=False)
+    for rank in range(PART.ranks):
+        slot.begin_writing(rank, Deadline(1), "a test waits")
+    slot.view()[: PART.nbytes] = bytes([byte]) * PART.nbytes
+    for rank in range(PART.ranks):
+        slot.end_writing(rank, number)
+    slot.close()
+
+
+async def made(keeper: Keeper) -> list[str]:
+    paths, _ = await keeper.make("first catalogue", "policy", PART, 2)
+    return paths
+
+
+def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
+    async def run() -> None:
+        keeper = Keeper()
+        paths = await made(keeper)
+        before = (await keeper.memory())["policy"]
+        write(paths[1], 7, 3)
+        assert (await keeper.memory())["policy"] - before == 102_400  # whole pages
+        assert await keeper.make("second catalogue", "policy", PART, 2) == (paths, 7)
+        await keeper.drop("policy", [PART])
+        assert await made(keeper) == paths
+        await keeper.drop("policy")
+        assert await keeper.memory() == {}
+        with pytest.raises(FileNotFoundError):
+            OpenSlot(paths[0], PART.ranks, private=False)
+
+    asyncio.run(run())
+
+
+def test_digest_is_that_of_the_stored_bytes() -> None:
+    async def run() -> None:
+        keeper = Keeper()
+        path, other = await made(keeper)
+        write(path, 7, 3)
+        assert await keeper.digest(path, 7) == hashlib.sha256(b"\3" * PART.nbytes).hexdigest()
+        assert await keeper.digest(path, 6) is None
+        assert await keeper.digest(other, 7) is None
+        await keeper.drop("policy")
+        assert await keeper.digest(path, 7) is None
+
+    asyncio.run(run())
+
+
+def test_held_slot_is_not_written_until_a_new_catalogue_releases_it() -> None:
+    async def run() -> None:
+        keeper = Keeper()
+        path, _ = await made(keeper)
+        write(path, 7, 3)
+        assert await keeper.hold(path, 7)
+        assert not await keeper.hold("/proc/1/fd/1#1", 7)
+        slot = OpenSlot(path, PART.ranks, private=False)
+        with pytest.raises(WeightsTimeoutError, match="a reader still holds the version that this one would replace"):
+            slot.begin_writing(0, Deadline(0), "rank 0 waits")
+        await keeper.make("second catalogue", "policy", PART, 2)
+        slot.begin_writing(0, Deadline(0), "rank 0 waits")
+        with pytest.raises(StaleSlot):
+            OpenSlot(path, PART.ranks, private=False).hold(7)
+
+    asyncio.run(run())
+
+
+def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYLANE_BUDGET_BYTES", "150000")
+
+    async def run() -> None:
+        with pytest.raises(WeightsError, match=r"takes 100,000 bytes .* keeps 100,000 of RAYLANE_BUDGET_BYTES=150,000"):
+            await made(Keeper())
+
+    asyncio.run(run())
