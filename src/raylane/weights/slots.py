@@ -148,5 +148,7 @@ class OpenSlot:
         lock(self._fd, UNLOCK)
 
     def close(self) -> None:
-        """Close the descriptor, which ends all locks. Tensors over the memory stay valid."""
+        """Release all locks and close the descriptor. Tensors over the memory stay valid."""
+        if self._segment.fd is not None:
+            lock(self._fd, UNLOCK)  # the file stays open, with its locks, as long as it is mapped
         self._segment.close_fd()
