@@ -106,18 +106,25 @@ class RaylaneReceiver:
 
 
 class StoreSender:
-    """Shards for Ray's object store: as NumPy arrays, which readers map without a copy."""
+    """Shards for Ray's object store, as tensors."""
 
     def __init__(self, case: Case, rank: int, shards: Tensors, home: str) -> None:
-        self.arrays = {name: tensor.numpy() for name, tensor in shards.items()}
+        self.shards: dict[str, Any] = dict(shards)
 
     def send(self, _: int) -> Any:
         """Return the shards by name."""
-        return self.arrays
+        return self.shards
+
+
+class NumpySender(StoreSender):
+    """Shards for Ray's object store, as NumPy arrays: readers map these without a copy."""
+
+    def __init__(self, case: Case, rank: int, shards: Tensors, home: str) -> None:
+        self.shards = {name: tensor.numpy() for name, tensor in shards.items()}
 
 
 class StoreReceiver:
-    """Copies from arrays in the object store."""
+    """Copies from shards in the object store."""
 
     def __init__(self, case: Case, part: int, parameters: Tensors, home: str) -> None:
         self.targets: list[list[tuple[str, Any, Any]]] = []
@@ -136,7 +143,7 @@ class StoreReceiver:
         """Copy the shards of all ranks."""
         for arrays, targets in zip(sent, self.targets, strict=True):
             for name, target, index in targets:
-                np.copyto(target, arrays[name][index])
+                np.copyto(target, np.asarray(arrays[name])[index])
 
 
 class Packed(NamedTuple):

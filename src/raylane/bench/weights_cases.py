@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from raylane.bench import measure
 
-RAYLANE, MEMCPY, STORE = "raylane", "memcpy", "ray:object_store"
+RAYLANE, MEMCPY, STORE, NUMPY = "raylane", "memcpy", "ray:object_store", "ray:numpy"
 RANKS = 2
 """Number of ranks that publish."""
-MOVERS = (RAYLANE, STORE, "ray:rdt-gloo", "ray:rdt-nixl", "gloo:broadcast", "dcp:tmpfs", "torchstore")
-LARGE_MOVERS = tuple(name for name in MOVERS if name != "ray:rdt-gloo")  # for memory; NIXL is the faster one
+MOVERS = (RAYLANE, STORE, NUMPY, "ray:rdt-gloo", "ray:rdt-nixl", "gloo:broadcast", "dcp:tmpfs", "torchstore")
+LARGE_MOVERS = (RAYLANE, NUMPY, "gloo:broadcast")
+"""Contenders with 1 GB: each takes 4 GB of memory, and the others took longer with 100 MB."""
 MOVED, BLOCKED, COPIED, MAPPED = "move", "publish", "copy", "map"
 """Workloads: publication until all readers have it; the trainer's pause; the pause of a reader that copies, or maps."""
 
@@ -167,7 +168,7 @@ def _copied(case: str, row: Mapping[str, Any], others: Mapping[str, float]) -> l
 def _mapped(case: str, row: Mapping[str, Any], _: Mapping[str, float]) -> list[Goal]:
     return [
         Goal(case, "pause of a reader", row["p50_us"] / 1000, 5, "ms"),
-        Goal(case, "memory of its own that a reader gains, of its bytes", row["gained_share"] * 100, 1, "%"),
+        Goal(case, "own memory that a reader gains, of its bytes", row["gained_share"] * 100, 5, "%"),
     ]
 
 

@@ -13,10 +13,12 @@ import ray
 
 from raylane import weights
 from raylane.bench import measure, weights_actors
-from raylane.bench.weights_cases import BLOCKED, COPIED, MAPPED, MEMCPY, MOVED, RANKS, RAYLANE, STORE, Case
+from raylane.bench.weights_cases import BLOCKED, COPIED, MAPPED, MEMCPY, MOVED, NUMPY, RANKS, RAYLANE, STORE, Case
 
 DELAY_S = 0.02
 """Time until actors that shall begin together do so: all have their call by then."""
+
+TORCHSTORE_CAUSE = "torchstore 0.1.2 needs torch 2.9.0, and a torchmonarch 0.1.2 that loads only with libcuda.so.1"
 
 
 class Way(NamedTuple):
@@ -36,6 +38,7 @@ _BUCKETS = weights_actors.BucketSender, weights_actors.BucketReceiver
 WAYS = {
     RAYLANE: Way(weights_actors.RaylaneSender, weights_actors.RaylaneReceiver, together=True),
     STORE: Way(weights_actors.StoreSender, weights_actors.StoreReceiver),
+    NUMPY: Way(weights_actors.NumpySender, weights_actors.StoreReceiver),
     "ray:rdt-gloo": Way(*_BUCKETS, by_part=True, transport="gloo"),
     "ray:rdt-nixl": Way(*_BUCKETS, by_part=True, transport="nixl"),
     "gloo:broadcast": Way(weights_actors.BroadcastSender, weights_actors.BroadcastReceiver, together=True),
@@ -47,9 +50,7 @@ def unavailable(name: str) -> str | None:
     """Return why a contender cannot take part here, or None."""
     if name == "ray:rdt-nixl" and not importlib.util.find_spec("nixl"):
         return "nixl is not installed"
-    if name not in (*WAYS, MEMCPY):
-        return "not written yet"
-    return None
+    return TORCHSTORE_CAUSE if name == "torchstore" else None
 
 
 class Deployment:
