@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,17 +33,14 @@ def run(selected: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
 def run_group(group: Sequence[Case], *, quick: bool) -> list[dict[str, Any]]:
     """Run cases whose contenders take turns, on the Ray that this process is connected to."""
     contenders: list[Contender] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for case in group:
             reasons = {name: unavailable(name) for name in case.contenders}
             for name, reason in reasons.items():
                 if reason is not None:
                     print(f"{case.name}: contender {name} left out, because {reason}", flush=True)
-            contenders += start(case, [name for name, reason in reasons.items() if reason is None])
+            contenders += start(case, [name for name, reason in reasons.items() if reason is None], stack)
         return _measure(contenders, rounds_of(group, quick=quick))
-    finally:
-        for deployment in {id(contender.deployment): contender.deployment for contender in contenders}.values():
-            deployment.close()
 
 
 def _measure(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
@@ -78,6 +76,7 @@ def _of_raylane(contender: Contender, before: dict[str, dict[str, int]]) -> dict
     """Return further fields of a record of raylane: the share of planning, and the memory that readers gained."""
     readers = contender.deployment.readers
     if contender.case.workload == COPIED:
+        contender.ready()
         return {"planning_share": max(ray.get([reader.planning_share.remote() for reader in readers]))}
     if contender.case.workload != MAPPED:
         return {}

@@ -6,7 +6,10 @@ shards of their rank, receivers the parameters of their reader, by name. `home` 
 
 from __future__ import annotations
 
+import cProfile
+import inspect
 import os
+import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +19,7 @@ import torch
 
 from raylane import weights
 from raylane.bench import measure
-from raylane.bench.weights_cases import COPIED, MAPPED, RANKS, Case, Region, by_columns
+from raylane.bench.weights_cases import MAPPED, RANKS, Case, Region, by_columns
 
 BUCKET_BYTES = 256 << 20
 """Size of the buckets in which weights are broadcast or handed to Ray's direct transport."""
@@ -86,23 +89,12 @@ class RaylaneReceiver:
             region = regions[name]
             return weights.Part((case.side, case.side), (region.row, region.column))
 
-        self.times_plans = case.workload == COPIED  # elsewhere a version may not be published yet
         apply = "map" if case.workload == MAPPED else "copy"
         self.subscriber = weights.Subscriber(home, parameters, apply=apply, places=place)
-        self.plan_us, self.planning_us, self.updates_us = 0.0, 0.0, 0.0
-        self.plan: weights.Plan | None = None
 
     def receive(self, *_: Any) -> None:
         """Take the next version."""
-        if self.plan is None and self.times_plans:
-            self.plan_us = measure.timed(lambda: self.subscriber.plan)
-            self.plan = self.subscriber.plan
-        target = self.subscriber.version + 1
-        duration_us = measure.timed(lambda: self.subscriber.wait_for(target))
-        if self.plan is not None:
-            self.updates_us += duration_us
-            self.planning_us += self.plan_us if self.subscriber.plan is not self.plan else 0
-            self.plan = self.subscriber.plan
+        self.subscriber.wait_for(self.subscriber.version + 1)
 
 
 class StoreSender:
@@ -334,97 +326,97 @@ def _sharded(tensor: torch.Tensor, mesh: Any, dim: int) -> Any:
     return DTensor.from_local(tensor, mesh, [Shard(dim)], run_check=False)
 
 
-class Rank:
-    """One of the ranks that publish."""
+class Member:
+    """Actor with tensors: a rank or a reader. It measures by itself, so Ray's calls are not part of the time."""
 
-    def __init__(self, sender: Callable[..., Any], case: Case, rank: int, home: str) -> None:
-        self.shards = shards_of(case, rank)
-        self.sender = sender(case, rank, self.shards, home)
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
 
     def pid(self) -> int:
         """Return the process ID."""
         return os.getpid()
 
+    def act(self) -> None:
+        """Do what is measured: send, or update."""
+        raise NotImplementedError
+
+    def timed(self, begin_s: float) -> float:
+        """Return the microseconds of `act`, which begins at a time of the host's monotonic clock."""
+        time.sleep(max(0.0, begin_s - time.monotonic()))
+        return measure.timed(self.act)
+
+    def prepare_memcpy(self) -> None:
+        """Allocate memory of the size of all tensors twice, and touch it."""
+        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        self.bare = np.zeros(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
+        np.copyto(*self.bare)
+
+    def memcpy(self, begin_s: float) -> float:
+        """Return the microseconds of one copy of as many bytes, which begins as `timed`."""
+        time.sleep(max(0.0, begin_s - time.monotonic()))
+        return measure.timed(lambda: np.copyto(*self.bare))
+
+
+class Rank(Member):
+    """One of the ranks that publish."""
+
+    def __init__(self, sender: Callable[..., Any], case: Case, rank: int, home: str) -> None:
+        super().__init__(shards_of(case, rank))
+        self.sender = sender(case, rank, self.tensors, home)
+
     def train(self) -> None:
         """Change all weights."""
-        torch._foreach_add_(list(self.shards.values()), 1)
+        torch._foreach_add_(list(self.tensors.values()), 1)
 
     def send(self, part: int) -> Any:
         """Send the shards for the readers of a part."""
         return self.sender.send(part)
 
-    def timed(self, begin_s: float) -> float:
-        """Return the microseconds of sending, which begins at a time of the host's monotonic clock."""
-        return timed_at(begin_s, lambda: self.sender.send(0))
-
-    def prepare_memcpy(self) -> None:
-        """Allocate memory of the size of the shards, twice."""
-        self.bare = Bare(self.shards)
-
-    def memcpy(self, begin_s: float) -> float:
-        """Return the microseconds of one copy of as many bytes."""
-        return timed_at(begin_s, self.bare.copy)
+    def act(self) -> None:
+        """Send the shards."""
+        self.sender.send(0)
 
 
-class Reader:
+class Reader(Member):
     """One of the readers."""
 
     def __init__(self, receiver: Callable[..., Any], case: Case, reader: int, home: str) -> None:
         self.case, self.part = case, reader % case.parts
-        self.parameters = parameters_of(case, self.part)
+        super().__init__(parameters_of(case, self.part))
         more = {"reader": reader} if receiver in NUMBERED else {}
-        self.receiver = receiver(case, self.part, self.parameters, home, **more)
-
-    def pid(self) -> int:
-        """Return the process ID."""
-        return os.getpid()
+        self.receiver = receiver(case, self.part, self.tensors, home, **more)
 
     def receive(self, *sent: Any) -> None:
         """Take the next weights."""
         self.receiver.receive(*sent)
 
-    def timed(self, begin_s: float) -> float:
-        """Return the microseconds of an update, which begins at a time of the host's monotonic clock."""
-        return timed_at(begin_s, self.receiver.receive)
-
-    def prepare_memcpy(self) -> None:
-        """Allocate memory of the size of the parameters, twice."""
-        self.bare = Bare(self.parameters)
-
-    def memcpy(self, begin_s: float) -> float:
-        """Return the microseconds of one copy of as many bytes."""
-        return timed_at(begin_s, self.bare.copy)
+    def act(self) -> None:
+        """Take the next weights of raylane."""
+        self.receiver.receive()
 
     def check(self, step: int) -> None:
         """Raise RuntimeError unless all parameters are those of a step."""
         whole = Region(0, 0, self.case.side, self.case.side)
         for i in range(self.case.tensors):
             expected = matrix(self.case, i, step)[self.case.held(i, self.part).within(whole)]
-            if not torch.equal(self.parameters[name_of(i)], expected):
+            if not torch.equal(self.tensors[name_of(i)], expected):
                 raise RuntimeError(f"reader of part {self.part}: {name_of(i)} differs from that of step {step}")
 
     def planning_share(self) -> float:
-        """Return the share of planning in all updates so far, after the plan was first made. Of raylane's reader."""
-        return float(self.receiver.planning_us / self.receiver.updates_us)
+        """Update once under a profiler; return the share of time in the module of `weights.Plan`, and called from it.
 
-
-class Bare:
-    """Two pieces of warm memory of the size of some tensors."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.source, self.target = np.ones(nbytes, dtype=np.uint8), np.zeros(nbytes, dtype=np.uint8)
-        self.copy()
-
-    def copy(self) -> None:
-        """Copy one to the other at once."""
-        np.copyto(self.target, self.source)
-
-
-def timed_at(begin_s: float, call: Callable[[], object]) -> float:
-    """Return the duration of a call in microseconds, which begins at a time of the host's monotonic clock."""
-    time.sleep(max(0.0, begin_s - time.monotonic()))
-    return measure.timed(call)
+        An upper bound: the profiler slows functions of Python down, but not copies.
+        """
+        profile = cProfile.Profile()
+        profile.runcall(self.receiver.receive)
+        functions: Any = getattr(pstats.Stats(profile), "stats")  # noqa: B009 - not in the type stubs
+        file, planning_s = inspect.getfile(weights.Plan), 0.0
+        for (where, _, _), (_, _, inner_s, _, callers) in functions.items():
+            if where == file:
+                planning_s += inner_s
+            elif where == "~":  # built in
+                planning_s += sum(times[2] for caller, times in callers.items() if caller[0] == file)
+        return float(planning_s / max(times[3] for times in functions.values()))
 
 
 NUMBERED = (BroadcastReceiver, CheckpointReceiver)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import tempfile
@@ -60,9 +61,15 @@ class Deployment:
         self.way, self.case, self.step = WAYS[name], case, 0
         self.home = tempfile.mkdtemp(prefix="raylane-bench-", dir="/dev/shm")
         """Folder of rendezvous and files, and raylane's name of the weights."""
+        self.ranks: list[Any] = []
+        self.readers: list[Any] = []
+        self.pids: list[int] = []
+
+    def start(self) -> None:
+        """Start all actors."""
+        case, transport = self.case, self.way.transport
         options: dict[str, Any] = {"num_cpus": 0}
         rank_class: Any = weights_actors.Rank
-        transport = self.way.transport
         if transport is not None:
             options["enable_tensor_transport"] = True
             send = ray.method(tensor_transport=transport)(lambda self, part: self.sender.send(part))
@@ -71,12 +78,12 @@ class Deployment:
         self.ranks = [start(rank_class).remote(self.way.sender, case, i, self.home) for i in range(RANKS)]
         reader_class = start(weights_actors.Reader)
         self.readers = [reader_class.remote(self.way.receiver, case, i, self.home) for i in range(case.readers)]
-        self.pids: list[int] = ray.get([actor.pid.remote() for actor in self.actors])
+        self.pids = ray.get([actor.pid.remote() for actor in self.actors])
         if transport == "gloo":
             from ray.experimental.collective import create_collective_group
 
             create_collective_group(self.actors, backend="torch_gloo")
-        if name == RAYLANE:  # its own actors: the catalogue, and the keeper of this host
+        if self.way is WAYS[RAYLANE]:  # its own actors: the catalogue, and the keeper of this host
             named = ray.util.list_named_actors(all_namespaces=True)
             actors = [ray.get_actor(**entry) for entry in named if entry["namespace"].startswith("raylane")]
             self.pids += ray.get([actor.__ray_call__.remote(process_id) for actor in actors])
@@ -110,11 +117,11 @@ class Deployment:
 
     def close(self) -> None:
         """End the actors and remove what they left."""
+        shutil.rmtree(self.home)
         for actor in self.actors:
             ray.kill(actor)
         if self.way is WAYS[RAYLANE]:
             weights.drop(self.home)
-        shutil.rmtree(self.home)
 
 
 class Contender:
@@ -189,7 +196,11 @@ def forget_peak(pid: int) -> None:
         file.write("5")
 
 
-def start(case: Case, names: Sequence[str]) -> list[Contender]:
-    """Start the contenders of a case. A memcpy runs in the processes of raylane."""
+def start(case: Case, names: Sequence[str], stack: contextlib.ExitStack) -> list[Contender]:
+    """Start the contenders of a case; `stack` ends them. A memcpy runs in the processes of raylane."""
     deployments = {name: Deployment(name, case) for name in names if name != MEMCPY}
+    for deployment in deployments.values():
+        stack.callback(deployment.close)
+    for deployment in deployments.values():
+        deployment.start()
     return [Contender(name, case, deployments[RAYLANE if name == MEMCPY else name]) for name in names]

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     notes = f"cases: {', '.join(case.name for case in weights_cases.cases(large=True, only=None))}"
     published = commands.add_parser("weights", help=summary, **describe(summary, *examples, notes=notes))
-    published.add_argument("--large", action="store_true", help="include 1 GB of weights (needs about 24 GB of memory)")
+    published.add_argument("--large", action="store_true", help="include 1 GB of weights (needs about 16 GB of memory)")
     for command in (transfer, graph, sft, published):
         command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
         command.add_argument(
