@@ -70,6 +70,7 @@ bench: setup
 	$(BIN)/raylane bench transfer --json benchmarks/results/transfer-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench graph --json benchmarks/results/graph-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench sft --json benchmarks/results/sft-$$(date +%F).json $(ARGS)
+	$(BIN)/raylane bench weights --json benchmarks/results/weights-$$(date +%F).json $(ARGS)
 
 # The figures of the newest runs, into the README and the docs.
 figures: setup

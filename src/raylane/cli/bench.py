@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raylane.bench import environment, graph_cases, sft_cases, transfer_cases
+from raylane.bench import environment, graph_cases, sft_cases, transfer_cases, weights_cases
 from raylane.cli.help import describe
 
 
@@ -35,7 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     examples = ("raylane bench sft --only noop-8-worker-fed,train-2", "raylane bench sft --quick --json sft.json")
     notes = f"cases: {', '.join(sft_cases.CASES)}"
     sft = commands.add_parser("sft", help=summary, **describe(summary, *examples, notes=notes))
-    for command in (transfer, graph, sft):
+    summary = "weights from two ranks of a trainer to readers, against memcpy, Ray's transports, gloo and checkpoints"
+    examples = (
+        "raylane bench weights --only publish-100MB,move-2-100MB",
+        "raylane bench weights --large --json weights.json",
+    )
+    notes = f"cases: {', '.join(case.name for case in weights_cases.cases(large=True, only=None))}"
+    published = commands.add_parser("weights", help=summary, **describe(summary, *examples, notes=notes))
+    published.add_argument("--large", action="store_true", help="include 1 GB of weights (needs about 16 GB of memory)")
+    for command in (transfer, graph, sft, published):
         command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
         command.add_argument(
             "--quick", action="store_true", help="make few calls: a test that it runs; the results mean nothing"
@@ -49,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         "transfer": lambda: transfer_cases.cases(large=args.large, only=args.only),
         "graph": lambda: graph_cases.cases(args.only),
         "sft": lambda: sft_cases.cases(args.only),
+        "weights": lambda: weights_cases.cases(large=args.large, only=args.only),
     }
     try:
         chosen = choose[args.benchmark]()
