@@ -6,10 +6,13 @@ One object for each rank, over the parts of weights that this rank holds. Names 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from raylane.errors import WeightsTimeoutError
 from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.model.lora import adapted, base_parameters, merged_weight
 from raylane.sft.model.supervised import RunModel, release_gathered
@@ -50,30 +53,37 @@ class PublishedWeights:
         `step` is the number of optimizer steps done. Returns when the weights may change again. WeightsError as
         `Publisher.publish` raises it, perhaps on some ranks only: the run has to end then.
         """
+        # Without agreement of the ranks: a failure is rare, and a collective in every publication would cost time.
         if step == self.step:
             return
         release_gathered(self._model)  # adapters are read from the modules
         try:
-            self._merge_adapters()
+            self._tensors.update(merged_weights(self._model, self._weights))
             self._publisher.publish(step, timeout=self._timeout_s)
+        except WeightsTimeoutError as error:
+            raise WeightsTimeoutError(
+                f"{error}. The keys are policy.publish_weights.keep and policy.publish_weights.timeout_s",
+                **error.fields,
+            ) from error
         finally:
             self._tensors.update(self._weights)  # frees the merged weights
         self.step = step
 
-    def _merge_adapters(self) -> None:
-        """Put weights with their LoRA adapters added in place of the frozen ones. Collective."""
-        layers = adapted(self._model.causal_lm)
-        for owner in layers:
-            name = f"{owner}.weight"
-            merged = merged_weight(name, self._weights, layers)
-            # The publisher writes the boxes of the frozen weight.
-            before = getattr(self._weights[name], "placements", None)
-            assert getattr(merged, "placements", None) == before, f"adding the adapter has divided {name} anew"
-            self._tensors[name] = merged
-
     def close(self) -> None:
         """Close this rank's end; the versions stay."""
         self._publisher.close()
+
+
+def merged_weights(model: RunModel, weights: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return those of `base_parameters` that have a LoRA adapter, with it added in; divided as before. Collective."""
+    layers, merged = adapted(model.causal_lm), {}
+    for owner in layers:
+        name = f"{owner}.weight"
+        merged[name] = merged_weight(name, weights, layers)
+        # The publisher writes the boxes of the frozen weight.
+        placements = [getattr(tensor, "placements", None) for tensor in (merged[name], weights[name])]
+        assert placements[0] == placements[1], f"adding the adapter has divided {name} anew: {placements}"
+    return merged
 
 
 def further_names(model: RunModel) -> dict[str, Tensor]:

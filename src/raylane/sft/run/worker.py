@@ -267,9 +267,10 @@ class SftWorker:
                     grad_norm=norm,
                 )
             computed = time.perf_counter()
-            publishes = not opened.undone and self._publishes_after(opened.number + 1)
+            period, steps = self.config.policy.publish_weights.every, opened.number + 1
+            publishes = self._published is not None and not opened.undone and steps % period == 0
             if publishes:
-                self.publish_weights(opened.number + 1)
+                self.publish_weights(steps)
             done = time.perf_counter()
             # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
             waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
@@ -292,10 +293,6 @@ class SftWorker:
                 "compute_time_s": computed - opened.ready,
                 **({"publish_time_s": done - computed} if publishes else {}),
             }
-
-    def _publishes_after(self, steps: int) -> bool:
-        """Return True if the weights are published after so many steps of the run."""
-        return self._published is not None and steps % self.config.policy.publish_weights.every == 0
 
     def publish_weights(self, steps: int) -> None:
         """Publish the weights after so many steps of the run, unless that was done already. WeightsError on failure."""
