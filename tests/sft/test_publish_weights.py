@@ -16,25 +16,27 @@ from raylane.sft.checkpoint import folders
 from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
 from sft import tiny_run
-from sft.layouts import COVERING, LAYOUTS, OVER_EDGES
+from sft.layouts import COVERING, LAYOUTS, OVER_EDGES, SCHEDULE
 from sft.worker_run import WorkerRun
 
 NAME = "policy.publish_weights.name"
 LORA = {"policy.dtensor_cfg.lora_cfg": {"enabled": True, "dim": 3, "alpha": 6}, "policy.optimizer.kwargs.lr": 5e-2}
 UNTIED = {"policy.hf_config_overrides.tie_word_embeddings": False}
 HALF = {"policy.publish_weights.dtype": "bfloat16", "checkpointing.hf_dtype": "bfloat16"}
-QUICK: dict[str, dict[str, Any]] = {"tp2-pp2": {}, "dp2-cp2": UNTIED, "hsdp2x2": HALF}
-"""Layouts of four workers that together use every axis."""
+QUICK = {"tp2-pp2-lora", "dp2-cp2", "hsdp2x2"}
+"""Cases of four workers that together use every axis; `make test` runs these."""
+SLOW = {*(layout for layout, _ in COVERING), "dp2-tp2-lora", "hsdp2x2-lora"} - QUICK
+"""Cases that `make test-all` runs too."""
+FURTHER = {"dp2-cp2": UNTIED, "hsdp2x2": HALF}
+"""Further settings of layouts without LoRA."""
 
 
 def layouts_of(workers: int) -> Iterator[Any]:
-    """Yield layouts with further settings: four without a mark, the covering set as `slow`, the rest as `matrix`."""
-    covering = {layout for layout, _ in COVERING}
+    """Yield the layouts of so many workers, each without and with LoRA, and the mark of each case."""
     for layout in [layout for layout, (world, _) in LAYOUTS.items() if world == workers]:
-        mark = [] if layout in QUICK else [pytest.mark.slow] if layout in covering else [pytest.mark.matrix]
-        yield pytest.param(layout, QUICK.get(layout, {}), marks=mark, id=layout)
-        mark = [] if layout == "dp2-tp2" else [pytest.mark.slow] if layout in QUICK else [pytest.mark.matrix]
-        yield pytest.param(layout, LORA, marks=mark, id=f"{layout}-lora")
+        for case, further in ((layout, FURTHER.get(layout, {})), (f"{layout}-lora", LORA)):
+            mark = [] if case in QUICK else [pytest.mark.slow] if case in SLOW else [pytest.mark.matrix]
+            yield pytest.param(layout, further, marks=mark, id=case)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,8 @@ def assert_readers_get(name: str, hf: Path, step: int) -> None:
 def check_layout(run: WorkerRun, name: str, hf: Path, layout: str, further: dict[str, Any]) -> None:
     """Train two steps and compare what readers get with the exported folder."""
     dimensions = {f"policy.dtensor_cfg.{key}": value for key, value in LAYOUTS[layout][1].items()}
-    run.start({"policy.hf_config_overrides.num_hidden_layers": 4, **dimensions, **further, NAME: name})
+    layers = 4 if SCHEDULE in LAYOUTS[layout][1] else 2  # some schedules have two stages on each worker
+    run.start({"policy.hf_config_overrides.num_hidden_layers": layers, **dimensions, **further, NAME: name})
     run.losses(range(2))
     run.policy.save_hf(hf)
     assert_readers_get(name, hf, 2)
