@@ -266,12 +266,12 @@ class SftWorker:
                     loss=loss,
                     grad_norm=norm,
                 )
-            computed = time.perf_counter()
+            computed = done = time.perf_counter()
             period, steps = self.config.policy.publish_weights.every, opened.number + 1
             publishes = self._published is not None and not opened.undone and steps % period == 0
             if publishes:
                 self.publish_weights(steps)
-            done = time.perf_counter()
+                done = time.perf_counter()
             # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
             waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
             self._idle_since = done
