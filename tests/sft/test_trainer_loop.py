@@ -78,6 +78,9 @@ class RecordingPolicy:
         saved, self.saving, self.save_ended = self.saving, None, False
         return saved
 
+    def publish_weights(self):
+        self.events.append(f"publish {self.next_step}")
+
     def load(self, path):
         self.next_step = int(path.name.removeprefix("step_"))
         return self.next_step
@@ -107,6 +110,7 @@ class NoLog:
 def trainer_of(tmp_path, total, stop=None, **changes):
     overlap = changes.pop("overlap", True)
     is_async = changes.pop("is_async", False)
+    publish_weights = changes.pop("publish_weights", None)
     sft = {"max_num_steps": total, **{key: value for key, value in changes.items() if key != "save_period"}}
     config = build_config(
         {
@@ -115,6 +119,7 @@ def trainer_of(tmp_path, total, stop=None, **changes):
                 "hf_config_overrides": {"model_type": "llama"},
                 "tokenizer": {"train_vocab_size": 300},
                 "compiled_graph": {"overlap_communication": overlap},
+                "publish_weights": publish_weights,
             },
             "data": {"train": "x.jsonl", "validation_fraction": 0.1},
             "checkpointing": {
@@ -146,6 +151,18 @@ def test_steps_without_overlap_wait_for_each_other(tmp_path):
     trainer, events = trainer_of(tmp_path, 2, overlap=False)
     trainer.fit()
     assert events[:4] == ["send 0", "read 0", "send 1", "read 1"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_last_weights_are_published_after_the_checkpoint(tmp_path, stopped):
+    stop = StopRequest()
+    trainer, events = trainer_of(tmp_path, 3, stop, publish_weights={"name": "policy", "every": 2})
+    if stopped:
+        send = trainer.policy.train_step_nowait
+        trainer.policy.train_step_nowait = lambda number: (stop.ask(), send(number))[1]
+    trainer.fit()
+    last = 1 if stopped else 3
+    assert events[-2:] == [f"save {last}{'' if stopped else ' hf'} ['train:loss']", f"publish {last}"]
 
 
 def losing(policy, at):

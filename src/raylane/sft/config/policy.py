@@ -350,6 +350,37 @@ class CompiledGraphConfig(Section):
     after the metrics of the step before were read, as sft.steps_in_flight=1 does."""
 
 
+class PublishWeightsConfig(Section):
+    """Publication of the weights during the run, for readers with `raylane.weights.Subscriber`."""
+
+    name: str | None = Field(default=None, min_length=1)
+    """Name under which readers find the weights; null publishes nothing. Tensors have the names of the Hugging Face
+    folder, and LoRA adapters are added into the weights. Not in NeMo-RL."""
+    every: PositiveInt = 1
+    """Number of steps between two versions. The weights after the last step of the run are always published."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of the published weights; null means that of policy.precision. float32 keeps all bits of the master
+    weights."""
+    keep: Annotated[int, BeforeValidator(_no_boolean), Field(ge=2)] = 2
+    """Number of versions in the memory of the node, the one being written included; 3 if readers map the weights."""
+    detached: bool = False
+    """Keep the versions when the Ray job ends, until `raylane.weights.drop`. Readers pass detached=True too. Needed for
+    readers that are not started by the program of the run, as with the command `raylane sft`."""
+    timeout_s: PositiveFloat = 60.0
+    """Maximum time in seconds that a step waits for a reader that holds the oldest version; then the run ends."""
+
+    @model_validator(mode="after")
+    def _settings_of_a_name(self) -> PublishWeightsConfig:
+        fields = type(self).model_fields
+        changed = [key for key in fields if getattr(self, key) != fields[key].default]
+        if self.name is None and changed:
+            raise ValueError(
+                f"{changed[0]}={getattr(self, changed[0])!r} is set, but name is null, so nothing would be published; "
+                "set name, or set publish_weights to null"
+            )
+        return self
+
+
 class PolicyConfig(Section):
     """The model, its tokenizer, and the optimization settings."""
 
@@ -389,6 +420,10 @@ class PolicyConfig(Section):
     """Micro-batches by number of tokens."""
     compiled_graph: CompiledGraphConfig = Field(default_factory=CompiledGraphConfig)
     """Calls of the workers through compiled graphs."""
+    publish_weights: Annotated[PublishWeightsConfig, BeforeValidator(_null_as_empty)] = Field(
+        default_factory=PublishWeightsConfig
+    )
+    """Publication of the weights for readers."""
     loss_chunk_tokens: PositiveInt | None = 4096
     """Number of tokens for which logits and loss are computed at once, which bounds their memory; null computes a whole
     micro-batch at once. Not in NeMo-RL."""

@@ -294,6 +294,19 @@ class Policy:
         self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
         return metrics
 
+    def publish_weights(self) -> None:
+        """Publish the weights after the last step that was sent, unless that step has published them.
+
+        Readers find them under `policy.publish_weights.name`; ConfigError if it is null. WeightsTimeoutError if a
+        reader holds the oldest version for longer than `policy.publish_weights.timeout_s`.
+        """
+        if self._config.policy.publish_weights.name is None:
+            raise ConfigError(
+                "policy.publish_weights.name=null publishes nothing. Set it to the name under which readers look",
+                key="policy.publish_weights.name",
+            )
+        self.call("publish_weights", self.next_step)
+
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:

@@ -86,7 +86,7 @@ def run(config: RunConfig) -> RunResult:
     ends with the run. SIGTERM ends the run after the steps in flight, with a checkpoint.
 
     Raises ConfigError (also if another run uses the same folders) and DataError before anything is started. Raises
-    WorkerLostError, WorkerCallError and CheckpointError during training; all workers have ended by then.
+    WorkerLostError, WorkerCallError, CheckpointError and WeightsError during training; all workers have ended by then.
     """
     check_places(config)
     config = fetch_models(config)
@@ -247,6 +247,9 @@ class Trainer:
                     self._validate()
                 if self._config.checkpointing.enabled:
                     self._save(with_hf=finished and self._config.checkpointing.save_hf)
+                # After the checkpoint, which must not be lost if a reader makes this fail.
+                if self._config.policy.publish_weights.name is not None:
+                    self.policy.publish_weights()
                 return
             except WorkerLostError as error:
                 self._finish_last_save()

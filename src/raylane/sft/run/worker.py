@@ -40,6 +40,7 @@ from raylane.sft.parallel.sharded import gathered, own_part, whole
 from raylane.sft.run import selfcheck, step
 from raylane.sft.run.delivery import FolderCopies
 from raylane.sft.run.micro_batches import Division, FixedRows, division, pinned
+from raylane.sft.run.published_weights import PublishedWeights
 from raylane.sft.run.sample import generate
 from raylane.sft.run.step import EdgeStep, state_kept
 from raylane.workers.batch import BatchDict
@@ -86,6 +87,8 @@ class SftWorker:
         """Step that has begun and not ended; it stays after an error, because gradients of it remain."""
         self._background: BackgroundSave | None = None
         """Writer of checkpoints beside the training; None before the first such checkpoint."""
+        self._published: PublishedWeights | None = None
+        """Weights for readers; None before `setup`, and if the configuration publishes nothing."""
 
     def use_copies(self, copies: FolderCopies) -> None:
         """Read data and model from these folders in the next `setup`."""
@@ -109,6 +112,9 @@ class SftWorker:
         )
         self.model: RunModel = build_model(hf_config, policy, self.mesh, self.device, config.sft.seed)
         self.optimizer = make_optimizer(self.model, policy.optimizer)
+        self._close_published()  # of an earlier setup
+        if policy.publish_weights.name is not None:
+            self._published = PublishedWeights(self.model, policy)
         self._loss = CrossEntropy(policy.loss_chunk_tokens)
         self.train_rows: RowSource = open_training_rows(prepared, config)
         self._validation: RowSource | None = (
@@ -139,8 +145,8 @@ class SftWorker:
         `with_passes`: only begin the step; `forward_pass`, `backward_pass` and `end_step` follow in the same graph.
 
         Metrics: loss, grad_norm (before clipping), lr, supervised_tokens, tokens, tokens_per_s, and times in seconds:
-        step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s (idle since the last step). All
-        except the times are equal on all workers.
+        step_time_s = data_time_s (reading rows) + compute_time_s + dispatch_time_s (idle since the last step) +
+        publish_time_s (publishing the weights; only in steps that do). All except the times are equal on all workers.
         """
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"
@@ -260,7 +266,12 @@ class SftWorker:
                     loss=loss,
                     grad_norm=norm,
                 )
-            done = time.perf_counter()
+            computed = done = time.perf_counter()
+            period, steps = self.config.policy.publish_weights.every, opened.number + 1
+            publishes = self._published is not None and not opened.undone and steps % period == 0
+            if publishes:
+                self.publish_weights(steps)
+                done = time.perf_counter()
             # Time between two steps in which the worker had nothing to do: if it grows, the driver is too slow.
             waited = 0.0 if self._idle_since is None else opened.started - self._idle_since
             self._idle_since = done
@@ -279,8 +290,14 @@ class SftWorker:
                 "step_time_s": total,
                 "data_time_s": opened.ready - opened.started,
                 "dispatch_time_s": waited,
-                "compute_time_s": done - opened.ready,
+                "compute_time_s": computed - opened.ready,
+                **({"publish_time_s": done - computed} if publishes else {}),
             }
+
+    def publish_weights(self, steps: int) -> None:
+        """Publish the weights after so many steps of the run, unless that was done already. WeightsError on failure."""
+        assert self._published is not None, "the driver asks for it only if publish_weights.name is set"
+        self._published.publish(steps)
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per supervised token of the validation set (its first `sft.val_batches`, or all)."""
@@ -366,6 +383,8 @@ class SftWorker:
             _log.warning("%s holds no optimizer state: the optimizer starts fresh, and losses will differ", folder)
         release_gathered(self.model)
         next_step = state.load_state(path, self.model, optimizer)
+        if self._published is not None:
+            self._published.step = None
         self._end_other_work()
         return next_step
 
@@ -389,9 +408,15 @@ class SftWorker:
         """
         if self._read_ahead is not None:
             self._read_ahead.close()
+        self._close_published()
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+    def _close_published(self) -> None:
+        if self._published is not None:
+            self._published.close()
+        self._published = None
 
     def _end_other_work(self) -> None:
         """Release gathered weights and forget the time of the last step after other work."""
