@@ -72,7 +72,7 @@ class Case:
 
     def held(self, tensor: int, part: int) -> Region:
         """Return the region of a matrix that a reader of a part has."""
-        if self.parts == 1 or self.workload == MAPPED or not by_columns(tensor):
+        if self.parts == 1 or not by_columns(tensor):
             return self.rows_of(part, self.parts)
         columns = self.side // self.parts
         return Region(0, part * columns, self.side, columns)

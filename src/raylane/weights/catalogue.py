@@ -340,12 +340,11 @@ class Catalogue:
     async def drop(self, name: str) -> None:
         """Forget a name and free its slots. The last name ends the keepers, and this actor."""
         entry = self._entries.pop(name, None)
-        if entry is None:
-            return
-        for keeper in self._keepers.values():
-            keeper.drop.remote(name)
-        entry.ledger.generations.clear()
-        await self._notify(entry)
+        if entry is not None:
+            for keeper in self._keepers.values():
+                keeper.drop.remote(name)
+            entry.ledger.generations.clear()
+            await self._notify(entry)
         if not self._entries:
             self._end_keepers()
             _ray.exit_this_actor()

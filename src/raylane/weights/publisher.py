@@ -15,10 +15,11 @@ from raylane.errors import WeightsLostError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
+from raylane.weights.devices import Moment, copy_all, lock_pages
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import OpenSlot, SlotPlace
-from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, copy_all, layout_of, written_boxes
+from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_boxes
 
 
 class _WriteSlot(NamedTuple):
@@ -103,7 +104,10 @@ class Publisher:
             WeightsLostError: Another rank has given this version up, or the keeper of this host died. Publish again.
             WeightsError: The ranks publish different steps, or this trainer was replaced by another one.
         """
-        deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
+        return self._publish(step, Deadline.of_call(timeout), Moment(self._tensors.values))
+
+    def _publish(self, step: int, deadline: Deadline, moment: Moment) -> int:
+        began_ns = time.perf_counter_ns()
         with self._lock:
             try:
                 number, place = self._begin(step, deadline)
@@ -114,7 +118,7 @@ class Publisher:
             slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
             written = 0
             try:
-                self._write(targets)
+                copy_all(targets, self._regions(), moment)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
@@ -125,12 +129,14 @@ class Publisher:
     def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
         """Publish on a thread, beside the next step; return a future of what `publish` returns and raises.
 
-        The tensors are read meanwhile: wait for the future before the optimizer writes to them.
+        The tensors are read meanwhile: wait for the future before the optimizer writes to them. CUDA tensors are read
+        as they are when the work is done that this thread has queued so far.
         """
+        deadline, moment = Deadline.of_call(timeout), Moment(self._tensors.values)
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(1, "raylane-publish")
-            return self._executor.submit(self.publish, step, timeout=timeout)
+            return self._executor.submit(self._publish, step, deadline, moment)
 
     def wait(self, version: int, *, readers: str | int = "all", timeout: float | None = None) -> None:
         """Wait until readers use a version or a later one: `"all"` that have subscribed, or a number of them.
@@ -178,14 +184,18 @@ class Publisher:
             if len(self._slots) == self._keep:  # those of a keeper that has died
                 self._forget_slots()
             slot = OpenSlot(place.path, place.ranks, private=False)
-            targets = boxes_to_write(self._stored, self.rank, slot.memory())
+            memory = slot.memory()
+            if any(source.is_cuda for source in self._regions()):
+                lock_pages(memory, slot)
+            targets = boxes_to_write(self._stored, self.rank, memory)
             self._slots[place.path] = _WriteSlot(slot, targets, sum(target.nbytes for target in targets))
         return self._slots[place.path]
 
-    def _write(self, targets: list[torch.Tensor]) -> None:
+    def _regions(self) -> list[torch.Tensor]:
+        """Return the regions of the tensors that this rank writes."""
         memory = self._tensors.memory()
         if memory != self._memory:
             assert self._stored is not None
             self._sources = written_boxes(self._stored, self.rank, self._layout, self._tensors.distinct())
             self._memory = memory
-        copy_all([targets], [self._sources])
+        return self._sources

@@ -21,13 +21,14 @@ from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, 
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
+from raylane.weights.devices import copy_all
 from raylane.weights.plan import Plan, make_plans
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
 from raylane.weights.tensors import (
     NamedTensors,
     Places,
-    copy_all,
+    flat,
     layout_of,
     local,
     refuse_training,
@@ -110,7 +111,7 @@ class Subscriber:
         self._chunks: dict[str, list[int]] = {}
         """Chunks that the plan needs of each part of another host."""
         self._sources = Sources(private=apply == "map")
-        self._targets: list[list[torch.Tensor]] = []
+        self._targets: list[torch.Tensor] = []
         """Regions of the tensors that the plan writes, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
         self._mapped: list[OpenSlot] = []
@@ -269,15 +270,15 @@ class Subscriber:
                 name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
                 for name, tensor in tensors.items()
             }
-            copy_all(target_pieces(self._plan, outputs), pieces)
+            copy_all(flat(target_pieces(self._plan, outputs)), flat(pieces))
             for name, output in outputs.items():
                 self._tensors.set_memory(name, output)
             return
         memory = self._tensors.memory()
         if memory != self._memory:
-            self._targets, self._memory = target_pieces(self._plan, tensors), memory
+            self._targets, self._memory = flat(target_pieces(self._plan, tensors)), memory
         self.state = ReaderState.INVALID  # until the caller notes that all was written
-        copy_all(self._targets, pieces)
+        copy_all(self._targets, flat(pieces))
 
     def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""
@@ -286,6 +287,8 @@ class Subscriber:
         tensors = self._tensors.distinct()
         for name, stored in zip((each.name for each in self._plan.pieces), pieces, strict=True):
             target, view = local(tensors[name]), stored[0]
+            if target.is_cuda:
+                raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
             if len(stored) > 1 or view.dtype != target.dtype or view.shape != target.shape:
                 raise WeightsError(
                     f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "

@@ -70,13 +70,17 @@ class NamedTensors:
         """Return all names with their present tensors."""
         return [(name, home[key]) for name, (home, key) in self._homes.items()]
 
+    def values(self) -> list[Any]:
+        """Return all present tensors."""
+        return [home[key] for home, key in self._homes.values()]
+
     def distinct(self) -> dict[str, torch.Tensor]:
         """Return each tensor once, by the first of its names."""
         return {name: tensor for name, tensor in self.items() if name not in self.same}
 
     def memory(self) -> tuple[list[Any], ...]:
         """Return the address, strides and dtype of all tensors: while they stay the same, so do views of them."""
-        tensors = [home[key] for home, key in self._homes.values()]
+        tensors = self.values()
         if set(map(type, tensors)) - {torch.Tensor, Parameter}:
             tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype))
@@ -208,10 +212,9 @@ def target_pieces(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[list[
     ]
 
 
-def copy_all(targets: Sequence[Sequence[torch.Tensor]], sources: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Copy the pieces of each tensor into their targets; dtypes are converted."""
-    with torch.no_grad():
-        torch._foreach_copy_(list(itertools.chain(*targets)), list(itertools.chain(*sources)))
+def flat(pieces: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the pieces of all tensors in one list."""
+    return list(itertools.chain(*pieces))
 
 
 def refuse_training(model: Module) -> None:

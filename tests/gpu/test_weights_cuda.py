@@ -1,0 +1,63 @@
+"""Weights that trainers on a GPU publish and readers on a GPU take. Written without a GPU at hand, and never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raylane import weights
+from raylane.errors import WeightsError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+    pytest.mark.usefixtures("cluster"),
+]
+SLEEP_CYCLES = 500_000_000
+"""Work for a GPU that takes some tenths of a second."""
+
+
+@pytest.fixture
+def trained() -> Iterator[dict[str, torch.Tensor]]:
+    yield {"w": torch.zeros(1000, 1000, device="cuda"), "host": torch.zeros(7)}
+    weights.drop("policy")
+
+
+@pytest.mark.parametrize("apply", ["copy", "swap"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_versions_reach_readers_on_gpu_and_host(trained: dict[str, torch.Tensor], apply: str, device: str) -> None:
+    publisher = weights.Publisher("policy", trained, dtype=torch.bfloat16)
+    read = {"w": torch.zeros(1000, 1000, device=device, dtype=torch.bfloat16), "host": torch.zeros(7)}
+    subscriber = weights.Subscriber("policy", read, apply=apply)
+    for step in (1, 2, 3):
+        for tensor in trained.values():
+            tensor.fill_(step)
+        publisher.publish(step)
+        subscriber.update()
+        assert read["w"].device.type == device
+        assert all(bool(tensor.eq(step).all()) for tensor in read.values())
+
+
+def test_publication_waits_for_work_queued_before_and_not_after(trained: dict[str, torch.Tensor]) -> None:
+    publisher = weights.Publisher("policy", trained)
+    read = {name: tensor.cpu() for name, tensor in trained.items()}
+    subscriber = weights.Subscriber("policy", read)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    trained["w"].fill_(5)
+    published = publisher.publish_async(1)
+    torch.cuda._sleep(SLEEP_CYCLES)  # the next step
+    done = torch.cuda.current_stream().record_event()
+    published.result(60)
+    assert not done.query(), "the publication has waited for the next step"
+    trained["w"].fill_(6)
+    subscriber.update()
+    assert bool(read["w"].eq(5).all())
+
+
+def test_tensors_on_a_gpu_are_not_mapped(trained: dict[str, torch.Tensor]) -> None:
+    weights.Publisher("policy", trained).publish(1)
+    subscriber = weights.Subscriber("policy", {name: tensor.clone() for name, tensor in trained.items()}, apply="map")
+    with pytest.raises(WeightsError, match="'w' is on cuda:0, where nothing can be mapped"):
+        subscriber.update()
