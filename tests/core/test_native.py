@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import types
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,17 @@ def test_copy_with_any_number_of_threads(kind: Any) -> None:
             assert target == source
     with pytest.raises(ValueError, match="cannot copy 3 bytes into 2"):
         kind.copy(bytearray(2), b"abc", 1)
+
+
+@EACH
+def test_list_of_copies(kind: Any) -> None:
+    target, source = array("B", bytes(100)), array("B", range(100))
+    to, at = target.buffer_info()[0], source.buffer_info()[0]
+    kind.copy_many(array("Q", [to, at + 50, 10, to + 10, at, 1, to + 99, at + 99, 0]))
+    assert target.tobytes() == bytes([*range(50, 60), 0, *([0] * 89)])
+    kind.copy_many(array("Q"))
+    with pytest.raises(ValueError, match="three 64-bit numbers for each, got 32 bytes"):
+        kind.copy_many(array("Q", [1, 2, 3, 4]))
 
 
 def test_copy_uses_threads_while_they_are_faster() -> None:

@@ -17,6 +17,7 @@ from torch.nn import Linear, Module, Sequential
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raylane.errors import WeightsLayoutError
+from raylane.weights.devices import PreparedCopy
 from raylane.weights.layout import Layout, store
 from raylane.weights.tensors import NamedTensors, Part, layout_of, local, region
 
@@ -131,3 +132,20 @@ def test_parts_of_plain_tensors_are_named_by_places() -> None:
     assert (layout["w"].shape, layout["w"].dtype, layout["b"].shape) == ((3, 20), "bfloat16", (2,))
     with pytest.raises(WeightsLayoutError, match=r"'w' of shape \(3, 4\) does not lie in Part"):
         layout_of({"w": tensor}, {"w": Part((3, 20), (0, 18))}, None)
+
+
+def test_copies_convert_and_write_any_view() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    whole = torch.randn(3, 3, dtype=torch.complex64)
+    sources = [base, base.t(), base[1:3, ::2], torch.ones(0), whole.conj(), whole.conj().imag, base.bool(), base]
+    targets = [torch.full_like(source, 9) for source in sources]
+    targets[-1] = targets[-1].bfloat16()
+    targets[2] = torch.zeros(2, 6)[:, ::2]
+    copy = PreparedCopy(targets, sources)
+    for _ in range(2):
+        copy.run()
+        assert all(
+            torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True)
+        )
+        base.mul_(2)
+    PreparedCopy([], []).run()

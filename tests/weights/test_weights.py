@@ -138,6 +138,23 @@ def test_versions_outlive_their_trainer_and_go_on_with_another(start: Start) -> 
     assert ray.get(reader.update.remote()) == (3, {9})
 
 
+def test_replicas_that_write_nothing_publish_too(start: Start) -> None:
+    trainers = [start(Replica, rank) for rank in range(3)]
+    reader = {"w": torch.zeros(4)}
+    subscriber = weights.Subscriber("policy", reader)
+    for step in (1, 2):
+        assert publish(trainers, step) == step
+        subscriber.update()
+        assert reader["w"].eq(step).all()
+    subscriber.close()
+
+
+class Replica(Trainer):
+    def __init__(self, rank: int) -> None:
+        self.tensors = {"w": torch.zeros(4)}
+        self.publisher = weights.Publisher("policy", self.tensors, rank=rank, world=3)
+
+
 def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
     trainer, reader = start(Trainer, 0, 1), start(MappedReader)
     publish([trainer], 1)

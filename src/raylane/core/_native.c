@@ -792,7 +792,26 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args) {
     return done;
 }
 
+/* Many small copies */
+
+static PyObject *copy_many(PyObject *Py_UNUSED(module), PyObject *list) {
+    Py_buffer rows;
+    if (PyObject_GetBuffer(list, &rows, PyBUF_CONTIG_RO)) return NULL;
+    if (rows.len % (3 * 8)) {
+        PyErr_Format(PyExc_ValueError, "a list of copies has three 64-bit numbers for each, got %zd bytes", rows.len);
+        PyBuffer_Release(&rows);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    const uint64_t *row = rows.buf, *end = row + rows.len / 8;
+    for (; row < end; row += 3) memcpy((void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1], (size_t)row[2]);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&rows);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"copy_many", copy_many, METH_O, "Copy a list of (target, source, bytes), without the GIL."},
     {"copy", copy, METH_VARARGS, "Copy bytes with several threads, without the GIL."},
     {"run_delay_ns", run_delay_ns, METH_NOARGS, "Return how long this thread was runnable without a CPU."},
     {NULL, NULL, 0, NULL},

@@ -10,7 +10,16 @@ import importlib
 import os
 
 # The twin in Python first: it stays where there is no native module, and type checkers read its annotations.
-from raylane.core.portable import Doorbell, Recorder, SlotReader, SlotWriter, SmallPickler, copy, run_delay_ns
+from raylane.core.portable import (
+    Doorbell,
+    Recorder,
+    SlotReader,
+    SlotWriter,
+    SmallPickler,
+    copy,
+    copy_many,
+    run_delay_ns,
+)
 
 __all__ = [
     "NATIVE",
@@ -21,12 +30,13 @@ __all__ = [
     "SlotWriter",
     "SmallPickler",
     "copy",
+    "copy_many",
     "run_delay_ns",
 ]
 
 PURE_VARIABLE = "RAYLANE_PURE"
 
-NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler", "copy", "run_delay_ns")
+NAMES = ("Doorbell", "Recorder", "SlotReader", "SlotWriter", "SmallPickler", "copy", "copy_many", "run_delay_ns")
 """Names that both implementations have."""
 NATIVE = False
 """True if the native module is in use."""

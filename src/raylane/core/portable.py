@@ -343,3 +343,17 @@ def copy(target: Any, source: Any, threads: int) -> None:
     if into.nbytes != view.nbytes:
         raise ValueError(f"cannot copy {view.nbytes} bytes into {into.nbytes}")
     into[:] = view
+
+
+def copy_many(rows: Any) -> None:
+    """Copy bytes between addresses of this process. The native twin releases the GIL meanwhile.
+
+    `rows` is a contiguous array of uint64, [copies, 3]: address of the target, address of the source, bytes. The caller
+    keeps all of this memory alive. ValueError if the array has another size.
+    """
+    view = memoryview(rows).cast("B")
+    if view.nbytes % 24:
+        raise ValueError(f"a list of copies has three 64-bit numbers for each, got {view.nbytes} bytes")
+    numbers = view.cast("Q").tolist()
+    for target, source, nbytes in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+        ctypes.memmove(target, source, nbytes)

@@ -15,7 +15,7 @@ from raylane.errors import WeightsLostError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
-from raylane.weights.devices import Moment, copy_all, lock_pages
+from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import OpenSlot, SlotPlace
@@ -23,10 +23,10 @@ from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout
 
 
 class _WriteSlot(NamedTuple):
-    """A slot that is mapped, and the regions of it that this rank writes."""
+    """A slot that is mapped, and the copy of what this rank writes to it."""
 
     slot: OpenSlot
-    targets: list[torch.Tensor]
+    copy: PreparedCopy
     nbytes: int
 
 
@@ -84,9 +84,8 @@ class Publisher:
         self._generation: GenerationKey = "", -1
         self._slots: dict[str, _WriteSlot] = {}
         """Slots of the current generation by path."""
-        self._sources: list[torch.Tensor] = []
-        """Regions of the tensors that this rank writes, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
+        """Memory of the tensors from which the slots are written."""
         self._lock = threading.RLock()  # held during a publication
         self._executor: ThreadPoolExecutor | None = None
         """Thread of `publish_async`, which the first call starts."""
@@ -114,11 +113,11 @@ class Publisher:
             except WeightsLostError:  # a new catalogue, which knows no names
                 self._register(deadline)
                 number, place = self._begin(step, deadline)
-            slot, targets, nbytes = self._slot(place)
+            slot, copy, nbytes = self._slot(place)
             slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
             written = 0
             try:
-                copy_all(targets, self._regions(), moment)
+                copy.run(moment)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
@@ -160,7 +159,6 @@ class Publisher:
         for slot, *_ in self._slots.values():
             slot.close()
         self._slots.clear()
-        self._memory = ()  # the sources belong to the stored layout of these slots
 
     def _begin(self, step: int, deadline: Deadline) -> tuple[int, SlotPlace]:
         """Return the number of the version for a step, and where this rank writes it."""
@@ -180,22 +178,16 @@ class Publisher:
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""
         assert self._stored is not None
-        if place.path not in self._slots:
-            if len(self._slots) == self._keep:  # those of a keeper that has died
-                self._forget_slots()
-            slot = OpenSlot(place.path, place.ranks, private=False)
-            memory = slot.memory()
-            if any(source.is_cuda for source in self._regions()):
-                lock_pages(memory, slot)
-            targets = boxes_to_write(self._stored, self.rank, memory)
-            self._slots[place.path] = _WriteSlot(slot, targets, sum(target.nbytes for target in targets))
-        return self._slots[place.path]
-
-    def _regions(self) -> list[torch.Tensor]:
-        """Return the regions of the tensors that this rank writes."""
         memory = self._tensors.memory()
-        if memory != self._memory:
-            assert self._stored is not None
-            self._sources = written_boxes(self._stored, self.rank, self._layout, self._tensors.distinct())
+        if memory != self._memory or (len(self._slots) == self._keep and place.path not in self._slots):
+            self._forget_slots()  # the tensors were replaced, or a keeper has died
             self._memory = memory
-        return self._sources
+        if place.path not in self._slots:
+            slot = OpenSlot(place.path, place.ranks, private=False)
+            sources = written_boxes(self._stored, self.rank, self._layout, self._tensors.distinct())
+            if any(source.is_cuda for source in sources):
+                lock_pages(slot.memory(), slot)
+            targets = boxes_to_write(self._stored, self.rank, slot.memory())
+            nbytes = sum(target.nbytes for target in targets)
+            self._slots[place.path] = _WriteSlot(slot, PreparedCopy(targets, sources), nbytes)
+        return self._slots[place.path]

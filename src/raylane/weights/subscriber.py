@@ -21,7 +21,7 @@ from raylane.errors import WeightsError, WeightsInvalidError, WeightsLostError, 
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
-from raylane.weights.devices import copy_all
+from raylane.weights.devices import PreparedCopy
 from raylane.weights.plan import Plan, make_plans
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
@@ -36,6 +36,8 @@ from raylane.weights.tensors import (
 )
 
 APPLY = ("copy", "swap", "map")
+MOST_COPIES = 8
+"""Number of copies that are kept prepared: one for each version that `keep` permits."""
 
 
 class ReaderState(enum.Enum):
@@ -111,8 +113,8 @@ class Subscriber:
         self._chunks: dict[str, list[int]] = {}
         """Chunks that the plan needs of each part of another host."""
         self._sources = Sources(private=apply == "map")
-        self._targets: list[torch.Tensor] = []
-        """Regions of the tensors that the plan writes, as long as these lie in `_memory`."""
+        self._copies: dict[tuple[str, ...], PreparedCopy] = {}
+        """Copies from the slots of these paths into the tensors, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
@@ -187,6 +189,7 @@ class Subscriber:
         """Leave. The tensors stay as they are; but the memory of mapped ones may then be written by ranks."""
         self._leave()
         self._sources.close()
+        self._copies.clear()
         self._mapped.clear()
 
     # Parts of the above
@@ -214,7 +217,7 @@ class Subscriber:
         (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
         self._chunks.clear()
         self._sources.forget_views()
-        self._memory = ()
+        self._copies.clear()
         self._generation = offer.generation
 
     def _take(self, offer: VersionOffer, deadline: Deadline) -> int:
@@ -228,11 +231,10 @@ class Subscriber:
                 held.callback(slot.release)
                 slot.hold(offer.number)
                 slots.append(slot)
-            pieces = self._sources.pieces(self._plan, paths)
             if self.apply != "map":
-                self._copy(pieces)
+                self._copy(paths)
                 return self._plan.nbytes
-            self._map(pieces)
+            self._map(self._sources.pieces(self._plan, paths))
             held.pop_all()  # until the next update
         for slot in self._mapped:
             slot.release()
@@ -261,8 +263,8 @@ class Subscriber:
             paths |= copied
         return paths
 
-    def _copy(self, pieces: list[list[torch.Tensor]]) -> None:
-        """Write a version into the tensors, or into new memory that they get at the end."""
+    def _copy(self, paths: dict[str, str]) -> None:
+        """Write the version in these slots into the tensors, or into new memory that they get at the end."""
         assert self._plan is not None
         tensors = self._tensors.distinct()
         if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
@@ -270,15 +272,20 @@ class Subscriber:
                 name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
                 for name, tensor in tensors.items()
             }
-            copy_all(flat(target_pieces(self._plan, outputs)), flat(pieces))
+            pieces = self._sources.pieces(self._plan, paths)
+            PreparedCopy(flat(target_pieces(self._plan, outputs)), flat(pieces)).run()
             for name, output in outputs.items():
                 self._tensors.set_memory(name, output)
             return
-        memory = self._tensors.memory()
-        if memory != self._memory:
-            self._targets, self._memory = flat(target_pieces(self._plan, tensors)), memory
+        memory, key = self._tensors.memory(), tuple(paths.values())
+        if memory != self._memory or len(self._copies) > MOST_COPIES:
+            self._copies.clear()
+            self._memory = memory
+        if key not in self._copies:
+            pieces = self._sources.pieces(self._plan, paths)
+            self._copies[key] = PreparedCopy(flat(target_pieces(self._plan, tensors)), flat(pieces))
         self.state = ReaderState.INVALID  # until the caller notes that all was written
-        copy_all(self._targets, flat(pieces))
+        self._copies[key].run()
 
     def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""
