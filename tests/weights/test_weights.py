@@ -138,6 +138,30 @@ def test_versions_outlive_their_trainer_and_go_on_with_another(start: Start) -> 
     assert ray.get(reader.update.remote()) == (3, {9})
 
 
+def test_prefetched_version_is_held_until_the_update(start: Start) -> None:
+    trainer, target = start(Trainer, 0, 1), model()
+    subscriber = weights.Subscriber("policy", target)
+    publish([trainer], 1)
+    assert subscriber.prefetch(timeout=20) == 1
+    assert not subscriber.update().version > 1
+    publish([trainer], 2)
+    assert subscriber.prefetch(2) == 2
+    assert {float(value) for value in target[0].weight.detach().unique()} == {1}
+    publish([trainer], 3)
+    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+        ray.get(trainer.publish.remote(4, 0.3))
+    assert subscriber.update().version == 2
+    assert {float(value) for value in target[0].weight.detach().unique()} == {2}
+    newest = publish([trainer], 5)
+    assert subscriber.prefetch() == newest  # in place of another one
+    assert subscriber.prefetch() == newest
+    assert subscriber.update().step == 5
+    assert subscriber.prefetch() == newest  # which is in use, so the next one is not missed
+    newest = publish([trainer], 6)
+    assert subscriber.update().version == newest
+    subscriber.close()
+
+
 def test_replicas_that_write_nothing_publish_too(start: Start) -> None:
     trainers = [start(Replica, rank) for rank in range(3)]
     reader = {"w": torch.zeros(4)}

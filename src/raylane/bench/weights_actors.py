@@ -96,6 +96,10 @@ class RaylaneReceiver:
         """Take the next version."""
         self.subscriber.wait_for(self.subscriber.version + 1)
 
+    def prefetch(self) -> None:
+        """Bring the next version to this host."""
+        self.subscriber.prefetch(self.subscriber.version + 1)
+
 
 class StoreSender:
     """Shards for Ray's object store, as tensors."""
@@ -389,6 +393,10 @@ class Reader(Member):
     def receive(self, *sent: Any) -> None:
         """Take the next weights."""
         self.receiver.receive(*sent)
+
+    def prefetch(self) -> None:
+        """Let raylane prepare the next update, beside the work of the model."""
+        self.receiver.prefetch()
 
     def act(self) -> None:
         """Take the next weights of raylane."""

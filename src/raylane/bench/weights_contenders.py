@@ -151,6 +151,8 @@ class Contender:
         self.deployment.train()
         if self.case.workload in (COPIED, MAPPED):
             self.deployment.publish()
+        if self.case.workload == MAPPED:
+            ray.get([reader.prefetch.remote() for reader in self.measured])
 
     def sample(self) -> list[float]:
         """Return the microseconds of one sample; of each reader where readers map."""

@@ -59,7 +59,8 @@ class CatalogueClient:
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method without waiting for it; errors are ignored."""
-        getattr(self._actor, method).remote(*args)
+        with contextlib.suppress(Exception):  # Ray's, of no type of its own, if the session has ended
+            getattr(self._actor, method).remote(*args)
 
 
 def all_versions(timeout_s: float) -> list[VersionInfo]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import os
 import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -64,8 +64,22 @@ class Update:
     seconds: float
 
 
+class _HeldVersion(NamedTuple):
+    """A version that cannot be overwritten."""
+
+    offer: VersionOffer
+    paths: dict[str, str]
+    """Slot of each part."""
+    slots: list[OpenSlot]
+
+
+def _release(slots: list[OpenSlot]) -> None:
+    for slot in slots:
+        slot.release()
+
+
 class Subscriber:
-    """Reader of the weights of a name. Not thread-safe: update between two calls of the model.
+    """Reader of the weights of a name. Its calls exclude each other; update between two calls of the model.
 
     Attributes:
         version: Number of the version in the reader's tensors; 0 before the first update.
@@ -116,6 +130,8 @@ class Subscriber:
         self._copies: dict[tuple[str, ...], PreparedCopy] = {}
         """Copies from the slots of these paths into the tensors, as long as these lie in `_memory`."""
         self._memory: tuple[list[Any], ...] = ()
+        self._lock = threading.RLock()  # held during an update
+        self._prefetched: _HeldVersion | None = None
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
@@ -126,10 +142,11 @@ class Subscriber:
     @property
     def plan(self) -> Plan:
         """Plan of this reader: what it reads from whom. Known when all ranks of a trainer have registered."""
-        if self._plan is None:
-            self._learn(self._offer(1, Deadline.of_call(None)))
-        assert self._plan is not None
-        return self._plan
+        with self._lock:
+            if self._plan is None:
+                self._learn(self._offer(1, Deadline.of_call(None)))
+            assert self._plan is not None
+            return self._plan
 
     def newest(self) -> int | None:
         """Return the number of the newest version; None if there is none."""
@@ -149,26 +166,33 @@ class Subscriber:
     def wait_for(self, version: int, *, timeout: float | None = None) -> Update:
         """Wait until a version from this number on is there, and take the newest. Errors as those of `update`."""
         deadline, began_ns = Deadline.of_call(timeout), time.perf_counter_ns()
-        while True:
-            offer = self._offer(version, deadline)
-            self._learn(offer)
-            if offer.number == self.version and self.state is ReaderState.VALID:
-                return Update(offer.number, offer.step, False, 0, (time.perf_counter_ns() - began_ns) / 1e9)
-            try:
-                nbytes = self._take(offer, deadline)
-                break
-            except (StaleSlot, FileNotFoundError):
-                # The version was replaced, or its keeper has died, since the offer was made.
-                if deadline.left_s() == 0:
-                    raise WeightsTimeoutError(
-                        f"version {offer.number} of {self.name!r} was replaced while it was read, again and again for "
-                        f"{deadline.timeout_s} s. Publish less often, or with a larger keep"
-                    ) from None
-                time.sleep(POLL_S)
-        self.version, self.state = offer.number, ReaderState.VALID
-        self._catalogue.tell("applied", self.name, self._label, self.version)
-        endpoint().recorder.moved_weights("take weights", self.name, self.version, began_ns, nbytes)
-        return Update(offer.number, offer.step, True, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
+        with self._lock:
+            held = self._prefetched
+            if held is None or held.offer.number < version:
+                held = self._hold(version, deadline)
+            self._prefetched, nbytes = None, 0
+            number, step = held.offer.number, held.offer.step
+            changed = number != self.version or self.state is not ReaderState.VALID
+            if changed:
+                nbytes = self._apply(held)
+                self.version, self.state = number, ReaderState.VALID
+                self._catalogue.tell("applied", self.name, self._label, number)
+                endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
+        return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
+
+    def prefetch(self, version: int = 1, *, timeout: float | None = None) -> int:
+        """Wait until a version from this number on is there; bring the newest to this host, and return its number.
+
+        The tensors are not touched, so a model may compute meanwhile. The next `update` takes this version at once.
+        Until then it cannot be overwritten, which may make the trainer wait. Errors as those of `update`.
+        """
+        deadline = Deadline.of_call(timeout)
+        with self._lock:
+            held, before = self._hold(version, deadline), self._prefetched
+            self._prefetched = held if held.slots else None
+            if before is not None:
+                _release([slot for slot in before.slots if slot not in held.slots])
+            return held.offer.number
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
         """Do the same as `update` on a thread, without blocking the event loop.
@@ -190,6 +214,7 @@ class Subscriber:
         self._leave()
         self._sources.close()
         self._copies.clear()
+        self._prefetched = None
         self._mapped.clear()
 
     # Parts of the above
@@ -220,26 +245,46 @@ class Subscriber:
         self._copies.clear()
         self._generation = offer.generation
 
-    def _take(self, offer: VersionOffer, deadline: Deadline) -> int:
-        """Take a version; return the bytes that were copied. StaleSlot or FileNotFoundError if it is gone."""
+    def _hold(self, version: int, deadline: Deadline) -> _HeldVersion:
+        """Wait for a version from this number on; hold the newest in slots of this host (none if it is in use)."""
+        while True:
+            offer = self._offer(version, deadline)
+            self._learn(offer)
+            if offer.number == self.version and self.state is ReaderState.VALID:
+                return _HeldVersion(offer, {}, [])
+            slots: list[OpenSlot] = []
+            try:
+                paths = self._paths(offer, deadline)
+                for part, path in paths.items():
+                    slot = self._sources.slot(part, path, offer.ranks[part])
+                    slot.hold(offer.number)
+                    slots.append(slot)
+                return _HeldVersion(offer, paths, slots)
+            except (StaleSlot, FileNotFoundError):
+                # The version was replaced, or its keeper has died, since the offer was made.
+                _release(slots)
+                if deadline.left_s() == 0:
+                    raise WeightsTimeoutError(
+                        f"version {offer.number} of {self.name!r} was replaced while it was read, again and again for "
+                        f"{deadline.timeout_s} s. Publish less often, or with a larger keep"
+                    ) from None
+                time.sleep(POLL_S)
+            except BaseException:
+                _release(slots)
+                raise
+
+    def _apply(self, held: _HeldVersion) -> int:
+        """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
         assert self._plan is not None
-        paths = self._paths(offer, deadline)
-        with contextlib.ExitStack() as held:
-            slots = []
-            for part, path in paths.items():
-                slot = self._sources.slot(part, path, offer.ranks[part])
-                held.callback(slot.release)
-                slot.hold(offer.number)
-                slots.append(slot)
+        try:
             if self.apply != "map":
-                self._copy(paths)
+                self._copy(held.paths)
                 return self._plan.nbytes
-            self._map(self._sources.pieces(self._plan, paths))
-            held.pop_all()  # until the next update
-        for slot in self._mapped:
-            slot.release()
-        self._mapped = slots
-        return 0
+            self._map(self._sources.pieces(self._plan, held.paths))
+            self._mapped, held = held.slots, held._replace(slots=self._mapped)
+            return 0
+        finally:
+            _release(held.slots)
 
     def _paths(self, offer: VersionOffer, deadline: Deadline) -> dict[str, str]:
         """Return the slot on this host of each part that the plan reads. Parts of other hosts are copied to this one.

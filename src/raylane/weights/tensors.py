@@ -31,6 +31,8 @@ class Part(NamedTuple):
         return cls(tuple(shape), tuple(start))
 
 
+PLAIN = {torch.Tensor, Parameter}
+"""Types of tensors that are no DTensors."""
 _dtype = operator.attrgetter("dtype")
 Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
 
@@ -81,14 +83,15 @@ class NamedTensors:
     def memory(self) -> tuple[list[Any], ...]:
         """Return the address, strides and dtype of all tensors: while they stay the same, so do views of them."""
         tensors = self.values()
-        if set(map(type, tensors)) - {torch.Tensor, Parameter}:
+        if set(map(type, tensors)) - PLAIN:
             tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
-        tensor = self._homes[name][0][self._homes[name][1]]
-        inner = tensor._local_tensor if hasattr(tensor, "placements") else tensor
+        home, key = self._homes[name]
+        tensor = home[key]
+        inner = tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
         if not inner.is_meta:
             inner.data = memory
             return
