@@ -280,11 +280,15 @@ def test_copy_with_any_number_of_threads(kind: Any) -> None:
 def test_list_of_copies(kind: Any) -> None:
     target, source = array("B", bytes(100)), array("B", range(100))
     to, at = target.buffer_info()[0], source.buffer_info()[0]
-    kind.copy_many(array("Q", [to, at + 50, 10, to + 10, at, 1, to + 99, at + 99, 0]))
-    assert target.tobytes() == bytes([*range(50, 60), 0, *([0] * 89)])
-    kind.copy_many(array("Q"))
+    for threads in (1, 3, 16):
+        target[:] = array("B", bytes(100))
+        kind.copy_many(array("Q", [to, at + 50, 10, to + 10, at, 1, to + 99, at + 99, 0]), threads)
+        assert target.tobytes() == bytes([*range(50, 60), 0, *([0] * 89)])
+        kind.copy_many(array("Q"), threads)
+        kind.copy_many(array("Q", [n for i in range(100) for n in (to + i, at + i, 1)]), threads)
+        assert target == source
     with pytest.raises(ValueError, match="three 64-bit numbers for each, got 32 bytes"):
-        kind.copy_many(array("Q", [1, 2, 3, 4]))
+        kind.copy_many(array("Q", [1, 2, 3, 4]), 1)
 
 
 def test_copy_uses_threads_while_they_are_faster() -> None:

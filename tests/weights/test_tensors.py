@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from raylane.errors import WeightsLayoutError
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.layout import Layout, store
-from raylane.weights.tensors import NamedTensors, Part, layout_of, local, region
+from raylane.weights.tensors import NamedTensors, OwnRegion, Part, layout_of, local, region
 
 SERVER = Server(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "raylane.weights"])
 SIZES = ((8, 12, 8), (5, 14, 7))
@@ -141,11 +141,16 @@ def test_copies_convert_and_write_any_view() -> None:
     targets = [torch.full_like(source, 9) for source in sources]
     targets[-1] = targets[-1].bfloat16()
     targets[2] = torch.zeros(2, 6)[:, ::2]
-    copy = PreparedCopy(targets, sources)
+    whole = {str(i): source for i, source in enumerate(sources)}
+    regions = [OwnRegion(name, (0,) * source.dim(), tuple(source.shape)) for name, source in whole.items()]
+    copy = PreparedCopy(regions, whole, targets, to_slot=True)
     for _ in range(2):
-        copy.run()
+        copy.run(lambda: whole)
         assert all(
             torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True)
         )
         base.mul_(2)
-    PreparedCopy([], []).run()
+    back = {name: torch.full_like(source, 9) for name, source in whole.items()}
+    PreparedCopy(regions, back, targets, to_slot=False).run(lambda: back)
+    assert all(torch.equal(tensor, targets[int(name)].to(tensor.dtype)) for name, tensor in back.items())
+    PreparedCopy([], {}, [], to_slot=True).run(dict)

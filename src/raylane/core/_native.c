@@ -13,6 +13,7 @@
 #include <sched.h>
 #include <semaphore.h>
 #include <stddef.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <structmember.h>
 #include <sys/eventfd.h>
@@ -792,26 +793,54 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args) {
     return done;
 }
 
-/* Many small copies */
+/* Many copies */
 
-static PyObject *copy_many(PyObject *Py_UNUSED(module), PyObject *list) {
+typedef struct {
+    const uint64_t *rows;
+    Py_ssize_t count;
+    atomic_size_t next;
+} CopyList;
+
+static void *copy_rows(void *argument) {
+    enum { AT_ONCE = 4 };
+    CopyList *list = argument;
+    size_t first, count = (size_t)list->count;
+    while ((first = atomic_fetch_add(&list->next, AT_ONCE)) < count) {
+        for (size_t i = first; i < count && i < first + AT_ONCE; i++) {
+            const uint64_t *row = list->rows + 3 * i;
+            memcpy((void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1], (size_t)row[2]);
+        }
+    }
+    return NULL;
+}
+
+static PyObject *copy_many(PyObject *Py_UNUSED(module), PyObject *args) {
+    enum { MOST = 16 };
     Py_buffer rows;
-    if (PyObject_GetBuffer(list, &rows, PyBUF_CONTIG_RO)) return NULL;
+    int threads;
+    if (!PyArg_ParseTuple(args, "y*i", &rows, &threads)) return NULL;
+    PyObject *done = NULL;
     if (rows.len % (3 * 8)) {
         PyErr_Format(PyExc_ValueError, "a list of copies has three 64-bit numbers for each, got %zd bytes", rows.len);
-        PyBuffer_Release(&rows);
-        return NULL;
+    } else if (threads < 1 || threads > MOST) {
+        PyErr_Format(PyExc_ValueError, "between 1 and %d threads can copy, got %d", MOST, threads);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        CopyList list = {rows.buf, rows.len / (3 * 8), 0};
+        pthread_t started[MOST];
+        int running = 0;
+        while (running < threads - 1 && !pthread_create(&started[running], NULL, copy_rows, &list)) running++;
+        copy_rows(&list);
+        for (int i = 0; i < running; i++) pthread_join(started[i], NULL);
+        Py_END_ALLOW_THREADS
+        done = Py_NewRef(Py_None);
     }
-    Py_BEGIN_ALLOW_THREADS
-    const uint64_t *row = rows.buf, *end = row + rows.len / 8;
-    for (; row < end; row += 3) memcpy((void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1], (size_t)row[2]);
-    Py_END_ALLOW_THREADS
     PyBuffer_Release(&rows);
-    Py_RETURN_NONE;
+    return done;
 }
 
 static PyMethodDef functions[] = {
-    {"copy_many", copy_many, METH_O, "Copy a list of (target, source, bytes), without the GIL."},
+    {"copy_many", copy_many, METH_VARARGS, "Copy a list of (target, source, bytes), without the GIL."},
     {"copy", copy, METH_VARARGS, "Copy bytes with several threads, without the GIL."},
     {"run_delay_ns", run_delay_ns, METH_NOARGS, "Return how long this thread was runnable without a CPU."},
     {NULL, NULL, 0, NULL},

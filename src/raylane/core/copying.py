@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from raylane.core import native
@@ -52,9 +53,21 @@ def copy(target: Any, source: memoryview) -> None:
     if source.nbytes < THREADED_FROM_BYTES:
         target[:] = source
         return
+    _copy_with_threads(lambda threads: native.copy(target, source, threads), source.nbytes)
+
+
+def copy_many(rows: Any, nbytes: int) -> None:
+    """Copy a list of bytes between addresses, as `portable.copy_many`; `nbytes` are those of all of them."""
+    if nbytes < THREADED_FROM_BYTES:
+        native.copy_many(rows, 1)
+    else:
+        _copy_with_threads(lambda threads: native.copy_many(rows, threads), nbytes)
+
+
+def _copy_with_threads(copy_now: Callable[[int], None], nbytes: int) -> None:
     # One choice for the whole process: all its copies compete for the same cores.
     # Timed with the start of the threads: on a busy machine that is what takes long.
     threads = _choice.threads()
     start = time.perf_counter()
-    native.copy(target, source, threads)
-    _choice.copied(threads, source.nbytes, time.perf_counter() - start)
+    copy_now(threads)
+    _choice.copied(threads, nbytes, time.perf_counter() - start)

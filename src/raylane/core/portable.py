@@ -345,8 +345,8 @@ def copy(target: Any, source: Any, threads: int) -> None:
     into[:] = view
 
 
-def copy_many(rows: Any) -> None:
-    """Copy bytes between addresses of this process. The native twin releases the GIL meanwhile.
+def copy_many(rows: Any, threads: int) -> None:
+    """Copy bytes between addresses of this process. The native twin uses threads and releases the GIL, as `copy`.
 
     `rows` is a contiguous array of uint64, [copies, 3]: address of the target, address of the source, bytes. The caller
     keeps all of this memory alive. ValueError if the array has another size.

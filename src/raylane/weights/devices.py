@@ -6,18 +6,18 @@ raylane's stream              └─ wait ── copy into the slot ─┘ done:
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from raylane.core.native import copy_many
+from raylane.core.copying import copy_many
+from raylane.weights.tensors import OwnRegion, views_of
 
-SMALL_BYTES = 1 << 17
-"""Tensors below this size are copied in one list: torch takes 1.5 us for each, and uses one thread as well."""
+ROW_BYTES = 1 << 20
+"""Longest piece that one thread copies at a time."""
 
 
 class Moment:
@@ -39,26 +39,44 @@ def _are_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class PreparedCopy:
-    """Copy of each source into its target, which can be run again while all of them stay where they are."""
+    """Copy between the tensors of this process and a slot, which can be run while the tensors stay where they are.
 
-    def __init__(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Prepare a copy; dtypes are converted. Keeps the tensors alive."""
-        small: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for pair in zip(targets, sources, strict=True):
-            (small if pair[0].nbytes < SMALL_BYTES and _are_bytes(*pair) else rest).append(pair)
-        self._targets, self._sources = [target for target, _ in rest], [source for _, source in rest]
-        self._small = small
-        rows = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in small]
+    Of the tensors it keeps addresses only, so that it does not keep them alive.
+    """
+
+    def __init__(
+        self,
+        own: Sequence[OwnRegion],
+        tensors: Mapping[str, torch.Tensor],
+        stored: Sequence[torch.Tensor],
+        *,
+        to_slot: bool,
+    ) -> None:
+        """Prepare the copy of regions of tensors to (`to_slot`) or from the same number of regions of a slot."""
+        self._to_slot = to_slot
+        self._own: list[OwnRegion] = []
+        self._stored: list[torch.Tensor] = []
+        """Regions that torch copies, as they are strided, converted, or on a device."""
+        rows: list[tuple[int, int, int]] = []
+        for region, view, room in zip(own, views_of(tensors, own), stored, strict=True):
+            target, source = (room, view) if to_slot else (view, room)
+            if _are_bytes(target, source):
+                to, at, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
+                rows += [(to + i, at + i, min(ROW_BYTES, nbytes - i)) for i in range(0, nbytes, ROW_BYTES)]
+            else:
+                self._own.append(region)
+                self._stored.append(room)
         self._rows = np.array(rows, dtype=np.uint64)
+        self._row_bytes = sum(nbytes for _, _, nbytes in rows)
 
-    def run(self, moment: Moment | None = None) -> None:
-        """Copy; returns when all is copied.
+    def run(self, find_tensors: Callable[[], Mapping[str, torch.Tensor]], moment: Moment | None = None) -> None:
+        """Copy; returns when all is copied. `find_tensors` returns the tensors, which lie where they lay before.
 
         Copies from and to a CUDA device begin at `moment` (None: now), and run beside the work that is queued later.
         """
-        targets, sources = self._targets, self._sources
-        moment = Moment(lambda: itertools.chain(targets, sources)) if moment is None else moment
+        views = views_of(find_tensors(), self._own) if self._own else []
+        targets, sources = (self._stored, views) if self._to_slot else (views, self._stored)
+        moment = Moment(lambda: views) if moment is None else moment
         streams: list[Any] = []
         with torch.no_grad():
             for device, event in moment.events.items():
@@ -72,7 +90,7 @@ class PreparedCopy:
             if streams:
                 plain = [pair for pair in zip(targets, sources, strict=True) if pair[0].is_cpu and pair[1].is_cpu]
                 targets, sources = [target for target, _ in plain], [source for _, source in plain]
-            copy_many(self._rows)
+            copy_many(self._rows, self._row_bytes)
             if targets:
                 torch._foreach_copy_(targets, sources)
         for stream in streams:

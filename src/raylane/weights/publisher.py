@@ -19,7 +19,7 @@ from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import RankRegistration
 from raylane.weights.slots import OpenSlot, SlotPlace
-from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_boxes
+from raylane.weights.tensors import NamedTensors, Places, boxes_to_write, layout_of, written_regions
 
 
 class _WriteSlot(NamedTuple):
@@ -117,7 +117,7 @@ class Publisher:
             slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
             written = 0
             try:
-                copy.run(moment)
+                copy.run(self._tensors.distinct, moment)
                 written = number
             finally:
                 slot.end_writing(place.number, written)
@@ -184,10 +184,11 @@ class Publisher:
             self._memory = memory
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)
-            sources = written_boxes(self._stored, self.rank, self._layout, self._tensors.distinct())
-            if any(source.is_cuda for source in sources):
+            tensors = self._tensors.distinct()
+            if any(tensor.is_cuda for tensor in tensors.values()):
                 lock_pages(slot.memory(), slot)
-            targets = boxes_to_write(self._stored, self.rank, slot.memory())
-            nbytes = sum(target.nbytes for target in targets)
-            self._slots[place.path] = _WriteSlot(slot, PreparedCopy(targets, sources), nbytes)
+            regions = written_regions(self._stored, self.rank, self._layout)
+            rooms = boxes_to_write(self._stored, self.rank, slot.memory())
+            copy = PreparedCopy(regions, tensors, rooms, to_slot=True)
+            self._slots[place.path] = _WriteSlot(slot, copy, sum(room.nbytes for room in rooms))
         return self._slots[place.path]

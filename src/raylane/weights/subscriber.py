@@ -32,7 +32,7 @@ from raylane.weights.tensors import (
     layout_of,
     local,
     refuse_training,
-    target_pieces,
+    target_regions,
 )
 
 APPLY = ("copy", "swap", "map")
@@ -311,26 +311,33 @@ class Subscriber:
     def _copy(self, paths: dict[str, str]) -> None:
         """Write the version in these slots into the tensors, or into new memory that they get at the end."""
         assert self._plan is not None
-        tensors = self._tensors.distinct()
-        if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
-            outputs = {
-                name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
-                for name, tensor in tensors.items()
-            }
-            pieces = self._sources.pieces(self._plan, paths)
-            PreparedCopy(flat(target_pieces(self._plan, outputs)), flat(pieces)).run()
-            for name, output in outputs.items():
-                self._tensors.set_memory(name, output)
-            return
         memory, key = self._tensors.memory(), tuple(paths.values())
         if memory != self._memory or len(self._copies) > MOST_COPIES:
             self._copies.clear()
             self._memory = memory
         if key not in self._copies:
-            pieces = self._sources.pieces(self._plan, paths)
-            self._copies[key] = PreparedCopy(flat(target_pieces(self._plan, tensors)), flat(pieces))
+            tensors = self._tensors.distinct()
+            if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
+                self._exchange(paths, tensors)
+                return
+            self._copies[key] = self._prepare(paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
-        self._copies[key].run()
+        self._copies[key].run(self._tensors.distinct)
+
+    def _exchange(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+        """Write the version in these slots into new memory, which the tensors get at the end."""
+        outputs = {
+            name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
+            for name, tensor in tensors.items()
+        }
+        self._prepare(paths, outputs).run(lambda: outputs)
+        for name, output in outputs.items():
+            self._tensors.set_memory(name, output)
+
+    def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
+        assert self._plan is not None
+        pieces = flat(self._sources.pieces(self._plan, paths))
+        return PreparedCopy(target_regions(self._plan), tensors, pieces, to_slot=False)
 
     def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""

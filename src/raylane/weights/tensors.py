@@ -160,23 +160,43 @@ def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> t
     return tensor
 
 
-def written_boxes(
-    stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout], tensors: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
+class OwnRegion(NamedTuple):
+    """Region of a tensor that this process has."""
+
+    name: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def views_of(tensors: Mapping[str, torch.Tensor], regions: Sequence[OwnRegion]) -> list[torch.Tensor]:
+    """Return regions of tensors, without a copy."""
+    views, inner, current = [], None, None
+    for name, start, size in regions:
+        if name != current:
+            inner, current = local(tensors[name]), name
+        assert inner is not None
+        views.append(region(inner, start, size))
+    return views
+
+
+def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, TensorLayout]) -> list[OwnRegion]:
     """Return the regions of a rank's own tensors that it writes to a version."""
     regions = []
     for name, published in stored.tensors.items():
         places = {held.box: held.at for held in layout[name].held} if name in layout else {}
-        inner = None
-        for write in published.writes:
-            if write.rank == rank:
-                inner = local(tensors[name]) if inner is None else inner
-                regions.append(region(inner, places[write.box], write.box.size))
+        regions += [
+            OwnRegion(name, places[write.box], write.box.size) for write in published.writes if write.rank == rank
+        ]
     return regions
 
 
+def target_regions(plan: Plan) -> list[OwnRegion]:
+    """Return the regions of a reader's tensors into which the pieces of a plan go."""
+    return [OwnRegion(pieces.name, piece.target, piece.size) for pieces in plan.pieces for piece in pieces.rows()]
+
+
 def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return the regions of the part of its host into which a rank writes, in the order of `written_boxes`."""
+    """Return the regions of the part of its host into which a rank writes, in the order of `written_regions`."""
     regions = []
     for published in stored.tensors.values():
         for write in published.writes:
@@ -205,14 +225,6 @@ def stored_pieces(plan: Plan, memories: Mapping[str, torch.Tensor]) -> list[list
             views_of_tensor.append(region(stored, piece.source, piece.size))
         views.append(views_of_tensor)
     return views
-
-
-def target_pieces(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the regions of a reader's tensors into which the pieces of a plan go, in the order of `stored_pieces`."""
-    return [
-        [region(inner, piece.target, piece.size) for piece in pieces.rows()]
-        for pieces, inner in ((pieces, local(tensors[pieces.name])) for pieces in plan.pieces)
-    ]
 
 
 def flat(pieces: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
