@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,6 +213,85 @@ class MappedReader(Reader):
         assert self.values() == {-1, 2}
         self.subscriber.update()
         assert self.values() == {4}
+
+
+class Large:
+    """Rank or reader of 64 MB, which measures the memory of its own process."""
+
+    NBYTES = 64_000_000
+
+    def __init__(self, apply: str = "", rank: int = 0) -> None:
+        rows = 1000 if apply else 500
+        self.tensors = {f"w{i}": torch.ones(rows, 1000) for i in range(16)}
+        if apply:
+            self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply)
+        else:
+            self.publisher = weights.Publisher(
+                "policy", self.tensors, rank=rank, world=2, places=lambda _, part: weights.Part.even(part, 0, rank, 2)
+            )
+
+    def publish(self, step: int) -> int:
+        for tensor in self.tensors.values():
+            tensor.fill_(step)
+        return self.publisher.publish(step, timeout=20)
+
+    def update(self, at_least: int) -> tuple[float, float]:
+        """Return the own memory that an update takes at its peak, and afterwards, in parts of the weights."""
+        before, peaks, done = own_bytes(), [0], threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.0005):
+                peaks.append(own_bytes())
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        step = self.subscriber.wait_for(at_least, timeout=20).step
+        done.set()
+        watching.join()
+        assert all(bool(tensor.eq(step).all()) for tensor in self.tensors.values())
+        return (max(peaks) - before) / self.NBYTES, (own_bytes() - before) / self.NBYTES
+
+
+def own_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_readers_need_no_memory_beside_that_of_the_host(start: Start) -> None:
+    ranks = [start(Large, "", rank) for rank in range(2)]
+    readers = {apply: start(Large, apply) for apply in ("copy", "map", "swap")}
+    for step in range(1, 5):
+        publish(ranks, step)
+        found = dict(zip(readers, ray.get([reader.update.remote(step) for reader in readers.values()]), strict=True))
+        if step > 1:  # the first update loads code, and frees the memory of tensors that are mapped then
+            assert found["copy"][0] < 0.1, found
+            assert found["map"][0] < 0.1, found
+            assert found["swap"][0] < 1.2, found
+    assert found["swap"][1] < 0.1, found  # the C library keeps the memory of one set for the next
+    (kept,) = (nbytes for _, _, nbytes in all_memory(10))
+    assert 2 * Large.NBYTES <= kept < 2.01 * Large.NBYTES
+
+
+def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None:
+    tensors = {"w": torch.full((3,), 5.0)}
+    publisher = weights.Publisher("policy", tensors, detached=True)
+    publisher.publish(1)
+    code = """if True:
+        import sys, ray, torch
+        ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+        from raylane import weights
+        tensors = {"w": torch.zeros(3)}
+        assert weights.versions() == []  # of this job
+        print(weights.Subscriber("policy", tensors, detached=True).update().step, tensors["w"].tolist())
+        """
+    words = [sys.executable, "-c", code, ray.get_runtime_context().gcs_address]
+    environment = {**os.environ, "RAYLANE_TRACE": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.stdout == "1 [5.0, 5.0, 5.0]\n", done.stderr
+    (trace,) = tmp_path.iterdir()
+    assert '"name": "take weights"' in trace.read_text()
+    publisher.close()
+    weights.drop("policy", detached=True)
 
 
 def test_publication_and_update_run_beside_other_work(start: Start) -> None:

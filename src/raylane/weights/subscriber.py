@@ -31,6 +31,7 @@ from raylane.weights.tensors import (
     flat,
     layout_of,
     local,
+    new_memory_like,
     refuse_training,
     target_regions,
 )
@@ -326,10 +327,7 @@ class Subscriber:
 
     def _exchange(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
         """Write the version in these slots into new memory, which the tensors get at the end."""
-        outputs = {
-            name: torch.empty_like(local(tensor), device="cpu" if tensor.is_meta else None)
-            for name, tensor in tensors.items()
-        }
+        outputs = {name: new_memory_like(local(tensor), endpoint().pool.take) for name, tensor in tensors.items()}
         self._prepare(paths, outputs).run(lambda: outputs)
         for name, output in outputs.items():
             self._tensors.set_memory(name, output)

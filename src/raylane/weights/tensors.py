@@ -31,6 +31,11 @@ class Part(NamedTuple):
         return cls(tuple(shape), tuple(start))
 
 
+TAKEN_FROM_BYTES = 1 << 16
+"""Size from which new memory of a tensor comes from a pool.
+
+The C library kept 1.1 GB for 64 MB of weights that were replaced again and again (glibc 2.36, 2026-11-24).
+"""
 PLAIN = {torch.Tensor, Parameter}
 """Types of tensors that are no DTensors."""
 _dtype = operator.attrgetter("dtype")
@@ -158,6 +163,18 @@ def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> t
         if length != tensor.shape[dim]:
             tensor = tensor.narrow(dim, first, length)
     return tensor
+
+
+def new_memory_like(tensor: torch.Tensor, take: Callable[[int], Any]) -> torch.Tensor:
+    """Return new memory for a tensor on its device; in host memory for one on the meta device.
+
+    `take(nbytes)` returns host memory for large tensors.
+    """
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device="cpu")
+    if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes >= TAKEN_FROM_BYTES:
+        return torch.frombuffer(take(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    return torch.empty_like(tensor)
 
 
 class OwnRegion(NamedTuple):
