@@ -59,9 +59,11 @@ test-matrix: setup
 test-pure: setup
 	RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' $(PURE)
 
-# With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute.
+# With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute. Then kills of everything that has to
+# do with weights, counted by kind: a quarter of an hour.
 faults: setup
 	$(if $(SOAK),RAYLANE_SOAK_S=3600) $(PYTEST) $(SIDE_BY_SIDE) -m 'faults and not matrix' $(ARGS)
+	$(if $(ARGS),,RAYLANE_KILLS=500 $(PYTEST) -s tests/faults/test_weights.py)
 
 gpu: setup
 	$(PYTEST) tests/gpu $(ARGS)
