@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from raylane.bench.weights_cases import goals
+
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
 CONTENDERS = {
@@ -25,6 +27,16 @@ CONTENDERS = {
 }
 """Contenders of the table of transfers, and their columns."""
 RDT = ("ray:rdt-gloo", "ray:rdt-nixl")
+MOVERS = {
+    "raylane": "raylane",
+    "ray:object_store": "Ray object store, tensors",
+    "ray:numpy": "Ray object store, NumPy",
+    "ray:rdt-gloo": "RDT gloo",
+    "ray:rdt-nixl": "RDT NIXL",
+    "gloo:broadcast": "gloo broadcast",
+    "dcp:tmpfs": "DCP on tmpfs",
+}
+"""Contenders of the table of weights, and their columns."""
 PATTERNS = {
     "echo": "1 actor, small dict",
     "echo-1ms": "1 actor, 1 ms between calls",
@@ -203,6 +215,27 @@ def graphs() -> str:
     return "\n".join(lines)
 
 
+def weights() -> str:
+    """Return the table of whole updates: from the call of `publish` until all readers have the version."""
+    run = Run("weights")
+    others = [name for name in MOVERS if name in {contender for _, contender in run.records}]
+    lines = [row(["case", *(MOVERS[name] for name in others)]), row(["---"] * (len(others) + 1))]
+    for case in dict.fromkeys(case for case, _ in run.records if case.startswith("move-")):
+        lines.append(row([case, *(run.times(case, name) or "-" for name in others)]))
+    return "\n".join(lines)
+
+
+def weights_goals() -> str:
+    """Return the table of goals of weights, with what was reached."""
+    lines = [row(["case", "figure", "measured", "goal", ""]), row(["---"] * 5)]
+    for goal in goals(list(Run("weights").records.values())):
+        bound = "at least" if goal.at_least else "at most"
+        verdict = "reached" if goal.reached else "**missed**"
+        measured = f"{goal.value:.2f} {goal.unit}"
+        lines.append(row([goal.case, goal.text, measured, f"{bound} {goal.limit:g} {goal.unit}", verdict]))
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "bold_headline": bold_headline,
     "headline": headline,
@@ -210,6 +243,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "transfers": transfers,
     "transfer_cpu": transfer_cpu,
     "graphs": graphs,
+    "weights": weights,
+    "weights_goals": weights_goals,
 }
 
 

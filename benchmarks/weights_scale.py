@@ -59,14 +59,14 @@ def spread_all(needed: dict[str, dict[str, list[int]]], part_bytes: dict[str, in
     """Run the transfers of all parts; return the bytes that each host sends and the number of transfers."""
     chance, sent, transfers = random.Random(0), Counter[str](), 0
     for part, by_host in needed.items():
-        spread = Spread(part, part_bytes[part])
+        spread = Spread(part, part_bytes[part], len(part_bytes))
         for host, chunks in by_host.items():
             spread.want(host, chunks)
         under_way = spread.assign()
         while under_way:
             transfer = under_way.pop(chance.randrange(len(under_way)))
             spread.end(transfer)
-            sent[transfer.holder] += spread.place(transfer.chunk)[1]
+            sent[transfer.holder] += spread.place(transfer.chunks)[1]
             transfers += 1
             under_way += spread.assign()
     return sent, transfers
@@ -75,10 +75,11 @@ def spread_all(needed: dict[str, dict[str, list[int]]], part_bytes: dict[str, in
 def report(title: str, shapes: Shapes, engines: int) -> list[str]:
     """Return one row of the table as cells."""
     hosts = [f"trainer {rank // PER_HOST}" for rank in range(RANKS)]
+    registered, wanted = list(layouts(shapes, RANKS)), list(layouts(shapes, READERS // engines))
     began = time.perf_counter()
-    stored = store(list(layouts(shapes, RANKS)), hosts)
+    stored = store(registered, hosts)
     stored_s, began = time.perf_counter() - began, time.perf_counter()
-    plans = make_plans(stored, list(layouts(shapes, READERS // engines)))
+    plans = make_plans(stored, wanted)
     planned_s = time.perf_counter() - began
     parts = dict(zip(stored.hosts, stored.nbytes, strict=True))
     needed: dict[str, dict[str, list[int]]] = {part: {} for part in parts}
@@ -90,7 +91,7 @@ def report(title: str, shapes: Shapes, engines: int) -> list[str]:
             if chunks:
                 needed[part][host] = chunks
                 whole = Spread(part, parts[part])
-                received[host] += sum(whole.place(chunk)[1] for chunk in chunks)
+                received[host] += sum(whole.place(range(chunk, chunk + 1))[1] for chunk in chunks)
     began = time.perf_counter()
     sent, transfers = spread_all(needed, parts)
     decided_s = time.perf_counter() - began

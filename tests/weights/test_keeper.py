@@ -62,7 +62,7 @@ def test_digest_is_that_of_the_stored_bytes() -> None:
     asyncio.run(run())
 
 
-def test_held_slot_is_not_written_until_a_new_catalogue_releases_it() -> None:
+def test_new_catalogue_releases_held_slots() -> None:
     async def run() -> None:
         keeper = Keeper()
         path, _ = await made(keeper)

@@ -20,14 +20,15 @@ def simulate(spread: Spread, seed: int, dying: str | None = None) -> dict[str, i
             spread.remove(dying)
         failed = bool({transfer.holder, transfer.host} & dead)
         spread.end(transfer, "died" if failed else None)
-        sent[transfer.holder] = sent.get(transfer.holder, 0) + (not failed)
+        sent[transfer.holder] = sent.get(transfer.holder, 0) + (0 if failed else transfer.amount)
         under_way += spread.assign()
     return sent
 
 
+@pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("seed", range(20))
-def test_source_sends_each_chunk_once(seed: int) -> None:
-    spread = Spread("source", 40 * LEAST_BYTES)
+def test_source_sends_each_chunk_once(seed: int, parts: int) -> None:
+    spread = Spread("source", 40 * LEAST_BYTES, parts)
     for host in "abcd":
         spread.want(host, range(40))
     sent = simulate(spread, seed)
@@ -67,17 +68,26 @@ def test_host_gives_up_after_several_failures_and_may_try_again() -> None:
     spread.want("a", [0])
     for _ in range(ATTEMPTS):
         assert spread.reason("a") is None
-        assert spread.assign() == [Transfer(0, "source", "a")]
+        assert spread.assign() == [Transfer(0, 1, "source", "a")]
         assert spread.assign() == []
-        spread.end(Transfer(0, "source", "a"), "link down")
+        spread.end(Transfer(0, 1, "source", "a"), "link down")
     assert (spread.assign(), spread.reason("a"), spread.is_finished()) == ([], "link down", True)
     spread.want("a", [0])
     assert (spread.reason("a"), len(spread.assign())) == (None, 1)
 
 
+def test_adjacent_chunks_go_together_where_there_are_many_parts() -> None:
+    spread = Spread("source", 20 * LEAST_BYTES, parts=16)
+    spread.want("a", [*range(10), *range(12, 20)])
+    assert spread.assign() == [Transfer(0, 8, "source", "a"), Transfer(8, 2, "source", "a")]
+    spread.end(Transfer(0, 8, "source", "a"))
+    assert spread.assign() == [Transfer(12, 8, "source", "a")]
+    assert spread.place(range(12, 20)) == (12 * LEAST_BYTES, 8 * LEAST_BYTES)
+
+
 def test_chunks_cover_the_part() -> None:
     for nbytes in (0, 1, LEAST_BYTES, LEAST_BYTES + 1, 10**9 + 7, 62 * 10**9):
         spread = Spread("source", nbytes)
-        places = [spread.place(chunk) for chunk in range(spread.chunks)]
+        places = [spread.place(range(chunk, chunk + 1)) for chunk in range(spread.chunks)]
         assert sum(size for _, size in places) == nbytes
         assert all(offset + size <= nbytes and 0 < size <= chunk_bytes(nbytes) for offset, size in places)

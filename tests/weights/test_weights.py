@@ -189,7 +189,8 @@ def test_mapped_weights_share_memory_and_refuse_training(start: Start) -> None:
     assert ray.get(reader.update.remote()) == (1, {1})
     publish([trainer], 2)
     # The reader holds version 1, in the only slot that could be written.
-    with pytest.raises(WeightsTimeoutError, match="a reader still holds the version"):
+    label = rf"a reader still holds .* Readers that use version 1: \['\S+ {ray.get(reader.pid.remote())} "
+    with pytest.raises(WeightsTimeoutError, match=label):
         ray.get(trainer.publish.remote(3, 0.3))
     assert ray.get(reader.values.remote()) == {1}
     assert ray.get(reader.update.remote()) == (2, {2})

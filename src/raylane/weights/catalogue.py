@@ -285,6 +285,10 @@ class Catalogue:
             raise WeightsLostError(f"the keeper of node {host} died. Update again")
         return {part: slots[host, part][version.slot] for part in wanted}
 
+    async def users(self, name: str, number: int) -> list[str]:
+        """Return the readers that use a version."""
+        return [label for label, used in self._entry(name).readers.items() if used == number]
+
     async def newest(self, name: str) -> int | None:
         """Return the number of the newest committed version."""
         version = self._entry(name).ledger.newest()

@@ -67,7 +67,7 @@ class Copies:
             spread.held.clear()
 
     async def _transfer(self, version: Version, spread: Spread, transfer: Transfer) -> None:
-        offset, nbytes = spread.place(transfer.chunk)
+        offset, nbytes = spread.place(transfer.chunks)
         paths = [_path(version, spread.source, host) for host in (transfer.host, transfer.holder)]
         failure = None
         if None in paths:

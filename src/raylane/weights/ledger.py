@@ -126,7 +126,8 @@ class Version:
     def spread(self, part: str) -> Spread:
         """Return the copies of a part, which the first call begins to count."""
         if part not in self.spreads:
-            self.spreads[part] = Spread(part, self.generation.part_bytes(part))
+            parts = len(set(self.generation.hosts.values()))
+            self.spreads[part] = Spread(part, self.generation.part_bytes(part), parts)
         return self.spreads[part]
 
     def has_own_part(self, host: str) -> bool:

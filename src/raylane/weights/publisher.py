@@ -11,7 +11,7 @@ import ray
 import torch
 
 from raylane.core.deadline import Deadline
-from raylane.errors import WeightsLostError
+from raylane.errors import WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
@@ -114,7 +114,7 @@ class Publisher:
                 self._register(deadline)
                 number, place = self._begin(step, deadline)
             slot, copy, nbytes = self._slot(place)
-            slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+            self._begin_writing(slot, place, step, deadline)
             written = 0
             try:
                 copy.run(self._tensors.distinct, moment)
@@ -124,6 +124,15 @@ class Publisher:
             self._catalogue.call("done", self.name, number, self.rank, deadline=deadline)
             endpoint().recorder.moved_weights("publish weights", self.name, number, began_ns, nbytes)
             return int(number)
+
+    def _begin_writing(self, slot: OpenSlot, place: SlotPlace, step: int, deadline: Deadline) -> None:
+        """Lock the slot for this rank; WeightsTimeoutError names the readers that use what is in it."""
+        before = slot.numbers()[place.number]
+        try:
+            slot.begin_writing(place.number, deadline, f"rank {self.rank} cannot publish step {step} of {self.name!r}")
+        except WeightsTimeoutError as error:
+            users = self._catalogue.call("users", self.name, before, deadline=Deadline.of_call(None))
+            raise WeightsTimeoutError(f"{error}. Readers that use version {before}: {users}") from error
 
     def publish_async(self, step: int, *, timeout: float | None = None) -> Future[int]:
         """Publish on a thread, beside the next step; return a future of what `publish` returns and raises.

@@ -94,6 +94,10 @@ class OpenSlot:
 
         return torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=data_offset(self._ranks))
 
+    def numbers(self) -> tuple[int, ...]:
+        """Return the number of the version that each rank has written; 0 for a rank that writes."""
+        return words_of(self._segment, self._ranks)
+
     def view(self) -> memoryview:
         """Return the part as bytes without torch."""
         return self._segment.view[data_offset(self._ranks) :]
@@ -134,7 +138,7 @@ class OpenSlot:
         """Keep everybody from writing until `release`. StaleSlot if the slot does not hold this version whole."""
         if not lock(self._fd, READ):
             raise StaleSlot
-        if set(words_of(self._segment, self._ranks)) != {number}:
+        if set(self.numbers()) != {number}:
             self.release()
             raise StaleSlot
 

@@ -12,6 +12,7 @@ chunk only if no other host has it or is getting it. Called by `copies`.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -19,7 +20,9 @@ from typing import NamedTuple
 from raylane.weights.layout import ALIGNMENT
 
 MOST_CHUNKS = 64
-"""Number of chunks of a large part: as many steps of progress, and as many calls for each host."""
+"""Number of chunks of a large part: what readers that need little of it fetch for nothing is less than two of them."""
+MOST_CALLS = 128
+"""Number of transfers of a whole version to one host: a transfer has several chunks where there are many parts."""
 LEAST_BYTES = 4 << 20
 """Size of a chunk of a small part: below it a call costs more than its bytes."""
 AT_ONCE = 2
@@ -35,21 +38,30 @@ def chunk_bytes(part_bytes: int) -> int:
 
 
 class Transfer(NamedTuple):
-    """A chunk on its way."""
+    """Adjacent chunks on their way."""
 
-    chunk: int
+    first: int
+    amount: int
     holder: str
-    """Host that sends it."""
+    """Host that sends them."""
     host: str
-    """Host that receives it."""
+    """Host that receives them."""
+
+    @property
+    def chunks(self) -> range:
+        """Numbers of the chunks."""
+        return range(self.first, self.first + self.amount)
 
 
 class Spread:
     """Chunks of one part, the hosts that have them, and those that want them."""
 
-    def __init__(self, source: str, part_bytes: int) -> None:
+    def __init__(self, source: str, part_bytes: int, parts: int = 1) -> None:
+        """Begin with a source that has all chunks. `parts` is the number of parts of the version."""
         self.source = source
         self.part_bytes = part_bytes
+        self._together = max(1, parts * MOST_CHUNKS // MOST_CALLS)
+        """Largest number of chunks of a transfer."""
         self.chunks = -(-part_bytes // chunk_bytes(part_bytes))
         self.holders: dict[str, set[int]] = {source: set(range(self.chunks))}
         """Chunks of each host that has some."""
@@ -75,10 +87,10 @@ class Spread:
         """Return the chunks that a host wants and has not got."""
         return self._wanted.get(host, set()) - self.holders.get(host, set())
 
-    def place(self, chunk: int) -> tuple[int, int]:
-        """Return the first byte of a chunk in the part, and its size."""
+    def place(self, chunks: range) -> tuple[int, int]:
+        """Return the first byte of adjacent chunks in the part, and their size."""
         size = chunk_bytes(self.part_bytes)
-        return chunk * size, min(size, self.part_bytes - chunk * size)
+        return chunks.start * size, min(len(chunks) * size, self.part_bytes - chunks.start * size)
 
     def is_whole(self) -> bool:
         """Return True if every chunk is on some host."""
@@ -91,8 +103,9 @@ class Spread:
 
     def reason(self, host: str) -> str | None:
         """Return the reason why a host cannot get what it misses; None if it can, or misses nothing."""
-        for chunk in self.missing(host):
-            if not self._having(chunk, host) and not any(each.chunk == chunk for each in self.under_way):
+        moving = {chunk for each in self.under_way for chunk in each.chunks}
+        for chunk in self.missing(host) - moving:
+            if not self._having(chunk, host):
                 return self._reasons.get(host, "no host has it any more")
         return None
 
@@ -105,7 +118,7 @@ class Spread:
             if not choices:
                 return begun
             # One at a time, and the hosts with the fewest chunks first, so that they get different ones.
-            transfer = min(choices, key=lambda each: len(self.holders.get(each.host, ())) + self._receiving(each.host))
+            transfer = min(choices, key=lambda each: self._progress(each.host))
             self.under_way.add(transfer)
             begun.append(transfer)
 
@@ -115,8 +128,8 @@ class Spread:
         if transfer.host not in self._wanted:  # removed meanwhile
             return
         if failure is None:
-            self.holders.setdefault(transfer.host, set()).add(transfer.chunk)
-            self._sent[transfer.holder] += 1
+            self.holders.setdefault(transfer.host, set()).update(transfer.chunks)
+            self._sent[transfer.holder] += transfer.amount
         else:
             self._failures[transfer.host, transfer.holder] += 1
             self._reasons[transfer.host] = failure
@@ -126,6 +139,13 @@ class Spread:
         self.holders.pop(host, None)
         self._wanted.pop(host, None)
         self.held.discard(host)
+
+    def _progress(self, host: str) -> tuple[int, int]:
+        return len(self.holders.get(host, ())) + self._receiving(host), self._order(host)
+
+    def _order(self, host: str) -> int:
+        """Return the place of a host among equal ones: another one for each part, so that all hosts get work."""
+        return zlib.crc32(f"{self.source} {host}".encode())
 
     def _receiving(self, host: str) -> int:
         return sum(transfer.host == host for transfer in self.under_way)
@@ -143,16 +163,28 @@ class Spread:
 
     def _choice(self, host: str) -> Transfer | None:
         """Return the next transfer to a host; None if it has to wait, or needs nothing."""
-        coming = {transfer.chunk for transfer in self.under_way if transfer.host == host}
-        best: tuple[tuple[int, int, int, int], Transfer] | None = None
-        for chunk in self.missing(host) - coming:
+        coming = {chunk for each in self.under_way if each.host == host for chunk in each.chunks}
+        # Chunks that another host is getting, which will pass them on.
+        relayed = {
+            chunk for each in self.under_way if not self._failures[host, each.host] for chunk in each.chunks
+        } - coming
+        missing = self.missing(host) - coming
+        idle = {holder for holder in self.holders if self._sending(holder) < AT_ONCE}
+        best: tuple[tuple[int, int, int, int, int], str] | None = None
+        givers = {}
+        for chunk in missing:
             having = self._having(chunk, host)
             others = [holder for holder in having if holder != self.source]
-            relayed = any(each.chunk == chunk and not self._failures[host, each.host] for each in self.under_way)
-            for holder in others or ([] if relayed else having):
-                busy = self._sending(holder)
-                if busy < AT_ONCE:
-                    rank = len(having), busy, self._sent[holder], chunk
+            givers[chunk] = others or ([] if chunk in relayed else having)
+            for holder in givers[chunk]:
+                if holder in idle:
+                    rank = len(having), self._sending(holder), self._sent[holder], self._order(holder), chunk
                     if best is None or rank < best[0]:
-                        best = rank, Transfer(chunk, holder, host)
-        return None if best is None else best[1]
+                        best = rank, holder
+        if best is None:
+            return None
+        (*_, first), holder = best
+        count = 1
+        while count < self._together and holder in givers.get(first + count, ()):
+            count += 1
+        return Transfer(first, count, holder, host)
