@@ -124,7 +124,7 @@ def named(begin: str) -> list[str]:
 
 
 def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
-    """Kill a driver with ranks and readers of its own; nothing of its job is left."""
+    """Kill a driver with ranks and readers of its own, at times its catalogue too; nothing of its job is left."""
     before = {*named("catalogue"), *named("keeper")}
     address = ray.get_runtime_context().gcs_address
     words = [sys.executable, "-m", "tests.faults.test_weights", address]
@@ -136,6 +136,10 @@ def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
         assert said[-1], "".join(said)
         time.sleep(chance.random() * 0.1)  # the moment of the kill, not a wait
         driver.kill()
+        if chance.random() < 0.5:
+            for name in {*named("catalogue")} - before:
+                with contextlib.suppress(ValueError):
+                    ray.kill(ray.get_actor(name, "raylane-weights"))
         driver.wait(30)
     eventually(lambda: {*named("catalogue"), *named("keeper")} <= before, within_s=60)
 

@@ -40,6 +40,7 @@ def test_readers_on_three_hosts_share_one_copy() -> None:
     for act in (
         "one copy leaves the trainer",
         "needed chunks only",
+        "fast trainer",
         "holder killed",
         "source killed",
         "cable cut",

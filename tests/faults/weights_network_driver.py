@@ -41,6 +41,10 @@ class Rank:
             tensor.fill_(step)
         return self.publisher.publish(step, timeout=30)
 
+    def publish_all(self, steps: list[int]) -> None:
+        for step in steps:
+            self.publish(step)
+
     def sent(self) -> int:
         """Return the bytes that have left this host by its cable."""
         line = next(line for line in Path("/proc/self/net/dev").read_text().splitlines() if "eth0" in line)
@@ -156,6 +160,19 @@ def parts(scene: Scene) -> None:
     say("needed chunks only")
 
 
+def fast_trainer(scene: Scene) -> None:
+    """A trainer that publishes again and again waits for the copies; every reader gets a version."""
+    steps = list(range(scene.step + 1, scene.step + 9))
+    publishing = [rank.publish_all.remote(steps) for rank in scene.ranks]
+    found = results({key: reader.update.remote(1, 60) for key, reader in scene.readers.items()})
+    ray.get(publishing, timeout=100)
+    scene.step = steps[-1]
+    say(f"trainer that does not wait: {sorted(found.values())}")
+    assert not any(isinstance(step, str) for step in found.values())
+    recovers(scene)
+    say("fast trainer")
+
+
 def holder_dies(scene: Scene) -> None:
     calls = scene.begin()
     kill_keeper("two")
@@ -200,7 +217,7 @@ def main(address: str) -> None:
     before = snapshot()
     scene = Scene()
     ask("slow")
-    for act in (one_copy, parts, holder_dies, source_dies, cable_is_cut):
+    for act in (one_copy, parts, fast_trainer, holder_dies, source_dies, cable_is_cut):
         act(scene)
     ask("calm")
     vars(scene).clear()

@@ -32,7 +32,7 @@ async def made(keeper: Keeper) -> list[str]:
 
 def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
     async def run() -> None:
-        keeper = Keeper()
+        keeper = Keeper(None)
         paths = await made(keeper)
         before = (await keeper.memory())["policy"]
         write(paths[1], 7, 3)
@@ -50,7 +50,7 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
 
 def test_digest_is_that_of_the_stored_bytes() -> None:
     async def run() -> None:
-        keeper = Keeper()
+        keeper = Keeper(None)
         path, other = await made(keeper)
         write(path, 7, 3)
         assert await keeper.digest(path, 7) == hashlib.sha256(b"\3" * PART.nbytes).hexdigest()
@@ -64,7 +64,7 @@ def test_digest_is_that_of_the_stored_bytes() -> None:
 
 def test_new_catalogue_releases_held_slots() -> None:
     async def run() -> None:
-        keeper = Keeper()
+        keeper = Keeper(None)
         path, _ = await made(keeper)
         write(path, 7, 3)
         assert await keeper.hold(path, 7)
@@ -85,6 +85,6 @@ def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     async def run() -> None:
         with pytest.raises(WeightsError, match=r"takes 100,000 bytes .* keeps 100,000 of RAYLANE_BUDGET_BYTES=150,000"):
-            await made(Keeper())
+            await made(Keeper(None))
 
     asyncio.run(run())

@@ -273,6 +273,17 @@ def test_readers_need_no_memory_beside_that_of_the_host(start: Start) -> None:
     assert 2 * Large.NBYTES <= kept < 2.01 * Large.NBYTES
 
 
+def test_dropped_name_can_be_published_again_at_once(cluster: None) -> None:
+    publisher = weights.Publisher("policy", {"w": torch.ones(3)})
+    tensors = {"w": torch.zeros(3)}
+    for step in (1, 2):
+        assert publisher.publish(step) == 1
+        assert weights.Subscriber("policy", tensors).update().step == step
+        weights.drop("policy")
+    weights.drop("policy")  # unknown by now
+    publisher.close()
+
+
 def test_another_job_reads_a_detached_name(start: Start, tmp_path: Path) -> None:
     tensors = {"w": torch.full((3,), 5.0)}
     publisher = weights.Publisher("policy", tensors, detached=True)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -22,17 +21,25 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.copies import Copies
-from raylane.weights.keeper import Keeper, PartKind
+from raylane.weights.keeper import Keeper, PartKind, when_job_ends
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
 from raylane.weights.slots import SlotPlace
 
 NAMESPACE = "raylane-weights"
-JOB_CHECK_S = 5.0
-"""Seconds between two looks whether the job has ended."""
+KEEPER_NAME = "keeper of "
+"""Beginning of the name of a keeper's actor; the rest is its job, or "all", and its host."""
+END_S = 10.0
+"""Seconds in which keepers must have ended."""
+POLL_S = 0.05
+"""Seconds between two looks whether they have."""
 _T = TypeVar("_T")
 GenerationKey = tuple[str, int]
 """Generation in messages: the incarnation of the catalogue, and a number."""
+
+
+class CatalogueEnded(Exception):
+    """This catalogue ends, because the last name was dropped; its callers start another one."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,12 @@ def _kind(generation: Generation, part: str) -> PartKind:
     return PartKind(part, len(generation.ranks_of(part)), generation.part_bytes(part))
 
 
+def actor_names() -> list[str]:
+    """Return the names of all catalogues and keepers of the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+
+
 def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
     """Return the actor of this name, which the first call in the cluster starts."""
     actor = ray.remote(kind).options(
@@ -113,8 +126,9 @@ class Catalogue:
         """Identity of this process: numbers of generations that an earlier catalogue has given mean nothing here."""
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers and readers; an event loop keeps no tasks."""
+        self._ended = False
         if job is not None:
-            threading.Thread(target=self._end_with, args=(job,), name="raylane-weights-job", daemon=True).start()
+            when_job_ends(job, self._end)
 
     # Trainers
 
@@ -267,8 +281,10 @@ class Catalogue:
         failed: list[str] = []
 
         def arrived() -> bool:
+            # A version that newer ones have retired meanwhile is held until its copies have arrived: else readers of a
+            # slow link would never get one from a fast trainer.
             failed[:] = [reason for spread in spreads if (reason := spread.reason(host))]
-            gone = entry.ledger.committed(number) is None
+            gone = version.state is VersionState.LOST
             return bool(failed) or gone or not any(spread.missing(host) for spread in spreads)
 
         def missing() -> str:
@@ -278,7 +294,7 @@ class Catalogue:
         await self._wait(entry, arrived, deadline.left_s(), missing)
         if failed:
             raise WeightsLostError(f"version {number} of {name!r} cannot be copied to node {host}: {failed[0]}")
-        if entry.ledger.committed(number) is None:
+        if version.state is VersionState.LOST:
             return None
         slots = version.generation.slots
         if any((host, part) not in slots for part in wanted):
@@ -350,19 +366,24 @@ class Catalogue:
             entry.ledger.generations.clear()
             await self._notify(entry)
         if not self._entries:
-            self._end_keepers()
-            _ray.exit_this_actor()
+            await asyncio.to_thread(self._end)
 
     # Parts of the above
 
     def _named(self, name: str) -> _NamedWeights:
         """Return what is known of a name; nothing yet if it is new."""
+        self._check_ended()
         if name not in self._entries:
             copies = Copies(self._keeper, lambda: self._notify(entry))
             entry = self._entries[name] = _NamedWeights(Ledger(name), copies)
         return self._entries[name]
 
+    def _check_ended(self) -> None:
+        if self._ended:
+            raise CatalogueEnded
+
     def _entry(self, name: str) -> _NamedWeights:
+        self._check_ended()
         entry = self._entries.get(name)
         if entry is None:
             known = ", ".join(map(repr, self._entries)) or "none"
@@ -419,11 +440,12 @@ class Catalogue:
 
     def _keeper(self, host: str) -> Any:
         """Return the keeper of a host, which the first call starts."""
+        self._check_ended()
         keeper = self._keepers.get(host)
         if keeper is None:
             there = NodeAffinitySchedulingStrategy(host, soft=False)
-            name = f"keeper of {self._job or 'all'} on {host}"
-            keeper = self._keepers[host] = start_actor(Keeper, name, scheduling_strategy=there)
+            name = f"{KEEPER_NAME}{self._job or 'all'} on {host}"
+            keeper = self._keepers[host] = start_actor(Keeper, name, self._job, scheduling_strategy=there)
             self._start(self._watch(host, keeper))
         return keeper
 
@@ -447,14 +469,15 @@ class Catalogue:
             entry.used_parts.pop(host, None)
             entry.ledger.keeper_died(host)
 
-    def _end_keepers(self) -> None:
-        for keeper in self._keepers.values():
-            ray.kill(keeper)
-        self._keepers.clear()
-
-    def _end_with(self, job: str) -> None:
-        """Wait for the end of the job; then end the keepers and this actor."""
-        while not _ray.job_has_ended(job):
-            time.sleep(JOB_CHECK_S)
-        self._end_keepers()
+    def _end(self) -> None:
+        """End all keepers of the job, also those of an earlier catalogue, and this actor. Waits for their ends."""
+        self._ended = True
+        begin, deadline = f"{KEEPER_NAME}{self._job or 'all'} on ", time.monotonic() + END_S
+        while names := [name for name in actor_names() if name.startswith(begin)]:
+            for name in names:
+                with contextlib.suppress(ValueError):  # it has ended
+                    ray.kill(ray.get_actor(name, NAMESPACE))
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
         _ray.exit_this_actor()

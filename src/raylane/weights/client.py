@@ -10,7 +10,7 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import NAMESPACE, Catalogue, VersionInfo, start_actor
+from raylane.weights.catalogue import NAMESPACE, Catalogue, CatalogueEnded, VersionInfo, actor_names, start_actor
 
 CATALOGUE_NAME = "catalogue of "
 """Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
@@ -50,12 +50,15 @@ class CatalogueClient:
                     f"the catalogue of weights did not answer within {deadline.timeout_s} s. Raise the timeout"
                 ) from error
             except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, WeightsError) else error from None
+                if not isinstance(error.cause, CatalogueEnded):
+                    raise error.cause if isinstance(error.cause, WeightsError) else error from None
+                ended: Exception = error
             except ray.exceptions.RayActorError as error:
-                if deadline.left_s() == 0:
-                    raise WeightsLostError(f"the catalogue of weights has died: {error}. Try again") from error
-                time.sleep(RETRY_S)
-                self._actor = self._start()
+                ended = error
+            if deadline.left_s() == 0:
+                raise WeightsLostError(f"the catalogue of weights has ended: {ended}. Try again") from ended
+            time.sleep(RETRY_S)
+            self._actor = self._start()
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method without waiting for it; errors are ignored."""
@@ -77,9 +80,9 @@ def all_memory(timeout_s: float) -> list[tuple[str, str, int]]:
 
 def _ask_all(method: str, *args: Any, timeout_s: float) -> list[Any]:
     answers: list[Any] = []
-    for entry in ray.util.list_named_actors(all_namespaces=True):
-        if entry["namespace"] == NAMESPACE and entry["name"].startswith(CATALOGUE_NAME):
+    for name in actor_names():
+        if name.startswith(CATALOGUE_NAME):
             with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
-                actor = ray.get_actor(entry["name"], NAMESPACE)
+                actor = ray.get_actor(name, NAMESPACE)
                 answers += ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
     return answers

@@ -37,10 +37,11 @@ class Copies:
         try:
             async with self._preparing[host, part]:
                 for holder in spread.holders.keys() - spread.held:
-                    path = _path(version, part, holder)
-                    if path is not None and await self._keeper(holder).hold.remote(path, version.number):
+                    if await self._hold(version, part, holder):
                         spread.held.add(holder)
-                if not spread.held & spread.holders.keys():
+                    else:
+                        spread.holders.pop(holder, None)  # what it has may be overwritten at any time
+                if not spread.holders:
                     return False
                 if host not in spread.holders:
                     path = _path(version, part, host)
@@ -52,6 +53,14 @@ class Copies:
         finally:
             spread.preparing -= 1
             self.go_on(version, spread)
+
+    async def _hold(self, version: Version, part: str, holder: str) -> bool:
+        """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""
+        path = _path(version, part, holder)
+        try:
+            return path is not None and bool(await self._keeper(holder).hold.remote(path, version.number))
+        except ray.exceptions.RayActorError:
+            return False
 
     def go_on(self, version: Version, spread: Spread) -> None:
         """Start the transfers that can begin; let the slots be overwritten after the last one."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from raylane import _ray
 from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
@@ -30,10 +33,28 @@ class PartKind(NamedTuple):
     nbytes: int
 
 
+JOB_CHECK_S = 5.0
+"""Seconds between two looks whether the job has ended."""
+
+
+def when_job_ends(job: str, end: Callable[[], None]) -> None:
+    """Call `end` on a thread when a job (hexadecimal id) has ended."""
+
+    def wait() -> None:
+        while not _ray.job_has_ended(job):
+            time.sleep(JOB_CHECK_S)
+        end()
+
+    threading.Thread(target=wait, name="raylane-weights-job", daemon=True).start()
+
+
 class Keeper:
     """Actor with the slots of one host."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: str | None) -> None:
+        """Belong to a job, as the catalogue does: if that is killed first, nobody else ends this actor."""
+        if job is not None:
+            when_job_ends(job, _ray.exit_this_actor)
         vm.allow_readers()  # other processes of this user open the slots through /proc
         self._slots: dict[tuple[str, PartKind], list[Segment]] = {}
         """Slots by name of the weights and kind of part."""
