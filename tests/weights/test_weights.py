@@ -161,6 +161,10 @@ def test_prefetched_version_is_held_until_the_update(start: Start) -> None:
     assert subscriber.prefetch() == newest
     assert subscriber.update().step == 5
     assert subscriber.prefetch() == newest  # which is in use, so the next one is not missed
+    for _ in range(3):  # a version that was prefetched and passed over holds nobody up
+        newest = publish([trainer], 5)
+        assert subscriber.prefetch() == newest
+        assert subscriber.wait_for(publish([trainer], 5)).version == newest + 1
     newest = publish([trainer], 6)
     assert subscriber.update().version == newest
     subscriber.close()

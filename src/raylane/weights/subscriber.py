@@ -171,6 +171,7 @@ class Subscriber:
             held = self._prefetched
             if held is None or held.offer.number < version:
                 held = self._hold(version, deadline)
+                self._let_go(held)
             self._prefetched, nbytes = None, 0
             number, step = held.offer.number, held.offer.step
             changed = number != self.version or self.state is not ReaderState.VALID
@@ -189,10 +190,9 @@ class Subscriber:
         """
         deadline = Deadline.of_call(timeout)
         with self._lock:
-            held, before = self._hold(version, deadline), self._prefetched
+            held = self._hold(version, deadline)
+            self._let_go(held)
             self._prefetched = held if held.slots else None
-            if before is not None:
-                _release([slot for slot in before.slots if slot not in held.slots])
             return held.offer.number
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
@@ -273,6 +273,11 @@ class Subscriber:
             except BaseException:
                 _release(slots)
                 raise
+
+    def _let_go(self, held: _HeldVersion) -> None:
+        """Release the version that was prefetched, except for slots of the version that is held in its place."""
+        if self._prefetched is not None:
+            _release([slot for slot in self._prefetched.slots if slot not in held.slots])
 
     def _apply(self, held: _HeldVersion) -> int:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
