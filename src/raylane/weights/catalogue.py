@@ -172,7 +172,7 @@ class Catalogue:
         return version.number, SlotPlace(paths[version.slot], len(ranks), ranks.index(rank))
 
     async def done(self, name: str, number: int, rank: int) -> None:
-        """Note that a rank has written its area of a version."""
+        """Note that a rank has written its boxes of a version."""
         entry = self._entry(name)
         if entry.ledger.done(number, rank):
             for host, keeper in self._keepers.items():
@@ -268,9 +268,10 @@ class Catalogue:
         version = entry.ledger.committed(number)
         if version is None:
             return None
+        slots: dict[str, list[str]] = {}
         try:
             for part, chunks in wanted.items():
-                await self._slots(entry, version.generation, host, part)
+                slots[part] = await self._slots(entry, version.generation, host, part)
                 if not await entry.copies.prepare(version, part, host, chunks, deadline.left_s()):
                     return None
         except ray.exceptions.RayTaskError as error:  # of `begin_copy`
@@ -296,10 +297,10 @@ class Catalogue:
             raise WeightsLostError(f"version {number} of {name!r} cannot be copied to node {host}: {failed[0]}")
         if version.state is VersionState.LOST:
             return None
-        slots = version.generation.slots
-        if any((host, part) not in slots for part in wanted):
+        # Compared by identity: a keeper that has died may have a successor by now, whose slots are empty.
+        if any(version.generation.slots.get((host, part)) is not paths for part, paths in slots.items()):
             raise WeightsLostError(f"the keeper of node {host} died. Update again")
-        return {part: slots[host, part][version.slot] for part in wanted}
+        return {part: paths[version.slot] for part, paths in slots.items()}
 
     async def users(self, name: str, number: int) -> list[str]:
         """Return the readers that use a version."""
@@ -429,7 +430,7 @@ class Catalogue:
             try:
                 paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
             except ray.exceptions.RayActorError as error:
-                self._keeper_died(host)
+                await self._keeper_died(host)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, WeightsError) else error from None
@@ -459,15 +460,15 @@ class Catalogue:
         with contextlib.suppress(ray.exceptions.RayActorError):
             await keeper.wait.remote()
         if self._keepers.get(host) is keeper:
-            self._keeper_died(host)
-            for entry in self._entries.values():
-                await self._notify(entry)
+            await self._keeper_died(host)
 
-    def _keeper_died(self, host: str) -> None:
+    async def _keeper_died(self, host: str) -> None:
         self._keepers.pop(host, None)
         for entry in self._entries.values():
             entry.used_parts.pop(host, None)
             entry.ledger.keeper_died(host)
+        for entry in list(self._entries.values()):
+            await self._notify(entry)
 
     def _end(self) -> None:
         """End all keepers of the job, also those of an earlier catalogue, and this actor. Waits for their ends."""

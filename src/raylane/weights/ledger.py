@@ -104,11 +104,11 @@ class Version:
     slot: int
     state: VersionState = VersionState.OPEN
     writers: set[int] = field(default_factory=set)
-    """Ranks that have begun to write their area."""
+    """Ranks that have begun to write their boxes."""
     restarted: set[int] = field(default_factory=set)
     """Ranks that have come back since it was opened; they may not publish its step again."""
     done: set[int] = field(default_factory=set)
-    """Ranks whose area is written."""
+    """Ranks whose boxes are written."""
     began_s: float = field(default_factory=time.monotonic)
     digest: str | None = None
     """Digest of the stored bytes, when somebody has asked for it."""
@@ -120,7 +120,7 @@ class Version:
         self.state = TRANSITIONS.get((self.state, event), self.state)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not written their area."""
+        """Return the ranks that have not written their boxes."""
         return [rank for rank in range(self.generation.world) if rank not in self.done]
 
     def spread(self, part: str) -> Spread:
@@ -247,7 +247,7 @@ class Ledger:
         return next(slot for slot in range(generation.keep) if slot not in used)
 
     def done(self, number: int, rank: int) -> bool:
-        """Note that a rank has written its area. Return True if that committed the version.
+        """Note that a rank has written its boxes. Return True if that committed the version.
 
         WeightsLostError if the version was superseded, or its memory is gone.
         """
