@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -88,3 +91,22 @@ def test_slots_beyond_the_budget_are_refused(monkeypatch: pytest.MonkeyPatch) ->
             await made(Keeper(None))
 
     asyncio.run(run())
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_cannot_open_slots() -> None:
+    keeper = Keeper(None)
+    path, *_ = asyncio.run(made(keeper))
+    code = """if True:
+        import os, sys
+        os.setgid(65534)
+        os.setuid(65534)
+        for flags in (os.O_RDONLY, os.O_RDWR):
+            try:
+                os.open(sys.argv[1], flags)
+            except PermissionError:
+                print("refused")
+        """
+    words = [sys.executable, "-c", code, path.partition("#")[0]]
+    assert subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout == "refused\n" * 2
