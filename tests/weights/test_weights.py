@@ -378,5 +378,20 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
     with pytest.raises(WeightsLayoutError, match="1 tensors of the reader are not published: 'v'"):
         subscriber.update()
     assert target["w"].eq(1).all()
+    # Tensors that were replaced by others since.
+    target.pop("v")
+    subscriber = weights.Subscriber("policy", target)
+    for rows in (1, 3):
+        target["w"] = torch.ones(rows, 2)
+        with pytest.raises(WeightsLayoutError, match=rf"'w' is of shape \({rows}, 2\) now, and was of shape \(2, 2\)"):
+            subscriber.update()
+        assert target["w"].eq(1).all()
+        tensors["w"] = torch.zeros(rows, 2)
+        with pytest.raises(WeightsLayoutError, match=rf"'w' is of shape \({rows}, 2\) now, and was of shape \(2, 2\)"):
+            publisher.publish(2)
+    target["w"], tensors["w"] = torch.ones(2, 2), torch.full((2, 2), 5.0)
+    publisher.publish(3)
+    assert subscriber.update().step == 3
+    assert target["w"].eq(5).all()
     publisher.close()
     subscriber.close()

@@ -190,6 +190,7 @@ class Publisher:
         memory = self._tensors.memory()
         if memory != self._memory or (len(self._slots) == self._keep and place.path not in self._slots):
             self._forget_slots()  # the tensors were replaced, or a keeper has died
+            self._tensors.check()
             self._memory = memory
         if place.path not in self._slots:
             slot = OpenSlot(place.path, place.ranks, private=False)

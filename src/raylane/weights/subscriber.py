@@ -320,6 +320,7 @@ class Subscriber:
         memory, key = self._tensors.memory(), tuple(paths.values())
         if memory != self._memory or len(self._copies) > MOST_COPIES:
             self._copies.clear()
+            self._tensors.check()
             self._memory = memory
         if key not in self._copies:
             tensors = self._tensors.distinct()

@@ -38,8 +38,25 @@ The C library kept 1.1 GB for 64 MB of weights that were replaced again and agai
 """
 PLAIN = {torch.Tensor, Parameter}
 """Types of tensors that are no DTensors."""
-_dtype = operator.attrgetter("dtype")
+_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 Places = Mapping[str, Part] | Callable[[str, torch.Tensor], Part | None] | None
+
+
+class _Kind(NamedTuple):
+    """Shapes of a tensor and of what this process has of it, and its division (None: a plain tensor)."""
+
+    shape: tuple[int, ...]
+    own: tuple[int, ...]
+    placements: tuple[Any, ...] | None
+
+    def text(self) -> str:
+        return f"of shape {self.own}" + ("" if self.placements is None else f" of {self.shape}, {self.placements}")
+
+
+def _kind(tensor: Any) -> _Kind:
+    placements = getattr(tensor, "placements", None)
+    inner = tensor if placements is None else tensor._local_tensor
+    return _Kind(tuple(tensor.shape), tuple(inner.shape), placements)
 
 
 class NamedTensors:
@@ -72,6 +89,8 @@ class NamedTensors:
             first = first_names.setdefault(id(tensor), name)
             if first != name:
                 self.same[name] = first
+        self._kinds = {name: _kind(tensor) for name, tensor in self.items()}
+        """Shape and division of each tensor, on which layouts and plans rely."""
 
     def items(self) -> list[tuple[str, Any]]:
         """Return all names with their present tensors."""
@@ -85,12 +104,22 @@ class NamedTensors:
         """Return each tensor once, by the first of its names."""
         return {name: tensor for name, tensor in self.items() if name not in self.same}
 
+    def check(self) -> None:
+        """Raise WeightsLayoutError if a tensor has got another shape or division since this object was made."""
+        for name, tensor in self.items():
+            kind = _kind(tensor)
+            if kind != self._kinds[name]:
+                raise WeightsLayoutError(
+                    f"{name!r} is {kind.text()} now, and was {self._kinds[name].text()} when it was registered. Make "
+                    "a new publisher or subscriber, or bring the tensor back (FSDP2 gathers parameters for a forward)"
+                )
+
     def memory(self) -> tuple[list[Any], ...]:
-        """Return the address, strides and dtype of all tensors: while they stay the same, so do views of them."""
+        """Return address, shape, strides and dtype of all tensors: while they stay the same, so do views of them."""
         tensors = self.values()
         if set(map(type, tensors)) - PLAIN:
             tensors = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-        return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, torch.Tensor.stride, _dtype))
+        return tuple(list(map(read, tensors)) for read in (torch.Tensor.data_ptr, _shape, torch.Tensor.stride, _dtype))
 
     def set_memory(self, name: str, memory: torch.Tensor) -> None:
         """Let a tensor lie in other memory of its shape and dtype. One on the meta device is replaced."""
