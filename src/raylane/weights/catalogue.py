@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.copies import Copies
+from raylane.weights.copies import PAUSE_S, Copies
 from raylane.weights.keeper import Keeper, PartKind, when_job_ends
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
@@ -428,7 +428,11 @@ class Catalogue:
             keeper = self._keeper(host)
             name, kind = entry.ledger.name, _kind(generation, part)
             try:
-                paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
+                try:
+                    paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
+                except ray.exceptions.ActorUnavailableError:  # of a living actor on a busy machine
+                    await asyncio.sleep(PAUSE_S)
+                    paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
             except ray.exceptions.RayActorError as error:
                 await self._keeper_died(host)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error

@@ -13,6 +13,10 @@ from raylane.weights.ledger import Version
 from raylane.weights.spread import Spread, Transfer
 
 
+PAUSE_S = 0.5
+"""Seconds between two attempts: on a busy machine Ray calls a living actor unavailable for a moment."""
+
+
 class Copies:
     """Transfers between keepers for the versions of one name."""
 
@@ -88,6 +92,7 @@ class Copies:
                 await self._keeper(transfer.host).fetch.remote(target, holder, source, offset, nbytes)
             except ray.exceptions.RayError as error:  # of either keeper, or of the network
                 failure = f"node {transfer.holder}: {getattr(error, 'cause', None) or error}"
+                await asyncio.sleep(PAUSE_S)
         spread.end(transfer, failure)
         self.go_on(version, spread)
         await self._changed()
