@@ -12,7 +12,6 @@ import ray
 from raylane.weights.ledger import Version
 from raylane.weights.spread import Spread, Transfer
 
-
 PAUSE_S = 0.5
 """Seconds between two attempts: on a busy machine Ray calls a living actor unavailable for a moment."""
 
