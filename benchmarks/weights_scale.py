@@ -1,4 +1,4 @@
-"""What an update of weights costs large clusters: computed with the code that plans it, for links of 400 Gbit/s.
+"""Costs of an update of weights in large clusters, computed with the code that plans it, for links of 400 Gbit/s.
 
     python -m benchmarks.weights_scale
 

@@ -10,13 +10,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, expected, say
+from tests.faults.transport_network_driver import ask, expected, say, until
 
 import raylane
 from raylane.errors import RaylaneError
@@ -88,13 +87,6 @@ class Observer:
 
     def signal(self, pid: int, number: int) -> None:
         os.kill(pid, number)
-
-
-def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
 
 
 class Scene:

@@ -19,6 +19,7 @@ import torch
 
 from raylane import weights
 from raylane.errors import WeightsError
+from raylane.weights.catalogue import actor_names
 
 KILLS = int(os.environ.get("RAYLANE_KILLS", "5"))
 """Number of kills: hundreds of them are for `make faults`, not for continuous integration."""
@@ -106,7 +107,7 @@ def kill(kind: str, trial: Trial, chance: random.Random) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError, ProcessLookupError):
             os.kill(PIDS[victim], signal.SIGKILL)
         return
-    for actor in named(kind):
+    for actor in actor_names(kind):
         with contextlib.suppress(ValueError):  # it has ended meanwhile
             ray.kill(ray.get_actor(actor, "raylane-weights"))
 
@@ -115,17 +116,9 @@ PIDS: dict[Any, int] = {}
 """Process of each actor, looked up before the trial: a call of a busy actor would wait."""
 
 
-def named(begin: str) -> list[str]:
-    """Return the names of the actors of weights that begin so."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [
-        actor["name"] for actor in actors if actor["namespace"] == "raylane-weights" and actor["name"].startswith(begin)
-    ]
-
-
 def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
     """Kill a driver with ranks and readers of its own, at times its catalogue too; nothing of its job is left."""
-    before = {*named("catalogue"), *named("keeper")}
+    before = {*actor_names("catalogue"), *actor_names("keeper")}
     address = ray.get_runtime_context().gcs_address
     words = [sys.executable, "-m", "tests.faults.test_weights", address]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as driver:
@@ -137,11 +130,11 @@ def kill_driver(chance: random.Random, eventually: Callable[..., None]) -> None:
         time.sleep(chance.random() * 0.1)  # the moment of the kill, not a wait
         driver.kill()
         if chance.random() < 0.5:
-            for name in {*named("catalogue")} - before:
+            for name in {*actor_names("catalogue")} - before:
                 with contextlib.suppress(ValueError):
                     ray.kill(ray.get_actor(name, "raylane-weights"))
         driver.wait(30)
-    eventually(lambda: {*named("catalogue"), *named("keeper")} <= before, within_s=60)
+    eventually(lambda: {*actor_names("catalogue"), *actor_names("keeper")} <= before, within_s=60)
 
 
 def run_driver(address: str) -> None:
@@ -179,7 +172,7 @@ def test_kills_mix_no_versions_and_keep_nobody_waiting(cluster: None, eventually
     for actor in (*trial.ranks, *trial.readers):
         ray.kill(actor)
     weights.drop("policy")
-    eventually(lambda: not named(""))
+    eventually(lambda: not actor_names(""))
     print(f"\n{KILLS} kills, no mix, no wait without an end, {trial.step} publications:")
     print("\n".join(f"{count:6d} {what}" for what, count in sorted(counts.items())))
 

@@ -38,6 +38,13 @@ def ask(text: str) -> None:
     sys.stdin.readline()
 
 
+def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+
+
 class Maker:
     @raylane.method
     def make(self, nbytes: int) -> torch.Tensor:

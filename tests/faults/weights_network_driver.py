@@ -8,13 +8,12 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from tests.faults.transport_network_driver import ask, say
+from tests.faults.transport_network_driver import ask, say, until
 
 from raylane import weights
 from raylane.errors import WeightsError
@@ -96,13 +95,6 @@ class Scene:
 
     def sent(self) -> int:
         return int(ray.get(self.ranks[0].sent.remote()))
-
-
-def until(condition: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
 
 
 def node_of(resource: str) -> str:

@@ -95,10 +95,15 @@ def _kind(generation: Generation, part: str) -> PartKind:
     return PartKind(part, len(generation.ranks_of(part)), generation.part_bytes(part))
 
 
-def actor_names() -> list[str]:
-    """Return the names of all catalogues and keepers of the cluster."""
+def actor_names(begin: str) -> list[str]:
+    """Return the names of the catalogues and keepers of the cluster that begin so."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE and actor["name"].startswith(begin)]
+
+
+def own_error(error: ray.exceptions.RayTaskError) -> Exception:
+    """Return the error of weights that an actor has raised; another error as Ray wraps it."""
+    return error.cause if isinstance(error.cause, WeightsError) else error
 
 
 def start_actor(kind: type, name: str, *args: Any, **options: Any) -> Any:
@@ -275,7 +280,7 @@ class Catalogue:
                 if not await entry.copies.prepare(version, part, host, chunks, deadline.left_s()):
                     return None
         except ray.exceptions.RayTaskError as error:  # of `begin_copy`
-            raise error.cause if isinstance(error.cause, WeightsError) else error from None
+            raise own_error(error) from None
         except ray.exceptions.RayActorError as error:
             raise WeightsLostError(f"a keeper of {name!r} died: {error}. Update again") from error
         spreads = [version.spread(part) for part in wanted]
@@ -437,7 +442,7 @@ class Catalogue:
                 await self._keeper_died(host)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
             except ray.exceptions.RayTaskError as error:
-                raise error.cause if isinstance(error.cause, WeightsError) else error from None
+                raise own_error(error) from None
             generation.slots[host, part] = paths
             if host == part:
                 entry.ledger.resume_after(number)  # of an earlier catalogue
@@ -478,7 +483,7 @@ class Catalogue:
         """End all keepers of the job, also those of an earlier catalogue, and this actor. Waits for their ends."""
         self._ended = True
         begin, deadline = f"{KEEPER_NAME}{self._job or 'all'} on ", time.monotonic() + END_S
-        while names := [name for name in actor_names() if name.startswith(begin)]:
+        while names := actor_names(begin):
             for name in names:
                 with contextlib.suppress(ValueError):  # it has ended
                     ray.kill(ray.get_actor(name, NAMESPACE))

@@ -10,7 +10,15 @@ import ray
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
-from raylane.weights.catalogue import NAMESPACE, Catalogue, CatalogueEnded, VersionInfo, actor_names, start_actor
+from raylane.weights.catalogue import (
+    NAMESPACE,
+    Catalogue,
+    CatalogueEnded,
+    VersionInfo,
+    actor_names,
+    own_error,
+    start_actor,
+)
 
 CATALOGUE_NAME = "catalogue of "
 """Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
@@ -51,7 +59,7 @@ class CatalogueClient:
                 ) from error
             except ray.exceptions.RayTaskError as error:
                 if not isinstance(error.cause, CatalogueEnded):
-                    raise error.cause if isinstance(error.cause, WeightsError) else error from None
+                    raise own_error(error) from None
                 ended: Exception = error
             except ray.exceptions.RayActorError as error:
                 ended = error
@@ -80,9 +88,8 @@ def all_memory(timeout_s: float) -> list[tuple[str, str, int]]:
 
 def _ask_all(method: str, *args: Any, timeout_s: float) -> list[Any]:
     answers: list[Any] = []
-    for name in actor_names():
-        if name.startswith(CATALOGUE_NAME):
-            with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
-                actor = ray.get_actor(name, NAMESPACE)
-                answers += ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
+    for name in actor_names(CATALOGUE_NAME):
+        with contextlib.suppress(ValueError, ray.exceptions.RayActorError):
+            actor = ray.get_actor(name, NAMESPACE)
+            answers += ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
     return answers
