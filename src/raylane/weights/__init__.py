@@ -22,12 +22,14 @@ from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
 
 if TYPE_CHECKING:
+    from raylane.weights.mapping import Mapping
     from raylane.weights.plan import Plan
     from raylane.weights.publisher import Publisher
     from raylane.weights.subscriber import ReaderState, Subscriber, Update
     from raylane.weights.tensors import Part
 
 _HOME = {  # module of each name that is loaded on first use
+    "Mapping": "mapping",
     "Part": "tensors",
     "Plan": "plan",
     "Publisher": "publisher",
@@ -36,7 +38,18 @@ _HOME = {  # module of each name that is loaded on first use
     "Update": "subscriber",
 }
 
-__all__ = ["Part", "Plan", "Publisher", "ReaderState", "Subscriber", "Update", "VersionInfo", "drop", "versions"]
+__all__ = [
+    "Mapping",
+    "Part",
+    "Plan",
+    "Publisher",
+    "ReaderState",
+    "Subscriber",
+    "Update",
+    "VersionInfo",
+    "drop",
+    "versions",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -200,7 +200,7 @@ def store(
     for name, boxes in holders.items():
         tensor = first_of[name][1]
         count, total = sum(box.elements for box in boxes), math.prod(tensor.shape)
-        if count != total or (len(boxes) > 1 and _overlap(list(boxes))):
+        if count != total or (len(boxes) > 1 and have_overlap(list(boxes))):
             cause = "no rank holds some of them" if count < total else "ranks hold different regions that overlap"
             raise WeightsLayoutError(
                 f"the ranks hold {count} elements of {name!r}, whose shape {tensor.shape} has {total}: {cause}. "
@@ -251,7 +251,7 @@ class _Rooms:
         return StoredBox(part, offset, box)
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def have_overlap(boxes: Sequence[Box]) -> bool:
     """Return True if two boxes, of which none is empty, have an element in common."""
     import numpy as np
 

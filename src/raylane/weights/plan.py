@@ -35,6 +35,8 @@ class BoxPiece(NamedTuple):
     target: tuple[int, ...]
     """First element in the reader's tensor."""
     size: tuple[int, ...]
+    held: int
+    """Number of the box of the reader in which it lies."""
 
 
 class TensorPieces(NamedTuple):
@@ -47,12 +49,13 @@ class TensorPieces(NamedTuple):
     """[pieces, dimensions], as are the next two."""
     targets: np.ndarray[Any, Any]
     sizes: np.ndarray[Any, Any]
+    held: np.ndarray[Any, Any]
+    """[pieces]"""
 
     def rows(self) -> Iterator[BoxPiece]:
         """Yield the pieces one by one."""
-        rows = (self.sources, self.targets, self.sizes)
-        for box, *corners in zip(self.boxes.tolist(), *(array.tolist() for array in rows), strict=True):
-            yield BoxPiece(box, *map(tuple, corners))
+        for box, source, target, size, held in zip(*(array.tolist() for array in self[1:]), strict=True):
+            yield BoxPiece(box, tuple(source), tuple(target), tuple(size), held)
 
 
 class Plan(msgspec.Struct, frozen=True, dict=True):
@@ -108,18 +111,18 @@ def make_plans(stored: StoredLayout, readers: Sequence[Layout], *, subset: bool 
     for layout in readers:
         _check(stored, layout, subset=subset)
     # Readers of one tensor together, so that NumPy compares all their boxes at once.
-    users: dict[str, list[tuple[int, HeldBox]]] = {}
+    users: dict[str, list[tuple[int, int, HeldBox]]] = {}
     for number, layout in enumerate(readers):
         for name, tensor in layout.items():
-            users.setdefault(name, []).extend((number, held) for held in tensor.held)
+            users.setdefault(name, []).extend((number, *held) for held in enumerate(tensor.held))
     pieces: list[list[TensorPieces]] = [[] for _ in readers]
     for name, held_boxes in users.items():
         boxes = stored.tensor(name).boxes
         if not held_boxes or not boxes:
             continue
         source_starts, source_sizes = _bounds([box.box for box in boxes])
-        target_starts, target_sizes = _bounds([held.box for _, held in held_boxes])
-        ats = np.array([held.at for _, held in held_boxes], dtype=np.int64).reshape(len(held_boxes), -1)
+        target_starts, target_sizes = _bounds([held.box for *_, held in held_boxes])
+        ats = np.array([held.at for *_, held in held_boxes], dtype=np.int64).reshape(len(held_boxes), -1)
         # [target, source, dimension]
         lo = np.maximum(target_starts[:, None], source_starts[None])
         hi = np.minimum((target_starts + target_sizes)[:, None], (source_starts + source_sizes)[None])
@@ -130,9 +133,10 @@ def make_plans(stored: StoredLayout, readers: Sequence[Layout], *, subset: bool 
             lo - source_starts[source_numbers],
             lo - target_starts[target_numbers] + ats[target_numbers],
             hi - lo,
+            np.array([index for _, index, _ in held_boxes])[target_numbers],
         )
         # The pieces are in the order of the targets, and these in the order of the readers.
-        numbers = np.array([number for number, _ in held_boxes])[target_numbers]
+        numbers = np.array([number for number, *_ in held_boxes])[target_numbers]
         present, firsts = np.unique(numbers, return_index=True)
         for number, first, last in zip(present, firsts, [*firsts[1:], len(numbers)], strict=True):
             pieces[number].append(TensorPieces(name, *(array[first:last] for array in rows)))

@@ -22,16 +22,19 @@ from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey, VersionOffer
 from raylane.weights.client import CatalogueClient
 from raylane.weights.devices import PreparedCopy
+from raylane.weights.mapping import Mapping, layout_of_record
 from raylane.weights.plan import Plan, make_plans
+from raylane.weights.recording import Record
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
 from raylane.weights.tensors import (
     NamedTensors,
     Places,
+    StridedRegion,
     flat,
     layout_of,
     local,
-    new_memory_like,
+    mapped_regions,
     refuse_training,
     target_regions,
 )
@@ -72,6 +75,8 @@ class _HeldVersion(NamedTuple):
     paths: dict[str, str]
     """Slot of each part."""
     slots: list[OpenSlot]
+    prepared: Any = None
+    """What the tensors are exchanged for, where the version has been copied already."""
 
 
 def _release(slots: list[OpenSlot]) -> None:
@@ -95,6 +100,7 @@ class Subscriber:
         apply: str = "copy",
         subset: bool = False,
         places: Places = None,
+        mapping: Mapping | None = None,
         detached: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -110,6 +116,8 @@ class Subscriber:
                 stored in one piece, with the dtype that it has here.
             subset: True if the model has only some of the published tensors, as a stage of a pipeline.
             places: As for `Publisher`.
+            mapping: For a model of other names or shapes than those published: how its tensors are made of these.
+                Carried out when the layout of the trainer is known, with the first version.
             detached: As for `Publisher`.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
         """
@@ -118,8 +126,13 @@ class Subscriber:
         self.name, self.apply, self._subset = name, apply, subset
         self.version = 0
         self.state = ReaderState.INITIAL
-        self._tensors = NamedTensors(model)
-        self._layout = layout_of(self._tensors.distinct(), places, None)
+        self._tensors = model if isinstance(model, NamedTensors) else NamedTensors(model)
+        if mapping is not None and places is not None:
+            raise ValueError("a mapping says itself what goes where: pass either `mapping` or `places`")
+        self._mapping = mapping
+        self._record: Record | None = None
+        """What the mapping does; None until the layout of the trainer is known, or without a mapping."""
+        self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached)
         self._host = ray.get_runtime_context().get_node_id()
         self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
@@ -186,13 +199,19 @@ class Subscriber:
         """Wait until a version from this number on is there; bring the newest to this host, and return its number.
 
         The tensors are not touched, so a model may compute meanwhile. The next `update` takes this version at once.
-        Until then it cannot be overwritten, which may make the trainer wait. Errors as those of `update`.
+        Until then it cannot be overwritten, which may make the trainer wait; with `swap` it is copied into new memory
+        here already, and `update` only exchanges the memory. Errors as those of `update`.
         """
         deadline = Deadline.of_call(timeout)
         with self._lock:
             held = self._hold(version, deadline)
             self._let_go(held)
             self._prefetched = held if held.slots else None
+            if held.slots and self.apply == "swap":
+                try:
+                    self._prefetched = _HeldVersion(held.offer, held.paths, [], self._new_memory(held.paths))
+                finally:
+                    _release(held.slots)
             return held.offer.number
 
     async def update_async(self, *, timeout: float | None = None) -> Update:
@@ -240,7 +259,11 @@ class Subscriber:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
-        (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
+        if self._mapping is None:
+            (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
+        else:
+            self._record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
+            (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
         self._chunks.clear()
         self._sources.forget_views()
         self._copies.clear()
@@ -283,12 +306,15 @@ class Subscriber:
         """Bring a version into the tensors; release it unless they are mapped. Return the bytes that were copied."""
         assert self._plan is not None
         try:
-            if self.apply != "map":
+            if held.prepared is not None:
+                self._tensors.exchange(held.prepared)
+            elif self.apply != "map":
                 self._copy(held.paths)
-                return self._plan.nbytes
-            self._map(self._sources.pieces(self._plan, held.paths))
-            self._mapped, held = held.slots, held._replace(slots=self._mapped)
-            return 0
+            else:
+                self._map(self._sources.pieces(self._plan, held.paths))
+                self._mapped, held = held.slots, held._replace(slots=self._mapped)
+                return 0
+            return self._plan.nbytes
         finally:
             _release(held.slots)
 
@@ -325,30 +351,45 @@ class Subscriber:
         if key not in self._copies:
             tensors = self._tensors.distinct()
             if self.apply == "swap" or any(tensor.is_meta for tensor in tensors.values()):
-                self._exchange(paths, tensors)
+                self._tensors.exchange(self._new_memory(paths))
                 return
             self._copies[key] = self._prepare(paths, tensors)
         self.state = ReaderState.INVALID  # until the caller notes that all was written
         self._copies[key].run(self._tensors.distinct)
+        self._fill_constants(self._tensors.distinct())
 
-    def _exchange(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
-        """Write the version in these slots into new memory, which the tensors get at the end."""
-        outputs = {name: new_memory_like(local(tensor), endpoint().pool.take) for name, tensor in tensors.items()}
+    def _new_memory(self, paths: dict[str, str]) -> Any:
+        """Write the version in these slots into new memory; return what the tensors are exchanged for."""
+        names = list(self._tensors.distinct()) if self._record is None else self._record.targets()
+        outputs = self._tensors.new(names, endpoint().pool.take)
         self._prepare(paths, outputs).run(lambda: outputs)
-        for name, output in outputs.items():
-            self._tensors.set_memory(name, output)
+        self._fill_constants(outputs)
+        return self._tensors.prepare(outputs)
+
+    def _fill_constants(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Write what a mapped loader fills with one value, as the padding of a vocabulary."""
+        for name, (size, strides, offset), value in () if self._record is None else self._record.constants:
+            with torch.no_grad():
+                StridedRegion(name, size, strides, offset).of(local(tensors[name])).fill_(value)
 
     def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
         assert self._plan is not None
         pieces = flat(self._sources.pieces(self._plan, paths))
-        return PreparedCopy(target_regions(self._plan), tensors, pieces, to_slot=False)
+        regions = target_regions(self._plan) if self._record is None else mapped_regions(self._plan, self._record)
+        return PreparedCopy(regions, tensors, pieces, to_slot=False)
 
     def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""
         assert self._plan is not None
-        views = {}
         tensors = self._tensors.distinct()
-        for name, stored in zip((each.name for each in self._plan.pieces), pieces, strict=True):
+        stored_of: dict[str, list[torch.Tensor]] = {}
+        if self._record is None:
+            stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
+        else:
+            for each, view in zip(mapped_regions(self._plan, self._record), flat(pieces), strict=True):
+                fits = view.is_contiguous() and each.strides == view.stride()
+                stored_of.setdefault(each.name, []).extend([view] if fits else [view, view])
+        for name, stored in stored_of.items():
             target, view = local(tensors[name]), stored[0]
             if target.is_cuda:
                 raise WeightsError(f"{name!r} is on {target.device}, where nothing can be mapped. Use apply='copy'")
@@ -357,6 +398,5 @@ class Subscriber:
                     f"{name!r} cannot be mapped: it is stored in {len(stored)} pieces as {view.dtype}, and the reader "
                     f"has {target.dtype}. Use apply='copy', or the publisher's layout and dtype"
                 )
-            views[name] = view
-        for name, view in views.items():
-            self._tensors.set_memory(name, view)
+        for name, stored in stored_of.items():
+            self._tensors.set_memory(name, stored[0])

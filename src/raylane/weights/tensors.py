@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.layout import Box, Division, HeldBox, StoredBox, StoredLayout, TensorLayout, divide
 from raylane.weights.plan import Plan
+from raylane.weights.recording import Record
 
 
 class Part(NamedTuple):
@@ -136,6 +137,19 @@ class NamedTensors:
             home, key = self._homes[other]
             home[key] = new
 
+    def new(self, names: Collection[str], take: Callable[[int], Any]) -> dict[str, torch.Tensor]:
+        """Return new memory for these tensors, for an exchange. `take(nbytes)` returns host memory for large ones."""
+        return {name: new_memory_like(local(self.distinct()[name]), take) for name in names}
+
+    def prepare(self, memory: dict[str, torch.Tensor]) -> Any:
+        """Make what `exchange` takes of new memory that has been written."""
+        return memory
+
+    def exchange(self, prepared: Any) -> None:
+        """Let the tensors lie in new memory."""
+        for name, memory in prepared.items():
+            self.set_memory(name, memory)
+
 
 def layout_of(
     tensors: Mapping[str, torch.Tensor], places: Places, dtype: torch.dtype | None
@@ -213,15 +227,36 @@ class OwnRegion(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
 
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region, without a copy."""
+        return region(tensor, self.start, self.size)
 
-def views_of(tensors: Mapping[str, torch.Tensor], regions: Sequence[OwnRegion]) -> list[torch.Tensor]:
+
+class StridedRegion(NamedTuple):
+    """Region of a tensor that this process has, whose dimensions are those of a published tensor."""
+
+    name: str
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements, as is the next."""
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the region, without a copy."""
+        return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
+
+
+Regions = Sequence[OwnRegion] | Sequence[StridedRegion]
+
+
+def views_of(tensors: Mapping[str, torch.Tensor], regions: Regions) -> list[torch.Tensor]:
     """Return regions of tensors, without a copy."""
     views, inner, current = [], None, None
-    for name, start, size in regions:
-        if name != current:
-            inner, current = local(tensors[name]), name
+    for each in regions:
+        if each.name != current:
+            inner, current = local(tensors[each.name]), each.name
         assert inner is not None
-        views.append(region(inner, start, size))
+        views.append(each.of(inner))
     return views
 
 
@@ -239,6 +274,18 @@ def written_regions(stored: StoredLayout, rank: int, layout: Mapping[str, Tensor
 def target_regions(plan: Plan) -> list[OwnRegion]:
     """Return the regions of a reader's tensors into which the pieces of a plan go."""
     return [OwnRegion(pieces.name, piece.target, piece.size) for pieces in plan.pieces for piece in pieces.rows()]
+
+
+def mapped_regions(plan: Plan, recorded: Record) -> list[StridedRegion]:
+    """Return the regions of a reader's tensors into which the pieces of a plan go that a mapping has recorded."""
+    regions = []
+    for pieces in plan.pieces:
+        of_tensor = recorded.regions[pieces.name]
+        for piece in pieces.rows():
+            _, target, offset, strides = of_tensor[piece.held]
+            offset += sum(first * stride for first, stride in zip(piece.target, strides, strict=True))
+            regions.append(StridedRegion(target, piece.size, strides, offset))
+    return regions
 
 
 def boxes_to_write(stored: StoredLayout, rank: int, memory: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,27 @@
+"""Layouts of versions for tests without Ray, and what a record brings into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from raylane.weights.layout import StoredLayout, store
+from raylane.weights.recording import Record
+from raylane.weights.tensors import StridedRegion, layout_of
+
+
+def stored_whole(tensors: Mapping[str, torch.Tensor], same: Mapping[str, str] | None = None) -> StoredLayout:
+    """Return the layout of a trainer of one rank."""
+    return store([layout_of(tensors, None, None)], None, same)
+
+
+def apply_record(record: Record, published: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy published tensors into those of a reader, region by region, with torch alone."""
+    with torch.no_grad():
+        for name, regions in record.regions.items():
+            for (start, size), target, offset, strides in regions:
+                source = published[name][tuple(slice(a, a + b) for a, b in zip(start, size, strict=True))]
+                StridedRegion(target, size, strides, offset).of(targets[target]).copy_(source)
+        for target, (size, strides, offset), value in record.constants:
+            StridedRegion(target, size, strides, offset).of(targets[target]).fill_(value)
