@@ -22,6 +22,8 @@ from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
 
 if TYPE_CHECKING:
+    from raylane.weights.engines import attach
+    from raylane.weights.engines.attachment import EngineUpdate
     from raylane.weights.mapping import Mapping
     from raylane.weights.plan import Plan
     from raylane.weights.publisher import Publisher
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from raylane.weights.tensors import Part
 
 _HOME = {  # module of each name that is loaded on first use
+    "EngineUpdate": "engines.attachment",
     "Mapping": "mapping",
     "Part": "tensors",
     "Plan": "plan",
@@ -36,9 +39,11 @@ _HOME = {  # module of each name that is loaded on first use
     "ReaderState": "subscriber",
     "Subscriber": "subscriber",
     "Update": "subscriber",
+    "attach": "engines",
 }
 
 __all__ = [
+    "EngineUpdate",
     "Mapping",
     "Part",
     "Plan",
@@ -47,6 +52,7 @@ __all__ = [
     "Subscriber",
     "Update",
     "VersionInfo",
+    "attach",
     "drop",
     "versions",
 ]

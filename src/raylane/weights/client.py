@@ -31,11 +31,14 @@ MARGIN_S = 5.0
 class CatalogueClient:
     """Handle of the catalogue of this job, or of the one for names that outlive their job."""
 
-    def __init__(self, *, detached: bool) -> None:
-        """Start the catalogue if nobody has. WeightsError if this process is not connected to Ray."""
+    def __init__(self, *, detached: bool, job: str | None = None) -> None:
+        """Start the catalogue if nobody has. WeightsError if this process is not connected to Ray.
+
+        `job` is the Ray job (hexadecimal id) whose catalogue it is; None: that of this process.
+        """
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
-        self._job = None if detached else ray.get_runtime_context().get_job_id()
+        self._job = None if detached else job or ray.get_runtime_context().get_job_id()
         self._actor: Any = self._start()
 
     def _start(self) -> Any:

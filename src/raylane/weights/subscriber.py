@@ -102,6 +102,7 @@ class Subscriber:
         places: Places = None,
         mapping: Mapping | None = None,
         detached: bool = False,
+        job: str | None = None,
         timeout: float | None = None,
     ) -> None:
         """Register this reader. Does not wait for a version: the name may be published later.
@@ -117,8 +118,9 @@ class Subscriber:
             subset: True if the model has only some of the published tensors, as a stage of a pipeline.
             places: As for `Publisher`.
             mapping: For a model of other names or shapes than those published: how its tensors are made of these.
-                Carried out when the layout of the trainer is known, with the first version.
+                Carried out here if there is a version already, else with the first one.
             detached: As for `Publisher`.
+            job: Ray job (hexadecimal id) that the weights belong to; None: that of this process.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
         """
         if apply not in APPLY:
@@ -133,7 +135,7 @@ class Subscriber:
         self._record: Record | None = None
         """What the mapping does; None until the layout of the trainer is known, or without a mapping."""
         self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
-        self._catalogue = CatalogueClient(detached=detached)
+        self._catalogue = CatalogueClient(detached=detached, job=job)
         self._host = ray.get_runtime_context().get_node_id()
         self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
         self._plan: Plan | None = None
@@ -150,6 +152,8 @@ class Subscriber:
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
         self._leave = weakref.finalize(self, self._catalogue.tell, "leave", name, self._label)
+        if mapping is not None and self.newest() is not None:
+            self._learn(self._offer(1, Deadline.of_call(timeout)))
         if apply == "map" and isinstance(model, Module):
             refuse_training(model)
 

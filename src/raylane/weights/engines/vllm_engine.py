@@ -1,0 +1,207 @@
+"""Attachments of vLLM engines: `LLM` and `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import ray
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsError, WeightsInvalidError, WeightsTimeoutError
+from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.weights.engines.vllm_plugin import WORKER_METHOD
+from raylane.weights.engines.vllm_worker import raise_error
+
+POLL_S = 0.005
+"""Seconds between two looks whether the workers have prepared a version."""
+
+
+class _Calls(Protocol):
+    """What an update needs of an engine."""
+
+    async def workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]: ...
+    async def pause(self, mode: str, *, clear_cache: bool) -> None: ...
+    async def set_version(self, version: int) -> None: ...
+    async def resume(self) -> None: ...
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class _LlmCalls:
+    """Calls of an `LLM`: they block, so requests are under way only if the user has queued them."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = self._engine.collective_rpc(WORKER_METHOD, args=(method, options))
+        return answers
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        inner = self._engine.llm_engine
+        queued = inner.get_num_unfinished_requests()
+        if queued and mode == "wait":
+            raise WeightsError(f"{queued} requests are queued. Call wait_for_completion() before the update")
+        if queued and mode == "abort":
+            inner.abort_request(list(inner.output_processor.request_states), internal=True)
+        if clear_cache and not inner.reset_prefix_cache(reset_running_requests=True):
+            raise WeightsError("vLLM could not clear its prefix cache. Update again")
+
+    async def set_version(self, version: int) -> None:
+        self._engine.llm_engine.set_weight_version(str(version))
+
+    async def resume(self) -> None:
+        pass
+
+    async def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class _AsyncCalls:
+    """Calls of an `AsyncLLM`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._engine.collective_rpc(WORKER_METHOD, args=(method, options))
+        return answers
+
+    async def pause(self, mode: str, *, clear_cache: bool) -> None:
+        await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def set_version(self, version: int) -> None:
+        await self._engine.update_weight_version(str(version))
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class VllmAttachment:
+    """A vLLM engine that reads weights. Made by `weights.attach`.
+
+    Attributes:
+        version: Number of the version that the engine uses; 0 before the first update.
+    """
+
+    def __init__(
+        self, engine: Any, name: str, *, pause: str, clear_cache: bool, detached: bool, timeout: float | None
+    ) -> None:
+        check_pause(pause)
+        self.name, self.version = name, 0
+        self._pause, self._clear_cache, self._timeout = pause, clear_cache, timeout
+        self._is_async = hasattr(engine, "pause_generation")
+        self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
+        self._invalid = False
+        if not ray.is_initialized():
+            raise WeightsError("this process is not connected to Ray. Call ray.init() first")
+        context = ray.get_runtime_context()
+        self._options = {
+            "name": name,
+            "address": context.gcs_address,
+            "job": context.get_job_id(),
+            "detached": detached,
+            "timeout": timeout,
+        }
+        if not self._is_async:
+            _run(self._attach())
+
+    async def _attach(self) -> None:
+        try:
+            raise_error(await self._calls.workers("attach", self._options))
+        except NotImplementedError as error:
+            raise WeightsError(
+                "this vLLM has not loaded raylane's plugin. Install raylane where vLLM is installed, and leave VLLM_PLUGINS "
+                "unset or add raylane to it"
+            ) from error
+
+    def update(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
+
+        The version is prepared while queued requests are computed, and exchanged between two steps.
+
+        Raises:
+            WeightsTimeoutError: There is no version; or it could not be prepared in time. The engine goes on.
+            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsInvalidError: Only some of the workers have taken the version. Start the engine again.
+        """
+        if self._is_async:
+            raise TypeError("the engine is an AsyncLLM: await update_async()")
+        return _run(self._update(Deadline.of_call(timeout or self._timeout)))
+
+    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
+        return await self._update(Deadline.of_call(timeout or self._timeout))
+
+    async def _update(self, deadline: Deadline) -> EngineUpdate:
+        if self._invalid:
+            raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
+        began_s = time.perf_counter()
+        if self._is_async and self.version == 0 and not getattr(self, "_attached", False):
+            await self._attach()
+            self._attached = True
+        number = await self._prepared_version(deadline)
+        paused_s = time.perf_counter()
+        try:
+            await self._calls.pause(self._pause, clear_cache=self._clear_cache)
+            paused_s = time.perf_counter() if self._pause == "wait" else paused_s
+            answers = await self._calls.workers("exchange", {})
+            taken = {each.get("version") for each in answers}
+            if taken != {number}:
+                self._invalid = len(answers) > 1
+                raise_error(answers)
+                raise WeightsInvalidError(f"the workers of this engine took versions {taken}. Start it again")
+            await self._calls.set_version(number)
+        finally:
+            if not self._invalid:  # workers with different weights must not answer
+                await self._calls.resume()
+        ended_s = time.perf_counter()
+        self.version = number
+        nbytes = sum(each["nbytes"] for each in answers)
+        return EngineUpdate(
+            number, answers[0]["step"], answers[0]["changed"], nbytes, ended_s - paused_s, ended_s - began_s
+        )
+
+    async def _prepared_version(self, deadline: Deadline) -> int:
+        """Let all workers prepare the newest version, the same one; return its number."""
+        version = 1
+        while True:
+            options = {"version": version, "timeout": deadline.left_s()}
+            raise_error(await self._calls.workers("prepare", options))
+            while True:
+                answers = await self._calls.workers("prepared", {})
+                raise_error(answers)
+                numbers = [each["version"] for each in answers]
+                if None not in numbers:
+                    break
+                if deadline.left_s() == 0:
+                    raise WeightsTimeoutError(
+                        f"the workers did not prepare a version of {self.name!r} within {deadline.timeout_s} s. Raise "
+                        "the timeout, or publish less often"
+                    )
+                await self._calls.sleep(POLL_S)
+            if len(set(numbers)) == 1:
+                return int(numbers[0])
+            version = max(numbers)  # a version was published meanwhile, and some workers have the one before
+
+    async def close_async(self) -> None:
+        """Leave; the engine keeps its weights."""
+        await self._calls.workers("close", {})
+
+    def close(self) -> None:
+        """Leave; the engine keeps its weights. For an `AsyncLLM`, await `close_async`."""
+        _run(self.close_async())
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that never waits for an event loop."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise RuntimeError("the coroutine waits for an event loop")

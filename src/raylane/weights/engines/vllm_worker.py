@@ -1,0 +1,227 @@
+"""The reader in a vLLM worker: brings versions into a model that vLLM has packed for its kernels.
+
+vLLM loads tensors into parameters, and then makes what its kernels use of them: on CPUs it packs the weights of linear
+layers and drops the parameters. So a version is loaded into new parameters of shadows of the layers, packed there with
+vLLM's own methods while the model answers requests, and exchanged between two steps of the engine.
+
+    loader's parameters (new memory)  --vLLM's own packing-->  shadow layer  ==exchange==>  layer
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+import torch
+from torch.nn import Module, Parameter
+
+from raylane import errors
+from raylane.errors import WeightsError, WeightsLayoutError
+from raylane.weights.mapping import Mapping
+from raylane.weights.subscriber import Subscriber
+from raylane.weights.tensors import NamedTensors, new_memory_like
+
+READER = "_raylane_reader"
+"""Attribute of a worker with its reader."""
+NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module that are exchanged entry by entry, or not at all."""
+
+
+class LoaderTensors(NamedTensors):
+    """Tensors of a vLLM model as its loader sees them: without memory, in a second model that is never run."""
+
+    def __init__(self, vllm_config: Any, model: Module) -> None:
+        """Make the second model. WeightsError if versions cannot be brought into the model safely."""
+        _check(vllm_config, model)
+        self.model = model
+        self.blank = _blank_model(vllm_config)
+        super().__init__(self.blank)
+
+    def new(self, names: Collection[str], take: Callable[[int], Any]) -> dict[str, torch.Tensor]:
+        """Return new memory for tensors of the loader, on the device of the model."""
+        tensors = self.distinct()
+        device = next(self.model.parameters()).device
+        return {name: new_memory_like(torch.empty_like(tensors[name], device=device), take) for name in names}
+
+    def prepare(self, memory: dict[str, torch.Tensor]) -> list[tuple[Module, Module]]:
+        """Return the layers of the model with shadows that have the new weights, as vLLM's kernels use them."""
+        by_module: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in memory.items():
+            path, _, key = name.rpartition(".")
+            by_module.setdefault(path, {})[key] = tensor
+        return [self._shadow(path, tensors) for path, tensors in by_module.items()]
+
+    def _shadow(self, path: str, tensors: dict[str, torch.Tensor]) -> tuple[Module, Module]:
+        live, blank = _layer(self.model, path), self.blank.get_submodule(path)
+        shadow = live.__class__.__new__(live.__class__)
+        shadow.__dict__.update(live.__dict__)
+        shadow._parameters, shadow._buffers = dict(live._parameters), dict(live._buffers)
+        for key, tensor in tensors.items():
+            if key in blank._buffers:
+                shadow._buffers[key] = tensor
+                continue
+            known = blank._parameters[key]
+            parameter = Parameter(tensor, requires_grad=False)
+            parameter.__class__ = type(known)
+            parameter.__dict__.update(known.__dict__)
+            shadow._parameters[key] = parameter
+        method = getattr(live, "quant_method", None)
+        if hasattr(method, "process_weights_after_loading"):
+            shadow.quant_method = copy.copy(method)  # it may keep what it makes of the weights
+            with torch.no_grad():
+                shadow.quant_method.process_weights_after_loading(shadow)
+        return live, shadow
+
+    def exchange(self, prepared: list[tuple[Module, Module]]) -> None:
+        """Give the layers of the model what their shadows have."""
+        with torch.no_grad():
+            for live, shadow in prepared:
+                for own, new in ((live._parameters, shadow._parameters), (live._buffers, shadow._buffers)):
+                    for key, tensor in new.items():
+                        _exchange_tensor(own, key, tensor)
+                for key, value in shadow.__dict__.items():
+                    if key not in NOT_EXCHANGED and live.__dict__.get(key) is not value:
+                        live.__dict__[key] = value
+
+
+def _exchange_tensor(own: dict[str, Any], key: str, new: Any) -> None:
+    present = own.get(key)
+    if present is new or new is None or present is None or (present.shape, present.dtype) != (new.shape, new.dtype):
+        own[key] = new
+    elif present.is_cpu:
+        present.data = new.data
+    else:
+        present.data.copy_(new)  # graphs of CUDA have the address
+
+
+def _layer(model: Module, path: str) -> Module:
+    """Return the layer of a model; that inside, where vLLM has wrapped it for adapters."""
+    layer = model
+    for part in filter(None, path.split(".")):
+        layer = getattr(layer, "base_layer", layer)
+        layer = layer.get_submodule(part)
+    inner: Module = getattr(layer, "base_layer", layer)
+    return inner
+
+
+def _check(vllm_config: Any, model: Module) -> None:
+    """Refuse models whose runtime state is more than their layers make of their own weights."""
+    cause = None
+    if vllm_config.quant_config is not None:
+        cause = f"it is quantized ({vllm_config.model_config.quantization}). Start it without quantization"
+    elif hasattr(model, "process_weights_after_loading"):
+        cause = f"{type(model).__name__} computes state of its own from the weights after loading"
+    elif any(hasattr(module, "kv_b_proj") and hasattr(module, "mla_attn") for module in model.modules()):
+        cause = f"the attention of {type(model).__name__} keeps products of weights (MLA)"
+    elif str(vllm_config.device_config.device_type) == "cpu" and int(vllm_config.compilation_config.mode or 0) > 0:
+        cause = "its compiled code refers to packed weights. Start it with enforce_eager=True"
+    if cause is not None:
+        raise WeightsError(f"weights cannot be brought into this vLLM engine while it runs: {cause}")
+
+
+def _blank_model(vllm_config: Any) -> Module:
+    """Return a second model on the meta device, whose parameters are as vLLM's loader finds them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.static_forward_context = {}  # its layers register themselves there
+    config.compilation_config.static_all_moe_layers = []
+    with (
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+        set_current_vllm_config(config),
+    ):
+        model: Module = initialize_model(config)
+    return model
+
+
+class WorkerReader:
+    """Reader of a worker. Versions are prepared on a thread beside the engine's steps."""
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        """Connect to Ray if this process is not, register, and record how the model loads its weights.
+
+        `options`: name, address, job, detached, timeout.
+        """
+        if not ray.is_initialized():  # the engine runs in a process of its own
+            ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
+        tensors = LoaderTensors(worker.vllm_config, worker.model_runner.get_model())
+        self._subscriber = Subscriber(
+            options["name"],
+            tensors,
+            apply="swap",
+            mapping=Mapping.record(tensors.blank.load_weights),
+            detached=options["detached"],
+            job=options["job"],
+            timeout=options["timeout"],
+        )
+        self._thread: threading.Thread | None = None
+        self._prepared: int | None = None
+        self._error: Exception | None = None
+
+    def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Begin to bring a version from number `version` on to this worker, beside the engine's steps."""
+
+        def run() -> None:
+            try:
+                self._prepared = self._subscriber.prefetch(options["version"], timeout=options["timeout"])
+            except Exception as error:
+                self._error = error
+
+        self._prepared = self._error = None
+        self._thread = threading.Thread(target=run, name="raylane-weights-prepare", daemon=True)
+        self._thread.start()
+        return {}
+
+    def prepared(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Return the number of the version that is ready; None if it is not."""
+        if self._error is not None:
+            raise self._error
+        return {"version": self._prepared}
+
+    def exchange(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Let the model use the version that is ready. Called between two steps."""
+        update = self._subscriber.update(timeout=0)
+        return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
+
+    def close(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Leave; the model keeps its weights."""
+        self._subscriber.close()
+        return {}
+
+
+def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Call a method of the worker's reader; `attach` makes it. Errors are part of the answer.
+
+    vLLM would pass them on as text only, and end some engines.
+    """
+    try:
+        if method == "attach":
+            attached = worker.__dict__.pop(READER, None)
+            if attached is not None:
+                attached.close({})
+            worker.__dict__[READER] = WorkerReader(worker, options)
+            return {}
+        reader = worker.__dict__.get(READER)
+        if reader is None:
+            raise WeightsError("this worker was started again and has no reader. Attach the engine again")
+        result: dict[str, Any] = getattr(reader, method)(options)
+        return result
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def raise_error(answers: list[dict[str, Any]]) -> None:
+    """Raise the first error in the answers of the workers, with its type if it is one of raylane's."""
+    for rank, each in enumerate(answers):
+        if "error" in each:
+            kind = getattr(errors, each["error"], None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                raise kind(f"worker {rank}: {each['message']}")
+            raise WeightsLayoutError(f"worker {rank} of vLLM: {each['error']}: {each['message']}")
