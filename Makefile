@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
+VLLM   := .venv-vllm
 # PyTorch's own index of CPU builds: asked only where the pinned CPU build is not found otherwise.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -18,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What the native module replaces, and the runs and faults of graphs, which use it.
 PURE   := tests/core tests/graph/test_run.py tests/faults/test_graph_faults.py
 
-.PHONY: setup check test test-fast test-all test-matrix test-pure faults gpu bench figures sft docs clean
+.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft docs clean
 
 setup: $(STAMP)
 
@@ -58,6 +59,19 @@ test-matrix: setup
 
 test-pure: setup
 	RAYLANE_PURE=1 $(PYTEST) $(SIDE_BY_SIDE) -m 'not matrix and not gpu and not slow' $(PURE)
+
+# With a real vLLM on the CPU, in an environment of its own: 3 GB, two minutes on first use. RAYLANE_KILLS is the number
+# of kills beside it.
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+# Without dependencies, as those of vLLM would bring builds for CUDA.
+$(VLLM)/.ready: tests/vllm/requirements.txt pyproject.toml src/raylane/core/_native.c
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -r tests/vllm/requirements.txt || \
+	  $(VLLM)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU_INDEX) -r tests/vllm/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
 
 # With SOAK=1 the mixed traffic of the soak test lasts an hour instead of a minute. Then kills of everything that has to
 # do with weights, counted by kind: a quarter of an hour.

@@ -133,6 +133,15 @@ def test_another_shape_is_refused() -> None:
         mapped(Mapping().rename(r".*\.o$", "x"), {"x": torch.zeros(2, 2)}, subset=True)
 
 
+def test_further_names_of_tied_tensors_are_used_where_needed() -> None:
+    tensors, same = {"embed": torch.ones(2, 2)}, {"head": "embed"}
+    targets = {"x.embed": torch.zeros(2, 2), "x.head": torch.zeros(2, 2)}
+    for wanted in (targets, {"x.embed": torch.zeros(2, 2)}):  # untied, and tied
+        record = Mapping().prefix("x.").recorded(stored_whole(tensors, same), wanted, subset=False)
+        apply_record(record, tensors, wanted)
+        assert all(bool((tensor == 1).all()) for tensor in wanted.values())
+
+
 def test_a_recorded_loader_takes_no_rules() -> None:
     with pytest.raises(ValueError, match="a recorded loader takes no rules"):
         Mapping.record(print).prefix("x.")

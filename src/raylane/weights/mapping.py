@@ -17,7 +17,7 @@ import torch
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import Box, HeldBox, StoredLayout, TensorLayout
-from raylane.weights.recording import Record, TensorStream, record
+from raylane.weights.recording import Record, Recorder, TensorStream, record
 
 Tensors = dict[str, torch.Tensor]
 
@@ -146,15 +146,26 @@ class Mapping:
 
         WeightsLayoutError for operations that cannot be recorded, and for tensors that do not fit.
         """
-        return record(self.load or self._loader(targets, subset=subset), stored, targets, subset=subset)
+        load = self.load
+        if load is not None:
+            return record(lambda recorder: load(recorder.tensors()), stored, targets, subset=subset)
+        return record(self._loader(stored, targets, subset=subset), stored, targets, subset=subset)
 
-    def _loader(self, targets: AnyMapping[str, torch.Tensor], *, subset: bool) -> Callable[[TensorStream], None]:
+    def _ruled(self, tensors: Tensors) -> Tensors:
+        for rule in self.rules:
+            tensors = rule.apply(tensors)
+        return tensors
+
+    def _loader(
+        self, stored: StoredLayout, targets: AnyMapping[str, torch.Tensor], *, subset: bool
+    ) -> Callable[[Recorder], None]:
         """Return the loader that the rules describe."""
 
-        def load(stream: TensorStream) -> None:
-            tensors = dict(stream)
-            for rule in self.rules:
-                tensors = rule.apply(tensors)
+        def load(recorder: Recorder) -> None:
+            tensors = self._ruled(dict(recorder.tensors()))
+            if any(name not in tensors for name in targets):  # perhaps further names of tied tensors
+                both = self._ruled(dict(recorder.tensors_of([*stored.tensors, *stored.same])))
+                tensors |= {name: both[name] for name in targets if name in both and name not in tensors}
             surplus = [name for name in tensors if name not in targets]
             if surplus and not subset:
                 raise WeightsLayoutError(

@@ -174,8 +174,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Name of the reader's tensor that lies in each storage."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tensor for each published name, further names of tied ones included."""
-        for name in [*self._published.tensors, *self._published.same]:
+        """Yield a tensor for each published name, as a folder of weights has them: tied ones once."""
+        return self.tensors_of(list(self._published.tensors))
+
+    def tensors_of(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield tensors of published names, which may be further names of tied ones."""
+        for name in names:
             tensor = self._published.tensor(name)
             dtype: torch.dtype = getattr(torch, tensor.dtype)
             view = View(tensor.shape, contiguous_strides(tensor.shape), 0)
@@ -336,19 +340,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    load: Callable[[TensorStream], Any], published: StoredLayout, targets: Mapping[str, torch.Tensor], *, subset: bool
+    load: Callable[[Recorder], Any], published: StoredLayout, targets: Mapping[str, torch.Tensor], *, subset: bool
 ) -> Record:
-    """Run a loader on recorded tensors of all published names, and return what it does to the reader's tensors.
+    """Run a loader on recorded tensors, and return what it does to the reader's tensors.
 
-    `load` takes an iterable of (name, tensor). It copies them into the reader's tensors, or returns a module that has
-    them as its parameters, under the names of the reader.
+    `load` takes the recorder, whose `tensors` are those of the published names. It copies them into the reader's
+    tensors, or returns a module that has them as its parameters, under the names of the reader.
 
     WeightsLayoutError for an operation that cannot be recorded: it names the tensor, the operation and the line.
     """
     recorder = Recorder(published, targets)
     try:
         with torch.no_grad(), recorder:
-            loaded = load(recorder.tensors())
+            loaded = load(recorder)
     except Exception:
         if recorder.failure is not None:  # also where the loader's own error hides it
             raise recorder.failure from None

@@ -22,8 +22,8 @@ def attach(
     engine beside its work, and taken between two of its steps.
 
     Args:
-        engine: vLLM's `LLM` or `AsyncLLM`, with tensor parallelism; a Hugging Face model; or another torch module, whose
-            tensors have the published names.
+        engine: vLLM's `LLM` or `AsyncLLM`, with tensor parallelism; a Hugging Face model; or another torch module,
+            whose tensors have the published names.
         name: Name of the weights.
         pause: What becomes of requests that are under way: `wait` lets them finish, `keep` lets them go on with the new
             weights, `abort` ends them with what they have.
@@ -40,6 +40,6 @@ def attach(
 
         return VllmAttachment(engine, name, pause=pause, clear_cache=clear_cache, detached=detached, timeout=timeout)
     raise TypeError(
-        f"an engine is vLLM's LLM or AsyncLLM, or a torch module, got {type(engine).__name__}. Use weights.Subscriber for "
-        "others"
+        f"an engine is vLLM's LLM or AsyncLLM, or a torch module, got {type(engine).__name__}. Use weights.Subscriber "
+        "for others"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import ray
 
@@ -15,6 +15,7 @@ from raylane.weights.engines.attachment import EngineUpdate, check_pause
 from raylane.weights.engines.vllm_plugin import WORKER_METHOD
 from raylane.weights.engines.vllm_worker import raise_error
 
+_T = TypeVar("_T")
 POLL_S = 0.005
 """Seconds between two looks whether the workers have prepared a version."""
 
@@ -98,6 +99,7 @@ class VllmAttachment:
         self._is_async = hasattr(engine, "pause_generation")
         self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
         self._invalid = False
+        self._attached = False
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
         context = ray.get_runtime_context()
@@ -112,13 +114,15 @@ class VllmAttachment:
             _run(self._attach())
 
     async def _attach(self) -> None:
+        """Let the workers register."""
         try:
             raise_error(await self._calls.workers("attach", self._options))
         except NotImplementedError as error:
             raise WeightsError(
-                "this vLLM has not loaded raylane's plugin. Install raylane where vLLM is installed, and leave VLLM_PLUGINS "
-                "unset or add raylane to it"
+                "this vLLM has not loaded raylane's plugin. Install raylane where vLLM is installed, and leave "
+                "VLLM_PLUGINS unset or add raylane to it"
             ) from error
+        self._attached = True
 
     def update(self, *, timeout: float | None = None) -> EngineUpdate:
         """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
@@ -142,9 +146,8 @@ class VllmAttachment:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
         began_s = time.perf_counter()
-        if self._is_async and self.version == 0 and not getattr(self, "_attached", False):
+        if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
             await self._attach()
-            self._attached = True
         number = await self._prepared_version(deadline)
         paused_s = time.perf_counter()
         try:
@@ -198,10 +201,11 @@ class VllmAttachment:
         _run(self.close_async())
 
 
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
+def _run(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a coroutine that never waits for an event loop."""
     try:
         work.send(None)
     except StopIteration as ended:
-        return ended.value
+        value: _T = ended.value
+        return value
     raise RuntimeError("the coroutine waits for an event loop")

@@ -48,14 +48,16 @@ class LoaderTensors(NamedTensors):
 
     def prepare(self, memory: dict[str, torch.Tensor]) -> list[tuple[Module, Module]]:
         """Return the layers of the model with shadows that have the new weights, as vLLM's kernels use them."""
-        by_module: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in memory.items():
+        tied = {name: memory[first] for name, first in self.same.items() if first in memory}
+        by_layer: dict[Module, tuple[Module, dict[str, torch.Tensor]]] = {}
+        for name, tensor in {**memory, **tied}.items():  # each layer packs tied weights for itself
             path, _, key = name.rpartition(".")
-            by_module.setdefault(path, {})[key] = tensor
-        return [self._shadow(path, tensors) for path, tensors in by_module.items()]
+            _, tensors = by_layer.setdefault(_layer(self.model, path), (self.blank.get_submodule(path), {}))
+            tensors[key] = tensor
+        return [(live, self._shadow(live, blank, tensors)) for live, (blank, tensors) in by_layer.items()]
 
-    def _shadow(self, path: str, tensors: dict[str, torch.Tensor]) -> tuple[Module, Module]:
-        live, blank = _layer(self.model, path), self.blank.get_submodule(path)
+    def _shadow(self, live: Module, blank: Module, tensors: dict[str, torch.Tensor]) -> Module:
+        """Return a layer with new weights beside a living one; `blank` is that of the second model."""
         shadow = live.__class__.__new__(live.__class__)
         shadow.__dict__.update(live.__dict__)
         shadow._parameters, shadow._buffers = dict(live._parameters), dict(live._buffers)
@@ -65,15 +67,15 @@ class LoaderTensors(NamedTensors):
                 continue
             known = blank._parameters[key]
             parameter = Parameter(tensor, requires_grad=False)
-            parameter.__class__ = type(known)
+            parameter.__class__ = known.__class__  # type: ignore[assignment]
             parameter.__dict__.update(known.__dict__)
             shadow._parameters[key] = parameter
-        method = getattr(live, "quant_method", None)
-        if hasattr(method, "process_weights_after_loading"):
-            shadow.quant_method = copy.copy(method)  # it may keep what it makes of the weights
+        if hasattr(getattr(live, "quant_method", None), "process_weights_after_loading"):
+            method: Any = copy.copy(live.quant_method)  # it may keep what it makes of the weights
+            shadow.quant_method = method
             with torch.no_grad():
-                shadow.quant_method.process_weights_after_loading(shadow)
-        return live, shadow
+                method.process_weights_after_loading(shadow)
+        return shadow
 
     def exchange(self, prepared: list[tuple[Module, Module]]) -> None:
         """Give the layers of the model what their shadows have."""
@@ -141,26 +143,29 @@ def _blank_model(vllm_config: Any) -> Module:
     return model
 
 
+def loading_subscriber(vllm_config: Any, model: Module, options: dict[str, Any]) -> Subscriber:
+    """Return the subscriber of a worker's model. `options`: name, address, job, detached, timeout."""
+    if not ray.is_initialized():  # the engine runs in a process of its own
+        ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
+    tensors = LoaderTensors(vllm_config, model)
+    load: Any = tensors.blank.load_weights
+    return Subscriber(
+        options["name"],
+        tensors,
+        apply="swap",
+        mapping=Mapping.record(load),
+        detached=options["detached"],
+        job=options["job"],
+        timeout=options["timeout"],
+    )
+
+
 class WorkerReader:
     """Reader of a worker. Versions are prepared on a thread beside the engine's steps."""
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
-        """Connect to Ray if this process is not, register, and record how the model loads its weights.
-
-        `options`: name, address, job, detached, timeout.
-        """
-        if not ray.is_initialized():  # the engine runs in a process of its own
-            ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
-        tensors = LoaderTensors(worker.vllm_config, worker.model_runner.get_model())
-        self._subscriber = Subscriber(
-            options["name"],
-            tensors,
-            apply="swap",
-            mapping=Mapping.record(tensors.blank.load_weights),
-            detached=options["detached"],
-            job=options["job"],
-            timeout=options["timeout"],
-        )
+        """Register, and record how the model loads its weights. `options` as for `loading_subscriber`."""
+        self._subscriber = loading_subscriber(worker.vllm_config, worker.model_runner.get_model(), options)
         self._thread: threading.Thread | None = None
         self._prepared: int | None = None
         self._error: Exception | None = None

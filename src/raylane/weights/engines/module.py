@@ -1,0 +1,198 @@
+"""Attachments of torch modules: Hugging Face models with `generate`, and models of a loop of one's own.
+
+A model may answer on some threads of a process while another one updates it. Each forward pass holds the step lock, and
+the exchange of weights too, so a pass has the weights of one version.
+
+    thread of requests      generate:  pass | pass | pass | pass      answer: tokens 0 to 1 of version 7, 2 to 3 of 8
+    thread of updates       prepare ............... exchange
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from raylane.core.deadline import Deadline
+from raylane.errors import WeightsTimeoutError
+from raylane.weights.engines.attachment import EngineUpdate, check_pause
+from raylane.weights.mapping import Mapping
+from raylane.weights.subscriber import Subscriber
+
+
+class VersionSpan(NamedTuple):
+    """New tokens `start` to `end` (exclusive) of an answer, which were computed with one version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Answer:
+    """One answer under way. Made by `ModuleAttachment.answer`.
+
+    Attributes:
+        aborted: True if an update wants the answer to end; a loop of one's own looks at it after each token.
+    """
+
+    def __init__(self) -> None:
+        self.aborted = False
+        self.version = 0
+        """Version of the last forward pass."""
+        self._spans: list[VersionSpan] = []
+
+    def note_token(self) -> None:
+        """Note one more token (for each row of a batch) of the last forward pass."""
+        end = self._spans[-1].end if self._spans else 0
+        if self._spans and self._spans[-1].version == self.version:
+            self._spans[-1] = self._spans[-1]._replace(end=end + 1)
+        else:
+            self._spans.append(VersionSpan(self.version, end, end + 1))
+
+    @property
+    def weight_versions(self) -> list[VersionSpan]:
+        """Versions of the tokens so far."""
+        return list(self._spans)
+
+
+class ModuleAttachment:
+    """A torch module that reads weights. Made by `weights.attach`.
+
+    `generate` of a Hugging Face model is wrapped: what it returns has the attribute `weight_versions`, a list of
+    `VersionSpan`. A loop of one's own computes within `with attachment.answer() as answer:`.
+    """
+
+    def __init__(
+        self, model: Any, name: str, *, pause: str = "keep", detached: bool = False, timeout: float | None = None
+    ) -> None:
+        check_pause(pause)
+        self.name, self._model, self._pause, self._timeout = name, model, pause, timeout
+        mapping = Mapping.record(functools.partial(_load, model)) if _is_pretrained(model) else None
+        self._subscriber = Subscriber(name, model, apply="swap", mapping=mapping, detached=detached, timeout=timeout)
+        self._step = threading.RLock()  # held during a forward pass, and while weights are exchanged
+        self._changed = threading.Condition()
+        self._answers: set[Answer] = set()
+        """Answers under way; guarded by `_changed`."""
+        self._closed = False
+        """True while an update waits for answers to end, and no new one may begin; guarded by `_changed`."""
+        self._current = threading.local()
+        self._undo: list[Callable[[], Any]] = [
+            model.register_forward_pre_hook(self._begin_pass).remove,
+            model.register_forward_hook(self._end_pass, always_call=True).remove,
+        ]
+        if callable(getattr(model, "generate", None)):
+            self._undo.append(functools.partial(model.__dict__.pop, "generate", None))
+            model.generate = functools.partial(self._generate, model.generate)
+
+    @property
+    def version(self) -> int:
+        """Number of the version in the model; 0 before the first update."""
+        return self._subscriber.version
+
+    @contextlib.contextmanager
+    def answer(self) -> Iterator[Answer]:
+        """Count an answer as under way. Waits while an update lets others end."""
+        answer = Answer()
+        with self._changed:
+            while self._closed:
+                self._changed.wait()
+            self._answers.add(answer)
+        self._current.answer = answer
+        try:
+            yield answer
+        finally:
+            self._current.answer = None
+            with self._changed:
+                self._answers.discard(answer)
+                self._changed.notify_all()
+
+    def update(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version; wait for the first one. May be called while other threads compute answers.
+
+        Raises:
+            WeightsTimeoutError: There is no version; or, with `wait` and `abort`, answers did not end in time. The
+                model keeps what it has.
+            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+        """
+        deadline, began_s = Deadline.of_call(timeout or self._timeout), time.perf_counter()
+        number = self._subscriber.prefetch(timeout=deadline.left_s())
+        with self._nobody_answers(deadline) if self._pause != "keep" else contextlib.nullcontext():
+            paused_s = time.perf_counter()
+            with self._step:
+                update = self._subscriber.wait_for(number, timeout=deadline.left_s())
+            ended_s = time.perf_counter()
+        return EngineUpdate(
+            update.version, update.step, update.changed, update.nbytes, ended_s - paused_s, ended_s - began_s
+        )
+
+    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Do the same as `update` on a thread, without blocking the event loop."""
+        return await asyncio.to_thread(self.update, timeout=timeout)
+
+    def close(self) -> None:
+        """Leave; the model keeps its weights, and its own `generate`."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._subscriber.close()
+
+    @contextlib.contextmanager
+    def _nobody_answers(self, deadline: Deadline) -> Iterator[None]:
+        """Let the answers end, and no other begin."""
+        with self._changed:
+            self._closed = True
+            for answer in self._answers if self._pause == "abort" else ():
+                answer.aborted = True
+            try:
+                if not self._changed.wait_for(lambda: not self._answers, deadline.left_s()):
+                    raise WeightsTimeoutError(
+                        f"{len(self._answers)} answers did not end within {deadline.timeout_s} s, so {self.name!r} was "
+                        "not updated. Raise the timeout, or attach with pause='keep'"
+                    )
+                yield
+            finally:
+                self._closed = False
+                self._changed.notify_all()
+
+    def _begin_pass(self, *_: Any) -> None:
+        self._step.acquire()
+        answer = getattr(self._current, "answer", None)
+        if answer is not None:
+            answer.version = self.version
+
+    def _end_pass(self, *_: Any) -> None:
+        self._step.release()
+
+    def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a model's own `generate`, and note the version of each token."""
+        from transformers import StoppingCriteriaList
+
+        with self.answer() as answer:
+            kwargs["stopping_criteria"] = StoppingCriteriaList(
+                [*(kwargs.get("stopping_criteria") or ()), functools.partial(_after_token, answer)]
+            )
+            output = generate(*args, **kwargs)
+        output.weight_versions = answer.weight_versions
+        return output
+
+
+def _after_token(answer: Answer, tokens: Any, *_: Any, **__: Any) -> Any:
+    """Note a token for each row of `tokens`; return for each row whether it ends here."""
+    answer.note_token()
+    return tokens.new_full((tokens.shape[0],), answer.aborted, dtype=bool)
+
+
+def _is_pretrained(model: Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+
+
+def _load(model: Any, tensors: Any) -> Module:
+    """Load tensors of the names of a Hugging Face folder into a new model of the same kind."""
+    loaded: Module = type(model).from_pretrained(None, config=model.config, state_dict=dict(tensors), dtype=model.dtype)
+    return loaded

@@ -1,0 +1,171 @@
+"""vLLM engines that take versions while they answer, compared with fresh engines that load the same weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: run `make test-vllm`")
+
+from tests.vllm import engines
+
+from raylane import weights
+from raylane.errors import WeightsError, WeightsTimeoutError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
+INSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+OUTSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
+
+
+@pytest.fixture
+def started() -> Iterator[list[Any]]:
+    """Actors that the test has started; they are killed, and the weights dropped."""
+    actors: list[Any] = []
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+    weights.drop("policy")
+
+
+def trainer_and_folder(started: list[Any], path: Path, kind: str = "llama", **options: Any) -> tuple[Any, str]:
+    trainer = engines.Trainer.remote(str(path), kind, **options)
+    started.append(trainer)
+    return trainer, ray.get(trainer.export.remote(0))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["same process", "own process"])
+def test_an_llm_answers_like_a_fresh_one(started: list[Any], tmp_path: Path, inside: bool) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine = engines.Engine.options(runtime_env=INSIDE if inside else OUTSIDE).remote(folder)
+    fresh = engines.FreshEngines.remote()
+    started += [engine, fresh]
+    before = ray.get(engine.answers.remote())
+    ray.get(engine.attach.remote())
+    for _ in range(3):
+        version, exported = ray.get(trainer.publish.remote())
+        update = ray.get(engine.update.remote())
+        assert (update.version, update.changed) == (version, True)
+        after = ray.get(engine.answers.remote())
+        assert after == ray.get(fresh.answers.remote(exported))
+        assert after != before
+        before = after
+    assert not ray.get(engine.update.remote()).changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+        ("gemma2", {"head_dim": 32}),
+        ("opt", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_model_types_answer_like_fresh_ones(
+    started: list[Any], tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path, kind, **options)
+    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    fresh = engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote())
+    _, exported = ray.get(trainer.publish.remote())
+    ray.get(engine.update.remote())
+    assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
+
+
+def test_tensor_parallel_workers_take_the_same_version(started: list[Any], tmp_path: Path) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine = engines.Engine.options(runtime_env=OUTSIDE).remote(folder, tensor_parallel_size=2)
+    fresh = engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote())
+    for _ in range(2):
+        version, exported = ray.get(trainer.publish.remote())
+        assert ray.get(engine.update.remote()).version == version
+        assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
+    readers = [info.readers for info in weights.versions("policy") if info.number == version]
+    assert len(readers[0]) == 2
+
+
+def test_twenty_updates_under_load(started: list[Any], tmp_path: Path) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine, fresh = engines.AsyncEngine.remote(folder), engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote(pause="keep"))
+    ray.get(engine.begin_load.remote(4))
+    for _ in range(20):
+        version, exported = ray.get(trainer.publish.remote())
+        assert ray.get(engine.update.remote()).version == version
+        answers = engine.answers.remote()
+        assert ray.get(answers) == ray.get(fresh.answers.remote(exported))
+    load = ray.get(engine.end_load.remote())
+    assert all(len(each["tokens"]) == 24 and each["reason"] == "length" for each in load)  # none was lost
+    assert any(len(each["versions"]) > 1 for each in load)  # some went on with new weights, and say so
+    for each in load:
+        starts = [start for _, start, _ in each["versions"]]
+        assert (starts[0], each["versions"][-1][2]) == (0, 24)
+        assert starts[1:] == [end for _, _, end in each["versions"][:-1]]
+    ray.get(engine.shut_down.remote())
+
+
+@pytest.mark.parametrize("pause", ["wait", "keep", "abort"])
+def test_requests_under_way_end_as_asked(started: list[Any], tmp_path: Path, pause: str) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine = engines.AsyncEngine.remote(folder)
+    started.append(engine)
+    ray.get(engine.attach.remote(pause=pause, clear_cache=False))
+    first, _ = ray.get(trainer.publish.remote())
+    ray.get(engine.update.remote())
+    long = engine.answer.remote([1, 2, 3], 400)
+    ray.get(engine.answer.remote([1, 2], 4))  # the long one is under way by now
+    second, _ = ray.get(trainer.publish.remote())
+    assert ray.get(engine.update.remote()).version == second
+    answer = ray.get(long)
+    versions = [version for version, _, _ in answer["versions"]]
+    assert (answer["reason"], versions) == {
+        "wait": ("length", [first]),
+        "keep": ("length", [first, second]),
+        "abort": ("abort", [first]),
+    }[pause]
+    assert ray.get(engine.answer.remote([1, 2], 4))["versions"] == [(second, 0, 4)]
+    ray.get(engine.shut_down.remote())
+
+
+def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    ray.get(engine.attach.remote())
+    ray.get(trainer.publish.remote())
+    ray.get(engine.update.remote())
+    os.kill(ray.get(engine.pid.remote()), 9)
+    version, exported = ray.get(trainer.publish.remote())
+    engine, fresh = engines.Engine.options(runtime_env=INSIDE).remote(folder), engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote())
+    assert ray.get(engine.update.remote()).version == version
+    assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
+
+
+def test_what_does_not_work_says_why(started: list[Any], tmp_path: Path) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    started.append(engine)
+    ray.get(engine.attach.remote())
+    with pytest.raises(WeightsTimeoutError):
+        ray.get(engine.update.remote(timeout=0.2))
+    with pytest.raises(ValueError, match="pause must be one of wait, keep, abort, got 'stop'"):
+        ray.get(engine.attach.remote(pause="stop"))
+    ray.get(trainer.publish.remote(export=False))
+    ray.get(engine.update.remote())
+    compiled = engines.Engine.options(runtime_env=INSIDE).remote(folder, enforce_eager=False)
+    started.append(compiled)
+    with pytest.raises(WeightsError, match="worker 0: weights cannot be brought into this vLLM engine while it runs"):
+        ray.get(compiled.attach.remote())
