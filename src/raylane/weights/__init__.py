@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.core.deadline import Deadline
 from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
+from raylane.weights.readers import ReaderInfo
 
 if TYPE_CHECKING:
     from raylane.weights.plan import Plan
@@ -36,7 +37,19 @@ _HOME = {  # module of each name that is loaded on first use
     "Update": "subscriber",
 }
 
-__all__ = ["Part", "Plan", "Publisher", "ReaderState", "Subscriber", "Update", "VersionInfo", "drop", "versions"]
+__all__ = [
+    "Part",
+    "Plan",
+    "Publisher",
+    "ReaderInfo",
+    "ReaderState",
+    "Subscriber",
+    "Update",
+    "VersionInfo",
+    "drop",
+    "readers",
+    "versions",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -57,6 +70,18 @@ def versions(
     """
     client = CatalogueClient(detached=detached)
     infos: list[VersionInfo] = client.call("versions", name, digests=digests, deadline=Deadline.of_call(timeout))
+    return infos
+
+
+def readers(name: str | None = None, *, detached: bool = False, timeout: float | None = None) -> list[ReaderInfo]:
+    """Return the readers of a name (None: of all names), those that are furthest behind first.
+
+    Waits a few seconds if the catalogue was started again and a keeper does not answer.
+
+    WeightsLostError if the name is unknown.
+    """
+    client = CatalogueClient(detached=detached)
+    infos: list[ReaderInfo] = client.call("readers", name, deadline=Deadline.of_call(timeout))
     return infos
 
 
