@@ -62,8 +62,12 @@ class Reader:
     """Reader that takes one version after the other."""
 
     def __init__(self, apply: str = "copy") -> None:
+        self.apply = apply
+        self.join()
+
+    def join(self) -> None:
         self.tensors = {f"w{i}": torch.zeros(ROWS) for i in range(COUNT)}
-        self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply)
+        self.subscriber = weights.Subscriber("policy", self.tensors, apply=self.apply)
         self.ended = threading.Event()
 
     def run(self) -> list[int]:
@@ -98,25 +102,20 @@ def start(kind: type, *args: Any) -> Any:
     return ray.remote(num_cpus=0, max_concurrency=3)(kind).remote(*args)
 
 
-def join() -> tuple[Any, Any]:
-    """Start a reader that takes versions; return it and its call."""
-    reader = start(Reader)
-    return reader, reader.run.remote()
-
-
-def come_and_go(reader: Any, running: Any, how: str, chance: random.Random) -> None:
-    """Let a reader take versions for a moment, and end it."""
+def come_and_go(reader: Any, running: Any, how: str, chance: random.Random) -> Any:
+    """Let a reader take versions for a moment, and end it. Return a reader that has joined instead."""
     pid = ray.get(reader.pid.remote(), timeout=60)
     time.sleep(chance.random() * 0.1)  # the moment of the end, not a wait
     if how == "kill":
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(running, timeout=60)
-        return
+        return start(Reader)
     ray.get(reader.end.remote(), timeout=60)
     ray.get(running, timeout=60)
     ray.get(getattr(reader, how).remote(), timeout=60)
-    ray.kill(reader)
+    ray.get(reader.join.remote(), timeout=60)
+    return reader
 
 
 def labels() -> set[str]:
@@ -124,19 +123,22 @@ def labels() -> set[str]:
 
 
 def churn(joins: int, side_by_side: int, eventually: Callable[..., None]) -> None:
-    """Let so many readers join and end beside two that stay; a third of them each is killed, closed and dropped."""
+    """Let so many readers end, and others join, beside two that stay; they are killed, closed or dropped by chance."""
     chance, ends = random.Random(0), ("kill", "close", "drop")
     trainer, steady = start(Trainer), [start(Reader, apply) for apply in ("copy", "swap")]
     ray.get([reader.pid.remote() for reader in steady], timeout=60)
     publishing, taking = trainer.run.remote(), [reader.run.remote() for reader in steady]
     stay = labels()
     assert len(stay) == 2
-    began_s, coming = time.monotonic(), [join() for _ in range(side_by_side)]
+    began_s, readers = time.monotonic(), [start(Reader) for _ in range(side_by_side)]
+    calls = [reader.run.remote() for reader in readers]
     for number in range(joins):
-        if number + side_by_side < joins:
-            coming.append(join())
-        come_and_go(*coming.pop(0), ends[number % len(ends)], chance)
+        place = number % side_by_side
+        readers[place] = come_and_go(readers[place], calls[place], chance.choice(ends), chance)
+        calls[place] = readers[place].run.remote()
     seconds = time.monotonic() - began_s
+    for reader in readers:
+        ray.kill(reader)
     eventually(lambda: labels() == stay)
     ray.get(trainer.end.remote())
     published, longest_s = ray.get(publishing, timeout=60)
@@ -144,7 +146,7 @@ def churn(joins: int, side_by_side: int, eventually: Callable[..., None]) -> Non
     for numbers in ray.get(taking, timeout=60):
         assert numbers == list(range(1, published + 1)), "a version was missed"
     assert {(info.version, info.lag, info.lease) for info in weights.readers("policy")} == {(published, 0, "held")}
-    print(f"\n{joins} joins and ends in {seconds:.1f} s, {published} versions; longest wait {longest_s:.2f} s")
+    print(f"\n{joins} ends and joins in {seconds:.1f} s, {published} versions; longest wait {longest_s:.2f} s")
     for actor in (trainer, *steady):
         ray.kill(actor)
     eventually(lambda: not weights.readers("policy"))
