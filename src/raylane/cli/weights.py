@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from raylane.cli.cluster import add_address, connected
 from raylane.weights.catalogue import VersionInfo
-from raylane.weights.client import all_versions
+from raylane.weights.client import all_readers, all_versions
+from raylane.weights.readers import ReaderInfo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the versions of all jobs. Return 0."""
+    """Print the versions and readers of all jobs. Return 0."""
     if not args.timeout > 0:
         raise SystemExit(f"raylane weights: --timeout must be greater than 0, got {args.timeout}")
     with connected(args.address):
-        print(render(all_versions(args.timeout)))
+        print("\n".join([render(all_versions(args.timeout)), *render_readers(all_readers(args.timeout))]))
     return 0
 
 
@@ -46,6 +47,24 @@ def render(versions: Sequence[VersionInfo]) -> str:
                 ", ".join(version.readers) or "-",
             )
         )
+    return "\n".join(_aligned(rows))
+
+
+def render_readers(readers: Sequence[ReaderInfo]) -> list[str]:
+    """Return a table of readers as lines, after an empty one; none if there are no readers."""
+    if not readers:
+        return []
+    rows = [("name", "reader", "version", "behind", "for", "lease", "node")]
+    for reader in readers:
+        behind = f"{reader.lag} (too far)" if reader.too_far else str(reader.lag)
+        seconds = f"{reader.behind_s:.0f} s" if reader.lag else "-"
+        version = str(reader.version or "-")
+        rows.append((reader.name, reader.label, version, behind, seconds, reader.lease, reader.host))
+    return ["", *_aligned(rows)]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return [line.rstrip() for line in lines]

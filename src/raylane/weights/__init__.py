@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from raylane.core.deadline import Deadline
 from raylane.weights.catalogue import VersionInfo
 from raylane.weights.client import CatalogueClient
+from raylane.weights.readers import ReaderInfo
 
 if TYPE_CHECKING:
     from raylane.weights.engines import attach
@@ -48,12 +49,14 @@ __all__ = [
     "Part",
     "Plan",
     "Publisher",
+    "ReaderInfo",
     "ReaderState",
     "Subscriber",
     "Update",
     "VersionInfo",
     "attach",
     "drop",
+    "readers",
     "versions",
 ]
 
@@ -76,6 +79,18 @@ def versions(
     """
     client = CatalogueClient(detached=detached)
     infos: list[VersionInfo] = client.call("versions", name, digests=digests, deadline=Deadline.of_call(timeout))
+    return infos
+
+
+def readers(name: str | None = None, *, detached: bool = False, timeout: float | None = None) -> list[ReaderInfo]:
+    """Return the readers of a name (None: of all names), those that are furthest behind first.
+
+    Waits a few seconds if the catalogue was started again and a keeper does not answer.
+
+    WeightsLostError if the name is unknown.
+    """
+    client = CatalogueClient(detached=detached)
+    infos: list[ReaderInfo] = client.call("readers", name, deadline=Deadline.of_call(timeout))
     return infos
 
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,8 +22,11 @@ from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.copies import PAUSE_S, Copies
 from raylane.weights.keeper import Keeper, PartKind, when_job_ends
+from raylane.weights.lag_metrics import report_lags
 from raylane.weights.layout import StoredLayout
+from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
+from raylane.weights.readers import LeaseEvent, NamedReaders, ReaderInfo, ReaderKey
 from raylane.weights.slots import SlotPlace
 
 NAMESPACE = "raylane-weights"
@@ -36,10 +39,6 @@ POLL_S = 0.05
 _T = TypeVar("_T")
 GenerationKey = tuple[str, int]
 """Generation in messages: the incarnation of the catalogue, and a number."""
-
-
-class CatalogueEnded(Exception):
-    """This catalogue ends, because the last name was dropped; its callers start another one."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ class _NamedWeights:
     """Held while slots are made."""
     used_parts: dict[str, list[PartKind]] = field(default_factory=dict)
     """Parts in use that the keeper of each host was told last."""
-    readers: dict[str, int] = field(default_factory=dict)
-    """Version in use (0: none) by label of the reader."""
+    readers: NamedReaders = field(default_factory=NamedReaders)
 
 
 def _kind(generation: Generation, part: str) -> PartKind:
@@ -130,16 +128,20 @@ class Catalogue:
         self._incarnation = secrets.token_hex(8)
         """Identity of this process: numbers of generations that an earlier catalogue has given mean nothing here."""
         self._tasks: set[Any] = set()
-        """Tasks that wait for the end of keepers and readers; an event loop keeps no tasks."""
+        """Tasks that wait for the end of keepers; an event loop keeps no tasks."""
+        self._leases = Leases(self._keeper, self._host_lives, self._reader_keys, self._join, self._advance)
+        self._recovery: asyncio.Task[None] | None = None
+        """Search for the readers of an earlier catalogue, which the first name begins."""
         self._ended = False
         if job is not None:
             when_job_ends(job, self._end)
 
     # Trainers
 
-    async def register(self, name: str, registration: RankRegistration) -> GenerationKey:
-        """Take a rank in; return its generation."""
+    async def register(self, name: str, registration: RankRegistration, max_lag: int | None) -> GenerationKey:
+        """Take a rank in; return its generation. The last rank decides on `max_lag`."""
         entry = self._named(name)
+        entry.readers.max_lag = max_lag
         generation = entry.ledger.register(registration)
         await self._notify(entry)
         return self._incarnation, generation.number
@@ -180,6 +182,7 @@ class Catalogue:
         """Note that a rank has written its boxes of a version."""
         entry = self._entry(name)
         if entry.ledger.done(number, rank):
+            entry.readers.commit(number, time.monotonic())
             for host, keeper in self._keepers.items():
                 used = [
                     _kind(each, part)
@@ -193,55 +196,60 @@ class Catalogue:
         await self._notify(entry)
 
     async def wait_for_readers(self, name: str, number: int, readers: int | None, timeout_s: float | None) -> None:
-        """Wait until so many readers (None: all that there are) use this version or a later one."""
+        """Wait until so many readers (None: all that hold a lease) use this version or a later one."""
+        deadline = Deadline(timeout_s)
+        await self._recovered()
         entry = self._entry(name)
 
-        def behind() -> list[str]:
-            return [label for label, version in entry.readers.items() if version < number]
-
         def enough() -> bool:
-            return not behind() if readers is None else len(entry.readers) - len(behind()) >= readers
+            behind = len(entry.readers.behind(number))
+            return not behind if readers is None else len(entry.readers.counted()) - behind >= readers
 
         def missing() -> str:
-            return f"of {len(entry.readers)} readers of {name!r}, {behind()} have not taken version {number}"
+            behind = entry.readers.behind(number)
+            return f"of {len(entry.readers.counted())} readers of {name!r}, {behind} have not taken version {number}"
 
-        await self._wait(entry, enough, timeout_s, missing)
+        await self._wait(entry, enough, deadline.left_s(), missing)
 
     # Readers
 
-    async def join(self, name: str, label: str, host: str, pid: int) -> None:
-        """Take a reader in, until it leaves or its process ends."""
-        entry = self._named(name)
-        if label not in entry.readers:
-            entry.readers[label] = 0
-            keeper = self._keeper(host)
+    async def join(self, key: ReaderKey) -> None:
+        """Take a reader in, until it leaves, or its process or host ends."""
+        self._join(key)
 
-            async def leave_at_end() -> None:
-                with contextlib.suppress(ray.exceptions.RayActorError):
-                    await keeper.wait_for_end.remote(pid)
-                    await self.leave(name, label)
-
-            self._start(leave_at_end())
-
-    async def leave(self, name: str, label: str) -> None:
+    async def leave(self, key: ReaderKey) -> None:
         """Forget a reader."""
-        entry = self._entries.get(name)
-        if entry is not None and entry.readers.pop(label, None) is not None:
-            await self._notify(entry)
-            if not entry.readers and not entry.ledger.generations:  # a name that nobody publishes
-                await self.drop(name)
+        if self._ended:
+            return
+        await self._recovered()  # first: the keeper would bring the reader back
+        if key in self._reader_keys(key.host):
+            self._leases.change(key.host)
+            await self._advance([key], LeaseEvent.LEFT)
 
-    async def applied(self, name: str, label: str, number: int) -> None:
+    async def applied(self, key: ReaderKey, number: int) -> None:
         """Note that a reader uses a version."""
-        entry = self._entry(name)
-        entry.readers[label] = number
+        entry = self._entry(key.name)
+        if entry.readers.apply(key, number, time.monotonic()):
+            self._leases.change(key.host)
         await self._notify(entry)
 
+    async def readers(self, name: str | None) -> list[ReaderInfo]:
+        """Return the readers of a name (None: of all names), those that are furthest behind first."""
+        await self._recovered()
+        entries = [self._entry(name)] if name is not None else list(self._entries.values())
+        return [info for entry in entries for info in entry.readers.infos(time.monotonic())]
+
     async def offer(
-        self, name: str, at_least: int, known: GenerationKey | None, host: str, timeout_s: float | None
+        self, key: ReaderKey, used: int, at_least: int, known: GenerationKey | None, timeout_s: float | None
     ) -> VersionOffer:
-        """Wait until a version from this number on is committed; return the newest one to a reader on a host."""
+        """Wait until a version from this number on is committed; return the newest one to a reader that uses another.
+
+        A reader that is not known here had joined an earlier catalogue, and joins again.
+        """
+        name, host = key.name, key.host
         entry = self._entry(name)
+        if self._join(key, used):
+            await self._notify(entry)
 
         def newest() -> Version | None:
             version = entry.ledger.newest()
@@ -257,9 +265,9 @@ class Catalogue:
         generation = version.generation
         ranks = {part: len(generation.ranks_of(part)) for part in set(generation.hosts.values())}
         path = generation.slots[host, host][version.slot] if version.has_own_part(host) else None
-        key = self._incarnation, generation.number
-        stored = None if known == key else generation.stored
-        return VersionOffer(version.number, version.step, key, stored, ranks, path)
+        generation_key = self._incarnation, generation.number
+        stored = None if known == generation_key else generation.stored
+        return VersionOffer(version.number, version.step, generation_key, stored, ranks, path)
 
     async def copy(
         self, name: str, number: int, host: str, wanted: dict[str, list[int]], timeout_s: float | None
@@ -309,7 +317,7 @@ class Catalogue:
 
     async def users(self, name: str, number: int) -> list[str]:
         """Return the readers that use a version."""
-        return [label for label, used in self._entry(name).readers.items() if used == number]
+        return self._entry(name).readers.users(number)
 
     async def newest(self, name: str) -> int | None:
         """Return the number of the newest committed version."""
@@ -332,7 +340,7 @@ class Catalogue:
                 version.state.value,
                 0 if version.generation.stored is None else sum(version.generation.stored.nbytes),
                 tuple(version.hosts()),
-                tuple(label for label, number in entry.readers.items() if number == version.number),
+                tuple(entry.readers.users(version.number)),
                 time.monotonic() - version.began_s,
                 version.digest,
                 tuple(version.missing()),
@@ -379,10 +387,58 @@ class Catalogue:
     def _named(self, name: str) -> _NamedWeights:
         """Return what is known of a name; nothing yet if it is new."""
         self._check_ended()
+        self._begin_recovery()
         if name not in self._entries:
             copies = Copies(self._keeper, lambda: self._notify(entry))
             entry = self._entries[name] = _NamedWeights(Ledger(name), copies)
         return self._entries[name]
+
+    def _join(self, key: ReaderKey, version: int = 0) -> bool:
+        """Take a reader in. Return True if it, or its version, was not known."""
+        changed = self._named(key.name).readers.join(key, time.monotonic(), version)
+        if changed:
+            self._leases.change(key.host)
+        return changed
+
+    def _reader_keys(self, host: str) -> list[ReaderKey]:
+        return [key for entry in self._entries.values() for key in entry.readers.keys(host)]
+
+    @staticmethod
+    async def _host_lives(host: str) -> bool:
+        return await asyncio.to_thread(host_lives, host)
+
+    async def _advance(self, keys: Iterable[ReaderKey], event: LeaseEvent) -> None:
+        """Change the leases of readers."""
+        keys = list(keys)
+        for name in {key.name for key in keys}:
+            entry, own = self._entries.get(name), [key for key in keys if key.name == name]
+            if entry is not None and entry.readers.advance(own, event, time.monotonic()):
+                await self._notify(entry)
+                if not entry.readers and not entry.ledger.generations:  # a name that nobody publishes
+                    await self.drop(name)
+
+    def _begin_recovery(self) -> asyncio.Task[None]:
+        if self._recovery is None:
+            self._recovery = asyncio.ensure_future(self._recover())
+            self._start(
+                report_lags(
+                    lambda: [info for entry in self._entries.values() for info in entry.readers.infos(time.monotonic())]
+                )
+            )
+        return self._recovery
+
+    async def _recover(self) -> None:
+        """Ask the keepers that are there for the readers of an earlier catalogue. Waits a few seconds at most."""
+        begin = f"{KEEPER_NAME}{self._job or 'all'} on "
+        names = await asyncio.to_thread(actor_names, begin)
+        questions = [self._leases.recover(name.removeprefix(begin)) for name in names]
+        if questions:
+            await asyncio.wait(questions, timeout=ANSWER_S)
+
+    async def _recovered(self) -> None:
+        """Wait until the readers of an earlier catalogue are known."""
+        self._check_ended()
+        await self._begin_recovery()
 
     def _check_ended(self) -> None:
         if self._ended:

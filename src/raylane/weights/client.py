@@ -13,12 +13,13 @@ from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.catalogue import (
     NAMESPACE,
     Catalogue,
-    CatalogueEnded,
     VersionInfo,
     actor_names,
     own_error,
     start_actor,
 )
+from raylane.weights.leases import CatalogueEnded
+from raylane.weights.readers import ReaderInfo
 
 CATALOGUE_NAME = "catalogue of "
 """Beginning of the name of a catalogue's actor; the rest is its job, or "all"."""
@@ -81,6 +82,12 @@ def all_versions(timeout_s: float) -> list[VersionInfo]:
     """Return the versions of all names of all jobs of the cluster, by name. Catalogues that end are left out."""
     versions: list[VersionInfo] = _ask_all("versions", None, timeout_s=timeout_s)
     return sorted(versions, key=lambda version: (version.name, version.number))
+
+
+def all_readers(timeout_s: float) -> list[ReaderInfo]:
+    """Return the readers of all names of all jobs of the cluster, by name, those that are furthest behind first."""
+    readers: list[ReaderInfo] = _ask_all("readers", None, timeout_s=timeout_s)
+    return sorted(readers, key=lambda reader: (reader.name, -reader.lag, reader.label))
 
 
 def all_memory(timeout_s: float) -> list[tuple[str, str, int]]:

@@ -18,8 +18,9 @@ from raylane.core import vm
 from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
 from raylane.core.semaphore import Segment
-from raylane.core.watcher import watcher
 from raylane.errors import WeightsError, WeightsLostError
+from raylane.weights.leases import WatchedReaders
+from raylane.weights.readers import ReaderKey
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
 
 
@@ -62,6 +63,7 @@ class Keeper:
         """Slots that are copied from or to, by path: opened a second time, for locks of their own."""
         self._fetches: set[asyncio.Future[Any]] = set()
         """Copies under way."""
+        self._readers = WatchedReaders()
         self._catalogue = ""
         """Incarnation of the catalogue that holds slots here."""
 
@@ -69,22 +71,13 @@ class Keeper:
         """Never return: the caller learns of the end of this actor."""
         await asyncio.get_running_loop().create_future()
 
-    async def wait_for_end(self, pid: int) -> None:
-        """Return when a process of this host has ended."""
-        loop = asyncio.get_running_loop()
-        ended = asyncio.Event()
+    async def renew(self, readers: list[ReaderKey], wait_s: float) -> list[ReaderKey]:
+        """Watch the processes of readers of this host; return those that have ended, as `WatchedReaders.renew` does."""
+        return await self._readers.renew(readers, wait_s)
 
-        def note_end() -> None:
-            loop.call_soon_threadsafe(ended.set)
-
-        try:
-            watch = watcher.watch(pid, note_end)
-        except ProcessLookupError:
-            return
-        try:
-            await ended.wait()
-        finally:
-            watch.forget()
+    async def readers(self) -> list[ReaderKey]:
+        """Return the readers that are watched."""
+        return self._readers.keys()
 
     async def make(self, catalogue: str, name: str, kind: PartKind, count: int) -> tuple[list[str], int]:
         """Return the paths of `count` slots, which the first call makes, and the largest number of a version in them.

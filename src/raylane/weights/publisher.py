@@ -48,6 +48,7 @@ class Publisher:
         keep: int = 2,
         places: Places = None,
         detached: bool = False,
+        max_lag: int | None = None,
         timeout: float | None = None,
     ) -> None:
         """Register this rank. Does not wait for the other ranks.
@@ -63,6 +64,8 @@ class Publisher:
             places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
                 returns one or None.
             detached: Keep the versions when this Ray job ends, until `drop`.
+            max_lag: Readers that are more versions behind than this are named in metrics, and marked by `readers` and
+                `raylane weights`; None: none are. The same for all ranks.
             timeout: Seconds; None means RAYLANE_TIMEOUT_S (60 s).
 
         Raises:
@@ -73,10 +76,12 @@ class Publisher:
             raise ValueError(f"rank must be from 0 to world - 1 ({world - 1}), got {rank}")
         if keep < 2:
             raise ValueError(f"keep must be at least 2 (one version to read, one to write), got {keep}")
+        if max_lag is not None and max_lag < 0:
+            raise ValueError(f"max_lag must be at least 0 versions, or None, got {max_lag}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype}")
         self.name = name
-        self.rank, self.world, self._keep = rank, world, keep
+        self.rank, self.world, self._keep, self._max_lag = rank, world, keep, max_lag
         self._tensors = NamedTensors(model)
         self._layout = layout_of(self._tensors.distinct(), places, dtype)
         self._catalogue = CatalogueClient(detached=detached)
@@ -147,9 +152,12 @@ class Publisher:
             return self._executor.submit(self._publish, step, deadline, moment)
 
     def wait(self, version: int, *, readers: str | int = "all", timeout: float | None = None) -> None:
-        """Wait until readers use a version or a later one: `"all"` that have subscribed, or a number of them.
+        """Wait until readers use a version or a later one: `"all"` that hold a lease, or a number of them.
 
-        WeightsTimeoutError names the readers that do not.
+        A reader holds a lease from its first call until it is closed or garbage, or until its process or its host ends;
+        if its host cannot be reached, for 20 seconds more.
+
+        WeightsTimeoutError names the readers that do not use the version.
         """
         if readers != "all" and not isinstance(readers, int):
             raise ValueError(f'readers must be "all" or a number, got {readers!r}')
@@ -182,7 +190,8 @@ class Publisher:
         self._stored = None
         host = ray.get_runtime_context().get_node_id()
         registration = RankRegistration(self.rank, self.world, self._layout, self._tensors.same, host, self._keep)
-        self._generation = self._catalogue.call("register", self.name, registration, deadline=deadline)
+        arguments = self.name, registration, self._max_lag
+        self._generation = self._catalogue.call("register", *arguments, deadline=deadline)
 
     def _slot(self, place: SlotPlace) -> _WriteSlot:
         """Return a slot; mapped once, so that its pages stay warm."""

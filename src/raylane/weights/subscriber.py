@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import os
-import sys
 import threading
 import time
 import weakref
@@ -24,6 +22,7 @@ from raylane.weights.client import CatalogueClient
 from raylane.weights.devices import PreparedCopy
 from raylane.weights.mapping import Mapping, layout_of_record
 from raylane.weights.plan import Plan, make_plans
+from raylane.weights.readers import key_of_reader
 from raylane.weights.recording import Record
 from raylane.weights.slots import POLL_S, OpenSlot, StaleSlot
 from raylane.weights.sources import Sources
@@ -137,7 +136,7 @@ class Subscriber:
         self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
         self._host = ray.get_runtime_context().get_node_id()
-        self._label = f"{os.path.basename(sys.argv[0]) or 'python'} {os.getpid()} {id(self):x}"
+        self._key = key_of_reader(name, self._host, self)
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
         self._chunks: dict[str, list[int]] = {}
@@ -151,7 +150,7 @@ class Subscriber:
         self._mapped: list[OpenSlot] = []
         """Slots in which the tensors lie; this reader holds them."""
         self._join(Deadline.of_call(timeout))
-        self._leave = weakref.finalize(self, self._catalogue.tell, "leave", name, self._label)
+        self._leave = weakref.finalize(self, self._catalogue.tell, "leave", self._key)
         if mapping is not None and self.newest() is not None:
             self._learn(self._offer(1, Deadline.of_call(timeout)))
         if apply == "map" and isinstance(model, Module):
@@ -195,7 +194,7 @@ class Subscriber:
             if changed:
                 nbytes = self._apply(held)
                 self.version, self.state = number, ReaderState.VALID
-                self._catalogue.tell("applied", self.name, self._label, number)
+                self._catalogue.tell("applied", self._key, number)
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
@@ -244,11 +243,11 @@ class Subscriber:
     # Parts of the above
 
     def _join(self, deadline: Deadline) -> None:
-        self._catalogue.call("join", self.name, self._label, self._host, os.getpid(), deadline=deadline)
+        self._catalogue.call("join", self._key, deadline=deadline)
 
     def _offer(self, at_least: int, deadline: Deadline) -> VersionOffer:
         def ask() -> VersionOffer:
-            arguments = self.name, at_least, self._generation, self._host, deadline.left_s()
+            arguments = self._key, self.version, at_least, self._generation, deadline.left_s()
             offer: VersionOffer = self._catalogue.call("offer", *arguments, deadline=deadline)
             return offer
 
