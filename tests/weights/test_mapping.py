@@ -204,7 +204,7 @@ def test_elements_that_are_repeated_are_followed() -> None:
         (lambda tensor, into: None, "writes nothing into 1 tensors of the reader: 'w'"),
     ],
 )
-def test_what_cannot_be_recorded_is_refused(load: Any, message: str) -> None:
+def test_operations_that_change_values_are_refused(load: Any, message: str) -> None:
     with pytest.raises(WeightsLayoutError, match=message) as refused:
         only_q(load)
     if "cannot be recorded" in message:
