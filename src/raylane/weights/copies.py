@@ -54,7 +54,7 @@ class Copies:
                     await self._keeper(host).begin_copy.remote(path, version.number, timeout_s)
                     spread.holders[host] = set()
                     spread.held.add(host)
-            spread.want(host, chunks)
+            spread.want(host, chunks, _chunks_of_base(version, part, host))
             return True
         finally:
             spread.preparing -= 1
@@ -126,11 +126,15 @@ class Copies:
 
 def _base(version: Version, part: str, transfer: Transfer) -> SlotVersion | None:
     """Return the base of a version in a slot of the receiving host, if that has these chunks of it."""
-    base = version.base
-    spread = None if base is None else base.spreads.get(part)
-    if base is None or spread is None or not spread.holders.get(transfer.host, set()).issuperset(transfer.chunks):
+    if version.base is None or not _chunks_of_base(version, part, transfer.host).issuperset(transfer.chunks):
         return None
-    return _slot_version(base, part, transfer.host)
+    return _slot_version(version.base, part, transfer.host)
+
+
+def _chunks_of_base(version: Version, part: str, host: str) -> set[int]:
+    """Return the chunks that a host has of the base of a version."""
+    spread = None if version.base is None else version.base.spreads.get(part)
+    return set() if spread is None else spread.holders.get(host, set())
 
 
 def _slot_version(version: Version, part: str, host: str) -> SlotVersion | None:
