@@ -45,7 +45,7 @@ class PartKind(NamedTuple):
     nbytes: int
 
 
-class Fetched(NamedTuple):
+class TransferResult(NamedTuple):
     """Result of a transfer."""
 
     kind: str
@@ -214,7 +214,7 @@ class Keeper:
         nbytes: int,
         base: SlotVersion | None,
         options: DeltaOptions,
-    ) -> Fetched:
+    ) -> TransferResult:
         """Bring bytes of a version from a slot of another keeper into a slot of this one, over raylane's transports.
 
         As patches of another version that this keeper has (`base`), if the options and the link permit it, else whole.
@@ -238,7 +238,7 @@ class Keeper:
         nbytes: int,
         base: SlotVersion | None,
         options: DeltaOptions,
-    ) -> Fetched:
+    ) -> TransferResult:
         # Loaded here: only hosts that copy need the transports, and torch.
         from raylane.transport.api import get_async
 
@@ -251,7 +251,7 @@ class Keeper:
                 patches = (await get_async(ref)).numpy()
                 copied = len(patches)
                 if await self._restore(slot, base, offset, nbytes, patches, proofs):
-                    return Fetched("delta", copied, False, self._link.bytes_per_s)
+                    return TransferResult("delta", copied, False, self._link.bytes_per_s)
                 mismatch = self._open_version(base).is_there()  # else it was replaced meanwhile
                 (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
         else:
@@ -264,7 +264,7 @@ class Keeper:
             arrived = nbytes
         finally:
             self._link.end(time.monotonic(), arrived)
-        return Fetched("dense", copied + nbytes, mismatch, self._link.bytes_per_s)
+        return TransferResult("dense", copied + nbytes, mismatch, self._link.bytes_per_s)
 
     def _request(self, base: SlotVersion, nbytes: int, options: DeltaOptions) -> DeltaRequest | None:
         """Return the request for patches instead of so many bytes; None if none would be accepted."""
