@@ -138,6 +138,7 @@ class Weather:
             size = "1280" if wanted == "small packets" else "1500"
             subprocess.run([*where, "ip", "link", "set", device, "mtu", size], check=True, capture_output=True)
             rule = {
+                "gigabit": "tbf rate 1gbit burst 1mb latency 50ms",
                 "slow": "tbf rate 200mbit burst 256kbit latency 50ms",
                 "throttle": "tbf rate 80mbit burst 64kbit latency 50ms",
                 "lose": "netem loss 2% delay 5ms 2ms",

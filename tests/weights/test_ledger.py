@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.weights.delta import DeltaOptions
 from raylane.weights.layout import Box, HeldBox, Layout, TensorLayout
 from raylane.weights.ledger import Generation, Ledger, RankRegistration, Version, VersionState
 
@@ -189,3 +190,43 @@ def test_part_lives_on_in_whole_copies() -> None:
     assert (newest(ledger), version.hosts(), version.has_own_part("a")) == (1, ["b"], False)
     ledger.keeper_died("b")
     assert newest(ledger) is None
+
+
+def test_base_is_the_newest_version_that_another_host_has() -> None:
+    ledger = Ledger("policy")
+    delta = DeltaOptions("auto", 6)
+    generation = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 3, delta))
+
+    def publish_one(copied: bool) -> Version:
+        version = ledger.committed(publish(ledger, generation, len(versions)))
+        assert version is not None
+        if copied:
+            version.spread("a").holders["b"] = {0}
+        versions.append(version)
+        return version
+
+    versions: list[Version] = []
+    assert publish_one(copied=False).base is None
+    assert publish_one(copied=True).base is None  # no other host has the one before
+    assert publish_one(copied=False).base is versions[1]
+    versions[1].spreads.clear()
+    assert publish_one(copied=True).base is None
+    assert publish_one(copied=True).base is versions[3]
+    assert publish_one(copied=True).base is None  # number 6 is an anchor
+    assert publish_one(copied=True).base is versions[5]
+    assert publish_one(copied=True).base is versions[6]
+    assert versions[4].base is versions[3]
+    assert versions[6].base is versions[5]
+    assert publish_one(copied=True).base is versions[7]
+    assert versions[6].base is None  # so that no chain of old versions stays in memory
+
+
+def test_another_delta_option_begins_a_generation() -> None:
+    ledger = Ledger("policy")
+    first = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 2, DeltaOptions("auto")))
+    publish(ledger, first, 1)
+    second = ledger.register(RankRegistration(0, 1, layout(0, 1), {}, "a", 2, DeltaOptions("never")))
+    assert second is not first
+    version = ledger.committed(publish(ledger, second, 2))
+    assert version is not None
+    assert version.base is None

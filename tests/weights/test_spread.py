@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raylane.weights.spread import ATTEMPTS, LEAST_BYTES, Spread, Transfer, chunk_bytes
+from raylane.weights.spread import ATTEMPTS, LEAST_BYTES, PATCHED_BYTES, Spread, Transfer, chunk_bytes
 
 
 def simulate(spread: Spread, seed: int, dying: str | None = None) -> dict[str, int]:
@@ -91,3 +91,31 @@ def test_chunks_cover_the_part() -> None:
         places = [spread.place(range(chunk, chunk + 1)) for chunk in range(spread.chunks)]
         assert sum(size for _, size in places) == nbytes
         assert all(offset + size <= nbytes and 0 < size <= chunk_bytes(nbytes) for offset, size in places)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_patches_go_together_and_without_others(seed: int) -> None:
+    together = PATCHED_BYTES // LEAST_BYTES
+    spread = Spread("source", 40 * LEAST_BYTES)
+    spread.want("a", range(40), range(3, 39))
+    transfers = spread.assign()
+    chance = random.Random(seed)
+    for _ in range(40):
+        if not transfers:
+            break
+        transfer = transfers.pop(chance.randrange(len(transfers)))
+        patched = [chunk in range(3, 39) for chunk in transfer.chunks]
+        assert all(patched) or transfer.amount == 1
+        assert transfer.amount <= together
+        spread.end(transfer)
+        transfers += spread.assign()
+    assert spread.is_finished()
+    assert not spread.missing("a")
+    spread.want("b", range(40), range(40))
+    assert spread.assign()[0].amount == together
+
+
+def test_patches_of_large_chunks_come_one_by_one() -> None:
+    spread = Spread("source", 64 * 2 * PATCHED_BYTES)
+    spread.want("a", range(64), range(64))
+    assert [transfer.amount for transfer in spread.assign()] == [1, 1]

@@ -34,14 +34,15 @@ def model(dtype: torch.dtype = torch.float32) -> Sequential:
 class Trainer:
     """One rank, which holds an equal part of the rows of every matrix, and everything else whole."""
 
-    def __init__(self, rank: int, world: int, name: str = "policy", keep: int = 2) -> None:
+    def __init__(self, rank: int, world: int, name: str = "policy", keep: int = 2, delta: str = "auto") -> None:
         whole = model().state_dict()
         self.tensors = {key: t.chunk(world)[rank].clone() if t.dim() == 2 else t.clone() for key, t in whole.items()}
 
         def place(_: str, tensor: torch.Tensor) -> weights.Part | None:
             return weights.Part.even(tensor, 0, rank, world) if tensor.dim() == 2 else None
 
-        self.publisher = weights.Publisher(name, self.tensors, rank=rank, world=world, keep=keep, places=place)
+        options = {"rank": rank, "world": world, "keep": keep, "delta": delta}
+        self.publisher = weights.Publisher(name, self.tensors, places=place, **options)
 
     def publish(self, step: int, timeout: float = 20) -> int:
         for tensor in self.tensors.values():
@@ -395,3 +396,20 @@ def test_options_and_layouts_that_do_not_fit_are_refused(start: Start) -> None:
     assert target["w"].eq(5).all()
     publisher.close()
     subscriber.close()
+
+
+@pytest.mark.parametrize("delta", ["auto", "always"])
+def test_readers_of_the_trainers_host_copy_no_deltas(start: Start, delta: str) -> None:
+    trainer, reader = start(Trainer, 0, 1, "policy", 2, delta), start(Reader)
+    for step in range(1, 4):
+        number = publish([trainer], step)
+        assert ray.get(reader.update.remote(number)) == (number, {step})
+    assert not any(version.copied_bytes for version in weights.versions("policy"))
+
+
+def test_delta_options_are_checked() -> None:
+    tensors = {"w": torch.zeros(3)}
+    with pytest.raises(ValueError, match="delta must be one of auto, never, always, got 'often'"):
+        weights.Publisher("policy", tensors, delta="often")
+    with pytest.raises(ValueError, match="anchor_every must be at least 1"):
+        weights.Publisher("policy", tensors, anchor_every=0)

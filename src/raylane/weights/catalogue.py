@@ -58,6 +58,10 @@ class VersionInfo:
     digest: str | None
     """SHA-256 of its bytes as they are stored, in hexadecimal, if somebody has asked for it."""
     missing_ranks: tuple[int, ...]
+    copied_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes copied between hosts so far: `dense` as whole chunks, `delta` as patches of changed elements."""
+    mismatches: int = 0
+    """Number of transfers that were repeated whole, because patches did not make the bytes of the trainer's host."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +197,8 @@ class Catalogue:
                 if entry.used_parts.get(host) != used:
                     entry.used_parts[host] = used
                     keeper.drop.remote(name, used)
+            if (version := entry.ledger.committed(number)) is not None:
+                entry.copies.make_patches(version)
         await self._notify(entry)
 
     async def wait_for_readers(self, name: str, number: int, readers: int | None, timeout_s: float | None) -> None:
@@ -344,6 +350,8 @@ class Catalogue:
                 time.monotonic() - version.began_s,
                 version.digest,
                 tuple(version.missing()),
+                dict(version.copied_bytes),
+                version.mismatches,
             )
             for entry in entries
             for version in entry.ledger.versions

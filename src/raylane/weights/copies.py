@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from raylane.weights.ledger import Version
+from raylane.weights.patches import SlotVersion
 from raylane.weights.spread import Spread, Transfer
 
 PAUSE_S = 0.5
@@ -25,6 +26,8 @@ class Copies:
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         """Transfers under way; an event loop keeps no tasks."""
+        self._links: dict[str, float] = {}
+        """Speed of the link of each host in bytes/s, as its keeper has measured it."""
         self._preparing: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         """Locks by host and part, held while a slot is made ready."""
 
@@ -51,11 +54,24 @@ class Copies:
                     await self._keeper(host).begin_copy.remote(path, version.number, timeout_s)
                     spread.holders[host] = set()
                     spread.held.add(host)
-            spread.want(host, chunks)
+            spread.want(host, chunks, _chunks_of_base(version, part, host))
             return True
         finally:
             spread.preparing -= 1
             self.go_on(version, spread)
+
+    def make_patches(self, version: Version) -> None:
+        """Let the keepers of the trainer's hosts make patches, where readers of other hosts can use them."""
+        base, generation = version.base, version.generation
+        if base is None:
+            return
+        for part in base.spreads:
+            hosts = base.readers_of(part)
+            links = [self._links[host] for host in hosts if host in self._links]
+            slots = [_slot_version(each, part, part) for each in (version, base)]
+            slowest = min(links, default=None)
+            if hosts and None not in slots and generation.delta.most_patch_bytes(1 << 20, slowest) > 0:
+                self._keeper(part).make_patches.remote(*slots, generation.runs(part), generation.delta, slowest)
 
     async def _hold(self, version: Version, part: str, holder: str) -> bool:
         """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""
@@ -79,22 +95,52 @@ class Copies:
             spread.held.clear()
 
     async def _transfer(self, version: Version, spread: Spread, transfer: Transfer) -> None:
-        offset, nbytes = spread.place(transfer.chunks)
-        paths = [_path(version, spread.source, host) for host in (transfer.host, transfer.holder)]
+        part, host, holder = spread.source, transfer.host, transfer.holder
+        target, source = (_slot_version(version, part, each) for each in (host, holder))
         failure = None
-        if None in paths:
+        if target is None or source is None:
             failure = "its keeper has died"
         else:
-            target, source = paths
-            holder = self._keeper(transfer.holder)
+            base = _base(version, part, transfer)
             try:
-                await self._keeper(transfer.host).fetch.remote(target, holder, source, offset, nbytes)
+                fetched = await self._keeper(host).fetch.remote(
+                    target,
+                    self._keeper(holder),
+                    source.path,
+                    *spread.place(transfer.chunks),
+                    base,
+                    version.generation.delta,
+                )
             except ray.exceptions.RayError as error:  # of either keeper, or of the network
-                failure = f"node {transfer.holder}: {getattr(error, 'cause', None) or error}"
+                failure = f"node {holder}: {getattr(error, 'cause', None) or error}"
                 await asyncio.sleep(PAUSE_S)
+            else:
+                version.copied_bytes[fetched.kind] += fetched.nbytes
+                version.mismatches += fetched.mismatch
+                if fetched.link_bytes_per_s is not None:
+                    self._links[host] = fetched.link_bytes_per_s
         spread.end(transfer, failure)
         self.go_on(version, spread)
         await self._changed()
+
+
+def _base(version: Version, part: str, transfer: Transfer) -> SlotVersion | None:
+    """Return the base of a version in a slot of the receiving host, if that has these chunks of it."""
+    if version.base is None or not _chunks_of_base(version, part, transfer.host).issuperset(transfer.chunks):
+        return None
+    return _slot_version(version.base, part, transfer.host)
+
+
+def _chunks_of_base(version: Version, part: str, host: str) -> set[int]:
+    """Return the chunks that a host has of the base of a version."""
+    spread = None if version.base is None else version.base.spreads.get(part)
+    return set() if spread is None else spread.holders.get(host, set())
+
+
+def _slot_version(version: Version, part: str, host: str) -> SlotVersion | None:
+    """Return the slot of a host for a part of a version; None if its keeper has died."""
+    path = _path(version, part, host)
+    return None if path is None else SlotVersion(path, version.number)
 
 
 def _path(version: Version, part: str, host: str) -> str | None:

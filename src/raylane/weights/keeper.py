@@ -19,7 +19,19 @@ from raylane.core.deadline import Deadline
 from raylane.core.environment import bytes_in
 from raylane.core.semaphore import Segment
 from raylane.errors import WeightsError, WeightsLostError
+from raylane.weights.delta import DeltaOptions, LinkSpeed, Run
 from raylane.weights.leases import WatchedReaders
+from raylane.weights.patches import (
+    MOST_WAIT_S,
+    DeltaRequest,
+    OpenVersion,
+    Patches,
+    Proof,
+    SlotVersion,
+    message,
+    on_thread,
+    restore,
+)
 from raylane.weights.readers import ReaderKey
 from raylane.weights.slots import OpenSlot, StaleSlot, make_slot, words_of
 
@@ -32,6 +44,28 @@ class PartKind(NamedTuple):
     ranks: int
     """Number of these ranks."""
     nbytes: int
+
+
+class TransferResult(NamedTuple):
+    """Result of a transfer."""
+
+    kind: str
+    """`dense` or `delta`."""
+    nbytes: int
+    """Bytes that were copied between the hosts."""
+    mismatch: bool
+    """True if patches did not make what they were to make."""
+    link_bytes_per_s: float | None
+    """Speed of the link as the keeper has measured it so far."""
+
+
+class Served(NamedTuple):
+    """Answer to a request for chunks."""
+
+    refs: list[Any]
+    """One ref, of whole chunks or of patches."""
+    proofs: list[Proof]
+    """Of the patches; empty for whole chunks."""
 
 
 JOB_CHECK_S = 5.0
@@ -64,6 +98,8 @@ class Keeper:
         self._fetches: set[asyncio.Future[Any]] = set()
         """Copies under way."""
         self._readers = WatchedReaders()
+        self._patches = Patches()
+        self._link = LinkSpeed()
         self._catalogue = ""
         """Incarnation of the catalogue that holds slots here."""
 
@@ -137,6 +173,7 @@ class Keeper:
         for at in [at for at in self._slots if at[0] == name and at[1] not in spared]:
             for segment in self._slots.pop(at):
                 segment.close_fd()
+                self._patches.forget([segment.path], newest=True)
                 slot = self._open.pop(segment.path, None)
                 if slot is not None:
                     slot.close()
@@ -145,6 +182,7 @@ class Keeper:
 
     async def begin_copy(self, path: str, number: int, timeout_s: float | None) -> None:
         """Make a slot ready for the copy of a version, and hold it. Waits for readers of what it holds."""
+        self._patches.forget(self._beside(path), newest=False)
         await asyncio.to_thread(self._slot(path).begin_copy, number, Deadline(timeout_s))
 
     async def hold(self, path: str, number: int) -> bool:
@@ -160,29 +198,118 @@ class Keeper:
         if path in self._open:
             self._open[path].release()
 
-    async def fetch(self, path: str, holder: Any, holder_path: str, offset: int, nbytes: int) -> None:
-        """Copy bytes of a slot of another keeper into a slot of this one, over raylane's transports.
+    async def fetch(
+        self,
+        slot: SlotVersion,
+        holder: Any,
+        holder_path: str,
+        offset: int,
+        nbytes: int,
+        base: SlotVersion | None,
+        options: DeltaOptions,
+    ) -> TransferResult:
+        """Bring bytes of a version from a slot of another keeper into a slot of this one, over raylane's transports.
+
+        As patches of another version that this keeper has (`base`), if the options and the link permit it, else whole.
+        Waits for patches that the other keeper is making, at most as long as a whole transfer would take.
 
         Raises the errors of `raylane.get`, and those of Ray if the other keeper dies.
         """
-        # Loaded here: only hosts that copy need the transports, and torch.
-        from raylane.transport.api import get_async
-
-        target = self._slot(path).memory()[offset : offset + nbytes]
-        (ref,) = await holder.serve.remote(holder_path, offset, nbytes)
-        task = asyncio.ensure_future(get_async(ref, into=target))
+        task = asyncio.ensure_future(self._fetch(slot, holder, holder_path, offset, nbytes, base, options))
         self._fetches.add(task)
         try:
-            await task
+            return await task
         finally:
             self._fetches.discard(task)
 
-    async def serve(self, path: str, offset: int, nbytes: int) -> list[Any]:
-        """Return a ref of bytes of a slot, which is held."""
+    async def _fetch(
+        self,
+        slot: SlotVersion,
+        holder: Any,
+        holder_path: str,
+        offset: int,
+        nbytes: int,
+        base: SlotVersion | None,
+        options: DeltaOptions,
+    ) -> TransferResult:
+        # Loaded here: only hosts that copy need the transports, and torch.
+        from raylane.transport.api import get_async
+
+        copied, mismatch = 0, False
+        source = SlotVersion(holder_path, slot.number)
+        request = None if base is None else self._request(base, nbytes, options)
+        if base is not None and request is not None:
+            (ref,), proofs = await holder.serve.remote(source, offset, nbytes, request)
+            if proofs:
+                patches = (await get_async(ref)).numpy()
+                copied = len(patches)
+                if await self._restore(slot, base, offset, nbytes, patches, proofs):
+                    return TransferResult("delta", copied, False, self._link.bytes_per_s)
+                mismatch = self._open_version(base).is_there()  # else it was replaced meanwhile
+                (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
+        else:
+            (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
+        target = self._slot(slot.path).memory()[offset : offset + nbytes]
+        arrived = 0
+        self._link.begin(time.monotonic())
+        try:
+            await get_async(ref, into=target)
+            arrived = nbytes
+        finally:
+            self._link.end(time.monotonic(), arrived)
+        return TransferResult("dense", copied + nbytes, mismatch, self._link.bytes_per_s)
+
+    def _request(self, base: SlotVersion, nbytes: int, options: DeltaOptions) -> DeltaRequest | None:
+        """Return the request for patches instead of so many bytes; None if none would be accepted."""
+        link = self._link.bytes_per_s
+        most_bytes = options.most_patch_bytes(nbytes, link)
+        if most_bytes < 0 or not self._open_version(base).is_there():
+            return None
+        return DeltaRequest(base.number, most_bytes, MOST_WAIT_S if link is None else nbytes / link)
+
+    async def _restore(
+        self, slot: SlotVersion, base: SlotVersion, offset: int, nbytes: int, patches: Any, proofs: list[Proof]
+    ) -> bool:
+        """Write bytes of a version with patches of another one; keep the patches. Return False if that failed."""
+        target = self._open_version(slot).bytes(offset, offset + nbytes)
+        source = self._open_version(base).bytes(offset, offset + nbytes)
+        restored = await on_thread(lambda: restore(target, source, patches, proofs))
+        if restored is not None:
+            self._patches.keep(slot, base.number, offset, restored)
+        return restored is not None
+
+    async def serve(self, slot: SlotVersion, offset: int, nbytes: int, request: DeltaRequest | None) -> Served:
+        """Return a ref of bytes of a slot, which is held; or of patches, if they are requested and there are any."""
         from raylane.transport.api import put
 
-        memory = self._slot(path).memory()[offset : offset + nbytes]
-        return [put(memory, on_mutation="allow")]  # other chunks of the same memory are written meanwhile
+        patches = None if request is None else await self._patches.find(slot, request, offset, nbytes)
+        if patches:
+            import torch
+
+            data, proofs = message(patches)
+            return Served([put(torch.from_numpy(data))], proofs)
+        memory = self._slot(slot.path).memory()[offset : offset + nbytes]
+        # Other chunks of the same memory are written meanwhile.
+        return Served([put(memory, on_mutation="allow")], [])
+
+    async def make_patches(
+        self, new: SlotVersion, old: SlotVersion, runs: Sequence[Run], options: DeltaOptions, link: float | None
+    ) -> None:
+        """Make patches between two versions of a part of this host, and keep them until the version after the next.
+
+        Runs on a thread beside the trainer's next step, and ends early if the trainer needs one of the slots. `link` is
+        the speed of the slowest link in bytes/s, for which patches have to pay.
+        """
+        self._patches.forget(self._beside(new.path), newest=False)
+        await self._patches.make(new.path, self._open_version(new), self._open_version(old), runs, options, link)
+
+    def _open_version(self, version: SlotVersion) -> OpenVersion:
+        return OpenVersion(self._slot(version.path), version.number)
+
+    def _beside(self, path: str) -> list[str]:
+        """Return the paths of all slots of the same part."""
+        parts = ([slot.path for slot in slots] for slots in self._slots.values())
+        return next((paths for paths in parts if path in paths), [])
 
     def _slot(self, path: str) -> OpenSlot:
         if path not in self._open:

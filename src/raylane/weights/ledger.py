@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError
+from raylane.weights.delta import DeltaOptions, Run, runs_of
 from raylane.weights.layout import Layout, StoredLayout, store
 from raylane.weights.spread import Spread
 
@@ -63,6 +65,7 @@ class RankRegistration(NamedTuple):
     """Further names of tied tensors, and the name of each in the layout."""
     host: str
     keep: int
+    delta: DeltaOptions = DeltaOptions()
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Generation:
     number: int
     world: int
     keep: int
+    delta: DeltaOptions
     layouts: dict[int, Layout] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     """Host of each rank."""
@@ -79,6 +83,8 @@ class Generation:
     stored: StoredLayout | None = None
     slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
+
+    _runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
 
     def ranks_of(self, host: str) -> list[int]:
         """Return the ranks of a host, in the order of their words in a slot."""
@@ -92,6 +98,13 @@ class Generation:
         """Return the size of the part that the ranks of a host write."""
         assert self.stored is not None, "not all ranks have registered"
         return self.stored.nbytes[self.stored.hosts.index(host)]
+
+    def runs(self, host: str) -> tuple[Run, ...]:
+        """Return the runs of elements of one size in the part of a host; found once."""
+        assert self.stored is not None, "not all ranks have registered"
+        if host not in self._runs:
+            self._runs[host] = runs_of(self.stored, self.stored.hosts.index(host))
+        return self._runs[host]
 
 
 @dataclass
@@ -114,6 +127,12 @@ class Version:
     """Digest of the stored bytes, when somebody has asked for it."""
     spreads: dict[str, Spread] = field(default_factory=dict)
     """Copies of parts on other hosts, by the host whose ranks wrote the part."""
+    base: Version | None = None
+    """Earlier version that other hosts have, from which this one may be made with patches."""
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes that were copied between hosts: `dense` as whole chunks, `delta` as patches."""
+    mismatches: int = 0
+    """Number of transfers whose patches did not make what they were to make."""
 
     def advance(self, event: VersionEvent) -> None:
         """Change the state as the table says."""
@@ -129,6 +148,11 @@ class Version:
             parts = len(set(self.generation.hosts.values()))
             self.spreads[part] = Spread(part, self.generation.part_bytes(part), parts)
         return self.spreads[part]
+
+    def readers_of(self, part: str) -> set[str]:
+        """Return the other hosts that have a part, or chunks of it."""
+        spread = self.spreads.get(part)
+        return set() if spread is None else spread.holders.keys() - {part}
 
     def has_own_part(self, host: str) -> bool:
         """Return True if the ranks of a host wrote a part, and it is still there."""
@@ -164,14 +188,14 @@ class Ledger:
 
         WeightsLayoutError if the ranks do not fit together; the last rank to register gets it.
         """
-        rank, world, layout, same, host, keep = registration
+        rank, world, layout, same, host, keep, delta = registration
         generation = self.generations[-1] if self.generations else None
-        fits = generation is not None and (generation.world, generation.keep) == (world, keep)
+        fits = generation is not None and (generation.world, generation.keep, generation.delta) == (world, keep, delta)
         if fits and generation is not None and rank in generation.layouts:  # it has come back
             fits = generation.hosts[rank] == host and generation.layouts[rank] == layout
         if generation is None or not fits:
             number = 0 if generation is None else generation.number + 1
-            generation = Generation(number, world, keep)
+            generation = Generation(number, world, keep, delta)
             self.generations.append(generation)
         version = self.open_version()
         if version is not None and (rank in version.writers or version.generation is not generation):
@@ -261,9 +285,22 @@ class Ledger:
             raise WeightsLostError(f"version {number} of {self.name!r} {why} while rank {rank} wrote it. Publish again")
         version.done.add(rank)
         if version.state is VersionState.OPEN and not version.missing():
+            version.base = self._base_of(version)
             version.advance(VersionEvent.ALL_DONE)
             return True
         return False
+
+    def _base_of(self, version: Version) -> Version | None:
+        """Return the newest version in the same slots that another host has; None if this one is to be copied whole."""
+        if not version.generation.delta.allow(version.number):
+            return None
+        for earlier in reversed(self.versions):
+            same = earlier.generation is version.generation and earlier.state is VersionState.COMMITTED
+            if same and any(earlier.readers_of(part) for part in earlier.spreads):
+                if earlier.base is not None:
+                    earlier.base.base = None  # else all earlier versions would stay in memory
+                return earlier
+        return None
 
     def committed(self, number: int) -> Version | None:
         """Return a version if it is committed and has a slot."""

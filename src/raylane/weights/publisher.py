@@ -15,6 +15,7 @@ from raylane.errors import WeightsLostError, WeightsTimeoutError
 from raylane.transport.link.endpoint import endpoint
 from raylane.weights.catalogue import GenerationKey
 from raylane.weights.client import CatalogueClient
+from raylane.weights.delta import DeltaOptions
 from raylane.weights.devices import Moment, PreparedCopy, lock_pages
 from raylane.weights.layout import StoredLayout
 from raylane.weights.ledger import RankRegistration
@@ -46,6 +47,8 @@ class Publisher:
         world: int = 1,
         dtype: torch.dtype | None = None,
         keep: int = 2,
+        delta: str = "auto",
+        anchor_every: int = 50,
         places: Places = None,
         detached: bool = False,
         max_lag: int | None = None,
@@ -61,6 +64,9 @@ class Publisher:
             dtype: Floating-point dtype to which floating-point tensors are converted; None: as they are.
             keep: Number of versions in memory, the one being written included; at least 2. Readers that map weights
                 hold a version until their next update, so give them one more.
+            delta: Copies to other hosts. `auto` sends only the elements that have changed where that is quicker by the
+                measured speed of the link, `always` wherever it is less, `never` whole versions. Same for all ranks.
+            anchor_every: Every so many versions, one is sent whole. Same for all ranks.
             places: For plain tensors that are a part of a whole one: `Part` by name, or a function (name, tensor) that
                 returns one or None.
             detached: Keep the versions when this Ray job ends, until `drop`.
@@ -80,6 +86,8 @@ class Publisher:
             raise ValueError(f"max_lag must be at least 0 versions, or None, got {max_lag}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype}")
+        self._delta = DeltaOptions(delta, anchor_every)
+        self._delta.check()
         self.name = name
         self.rank, self.world, self._keep, self._max_lag = rank, world, keep, max_lag
         self._tensors = NamedTensors(model)
@@ -189,7 +197,9 @@ class Publisher:
     def _register(self, deadline: Deadline) -> None:
         self._stored = None
         host = ray.get_runtime_context().get_node_id()
-        registration = RankRegistration(self.rank, self.world, self._layout, self._tensors.same, host, self._keep)
+        registration = RankRegistration(
+            self.rank, self.world, self._layout, self._tensors.same, host, self._keep, self._delta
+        )
         arguments = self.name, registration, self._max_lag
         self._generation = self._catalogue.call("register", *arguments, deadline=deadline)
 

@@ -23,7 +23,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from raylane.core.deadline import Deadline
-from raylane.core.filelock import READ, UNLOCK, WRITE, lock
+from raylane.core.filelock import READ, UNLOCK, WRITE, is_free, lock
 from raylane.core.semaphore import Segment
 from raylane.errors import WeightsTimeoutError
 
@@ -141,6 +141,15 @@ class OpenSlot:
         if set(self.numbers()) != {number}:
             self.release()
             raise StaleSlot
+
+    def still_has(self, number: int) -> bool:
+        """Return True if what was read from the slot before this call is this version whole; takes no lock.
+
+        A writer locks its word first and then changes it, and numbers never come back. The kernel orders its lock and
+        this test, so a writer that is not noticed here has begun after what was read.
+        """
+        fd = self._segment.fd
+        return fd is not None and is_free(fd, READ) and set(self.numbers()) == {number}
 
     def forget_writes(self) -> None:
         """Drop what this process wrote to its private mapping; does nothing to a shared one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from raylane.weights.layout import ALIGNMENT
@@ -25,6 +25,8 @@ MOST_CALLS = 128
 """Number of transfers of a whole version to one host: a transfer has several chunks where there are many parts."""
 LEAST_BYTES = 4 << 20
 """Size of a chunk of a small part: below it a call costs more than its bytes."""
+PATCHED_BYTES = 48 << 20
+"""Size of the chunks that a transfer of patches makes: one by one, their calls would cost more than their bytes."""
 AT_ONCE = 2
 """Number of chunks that a host receives, and sends, at the same time: while one call ends the other uses the link."""
 ATTEMPTS = 3
@@ -71,15 +73,21 @@ class Spread:
         self.preparing = 0
         """Number of hosts whose slots are being made ready."""
         self._wanted: dict[str, set[int]] = {}
+        self._patched: dict[str, set[int]] = {}
+        """Chunks by host that may come as patches."""
         self._failures: Counter[tuple[str, str]] = Counter()
         """Number of failures by host and holder."""
         self._reasons: dict[str, str] = {}
         """Last failure of each host."""
         self._sent: Counter[str] = Counter()
 
-    def want(self, host: str, chunks: Iterable[int]) -> None:
-        """Note that a host needs chunks. Holders that have failed towards it may be asked again."""
+    def want(self, host: str, chunks: Iterable[int], patched: Iterable[int] = ()) -> None:
+        """Note that a host needs chunks. Holders that have failed towards it may be asked again.
+
+        `patched` has the chunks that may come as patches, because the host has them of an earlier version.
+        """
         self._wanted.setdefault(host, set()).update(chunks)
+        self._patched[host] = set(patched)
         for pair in [pair for pair in self._failures if pair[0] == host]:
             del self._failures[pair]
 
@@ -138,6 +146,7 @@ class Spread:
         """Forget a host whose keeper has died."""
         self.holders.pop(host, None)
         self._wanted.pop(host, None)
+        self._patched.pop(host, None)
         self.held.discard(host)
 
     def _progress(self, host: str) -> tuple[int, int]:
@@ -184,7 +193,20 @@ class Spread:
         if best is None:
             return None
         (*_, first), holder = best
+        return Transfer(first, self._count(host, holder, first, givers), holder, host)
+
+    def _count(self, host: str, holder: str, first: int, givers: Mapping[int, Sequence[str]]) -> int:
+        """Return the number of chunks of a transfer that begins with this one."""
+        patched = self._patched.get(host, set())
+        most = self._together
+        if first in patched:
+            most = max(most, PATCHED_BYTES // chunk_bytes(self.part_bytes))
         count = 1
-        while count < self._together and holder in givers.get(first + count, ()):
+        # No chunk without a base beside those with one: they would all have to come whole.
+        while (
+            count < most
+            and holder in givers.get(first + count, ())
+            and (first in patched) == (first + count in patched)
+        ):
             count += 1
-        return Transfer(first, count, holder, host)
+        return count
