@@ -9,9 +9,9 @@ import torch
 
 from raylane.weights.layout import Box
 from raylane.weights.regions import (
-    Piece,
-    Region,
+    TargetRegion,
     View,
+    ViewPiece,
     boxes_in_target,
     contiguous_strides,
     joined,
@@ -25,15 +25,15 @@ def view_of(tensor: torch.Tensor) -> View:
     return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def whole(shape: list[int]) -> Piece:
-    return Piece((0,) * len(shape), "x", View(tuple(shape), contiguous_strides(shape), 0))
+def whole(shape: list[int]) -> ViewPiece:
+    return ViewPiece((0,) * len(shape), "x", View(tuple(shape), contiguous_strides(shape), 0))
 
 
 def box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, start + size) for start, size in zip(*box, strict=True))]
 
 
-def written(base: torch.Tensor, pieces: list[Piece], shape: torch.Size) -> torch.Tensor:
+def written(base: torch.Tensor, pieces: list[ViewPiece], shape: torch.Size) -> torch.Tensor:
     """Return a tensor of this shape into which the regions of all pieces were copied."""
     target = torch.full(shape, -1)
     for piece in pieces:
@@ -86,14 +86,16 @@ def test_views_of_views_are_regions(seed: int) -> None:
 
 def test_rows_of_heads_are_one_region() -> None:
     heads = torch.empty(32 * 4, 64).view(32, 4, 64)
-    (region,) = regions_of(Piece((0, 0, 0), "q", view_of(heads)), (128, 64), "qkv", View((32, 4, 64), (256, 64, 1), 0))
-    assert region == Region(Box((0, 0), (128, 64)), "qkv", 0, (64, 1))
+    (region,) = regions_of(
+        ViewPiece((0, 0, 0), "q", view_of(heads)), (128, 64), "qkv", View((32, 4, 64), (256, 64, 1), 0)
+    )
+    assert region == TargetRegion(Box((0, 0), (128, 64)), "qkv", 0, (64, 1))
 
 
 def test_a_transpose_is_one_region() -> None:
     turned = torch.empty(6, 4).t()
-    (region,) = regions_of(Piece((0, 0), "w", view_of(turned)), (6, 4), "t", View((4, 6), (6, 1), 12))
-    assert region == Region(Box((0, 0), (6, 4)), "t", 12, (1, 6))
+    (region,) = regions_of(ViewPiece((0, 0), "w", view_of(turned)), (6, 4), "t", View((4, 6), (6, 1), 12))
+    assert region == TargetRegion(Box((0, 0), (6, 4)), "t", 12, (1, 6))
 
 
 def test_every_second_row_is_a_region_for_each() -> None:
@@ -102,12 +104,12 @@ def test_every_second_row_is_a_region_for_each() -> None:
 
 
 def test_regions_that_follow_each_other_are_joined() -> None:
-    rows = [Region(Box((row, 0), (1, 8)), "t", 100 + 16 * row, (0, 1)) for row in range(4)]
-    assert joined(rows) == [Region(Box((0, 0), (4, 8)), "t", 100, (16, 1))]
+    rows = [TargetRegion(Box((row, 0), (1, 8)), "t", 100 + 16 * row, (0, 1)) for row in range(4)]
+    assert joined(rows) == [TargetRegion(Box((0, 0), (4, 8)), "t", 100, (16, 1))]
     assert joined(rows[::2]) == rows[::2]
     assert len(joined([rows[0], rows[1]._replace(target="u")])) == 2
 
 
 def test_boxes_in_a_target_are_where_a_region_lies() -> None:
-    region = Region(Box((0, 0), (2, 3)), "t", 12, (1, 6))  # turned into rows 2 to 4 of a tensor of 6 columns
+    region = TargetRegion(Box((0, 0), (2, 3)), "t", 12, (1, 6))  # turned into rows 2 to 4 of a tensor of 6 columns
     assert boxes_in_target(region, (5, 6)) == [Box((2, 0), (3, 2))]

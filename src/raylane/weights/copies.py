@@ -101,7 +101,10 @@ class Copies:
         if target is None or source is None:
             failure = "its keeper has died"
         else:
-            base = _base(version, part, transfer)
+            # The receiving host needs these chunks of the base too, for what has changed in them.
+            base = None
+            if version.base is not None and _chunks_of_base(version, part, host).issuperset(transfer.chunks):
+                base = _slot_version(version.base, part, host)
             try:
                 fetched = await self._keeper(host).fetch.remote(
                     target,
@@ -122,13 +125,6 @@ class Copies:
         spread.end(transfer, failure)
         self.go_on(version, spread)
         await self._changed()
-
-
-def _base(version: Version, part: str, transfer: Transfer) -> SlotVersion | None:
-    """Return the base of a version in a slot of the receiving host, if that has these chunks of it."""
-    if version.base is None or not _chunks_of_base(version, part, transfer.host).issuperset(transfer.chunks):
-        return None
-    return _slot_version(version.base, part, transfer.host)
 
 
 def _chunks_of_base(version: Version, part: str, host: str) -> set[int]:

@@ -17,13 +17,16 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raylane.weights.layout import StoredLayout
 
-Array = np.ndarray[Any, Any]
+# Catalogues import this module and need no NumPy: functions that use it load it.
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
 MODES = ("auto", "never", "always")
 """Values of the option `delta`."""
 RESTORE_S_PER_BYTE = 0.9e-9
@@ -83,8 +86,9 @@ class Run(NamedTuple):
 
 def runs_of(stored: StoredLayout, part: int) -> tuple[Run, ...]:
     """Return the runs of a part, in order. Room between two boxes belongs to the run before it."""
+    # Complex numbers are compared in halves.
     boxes = sorted(
-        (box.offset, _unit(tensor.itemsize))
+        (box.offset, math.gcd(tensor.itemsize, 8))
         for tensor in stored.tensors.values()
         for box in tensor.boxes
         if box.part == part
@@ -97,11 +101,6 @@ def runs_of(stored: StoredLayout, part: int) -> tuple[Run, ...]:
         else:
             runs.append(Run(stop, itemsize))
     return tuple(runs)
-
-
-def _unit(itemsize: int) -> int:
-    """Return the size in which elements are compared: theirs, or the largest that divides it (complex numbers)."""
-    return math.gcd(itemsize, 8)
 
 
 def runs_between(runs: Sequence[Run], first: int, last: int) -> list[Run]:
@@ -121,6 +120,8 @@ def diff(new: Array, old: Array, runs: Sequence[Run], most_bytes: int) -> Array 
     Both are arrays of bytes of the same length, which is the stop of the last run; runs begin at multiples of their
     itemsize.
     """
+    import numpy as np
+
     sections: list[bytes] = []
     total, start = 0, 0
     for stop, itemsize in runs:
@@ -142,6 +143,8 @@ def diff(new: Array, old: Array, runs: Sequence[Run], most_bytes: int) -> Array 
 
 
 def _section(start: int, itemsize: int, new: Array, changed: Array) -> list[bytes]:
+    import numpy as np
+
     gaps = np.diff(changed, prepend=0)
     long = gaps > MOST_GAP
     if long.any():
@@ -160,6 +163,8 @@ def apply(patch: Array, into: Array) -> None:
 
     MalformedPatch if the patch does not fit; the chunk may be written in part then, and nothing beside it.
     """
+    import numpy as np
+
     at = 0
     while at < len(patch):
         if len(patch) - at < _SECTION.size:

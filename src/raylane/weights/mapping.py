@@ -17,13 +17,13 @@ import torch
 from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import Box, HeldBox, StoredLayout, TensorLayout
-from raylane.weights.recording import Record, Recorder, TensorStream, record
+from raylane.weights.recording import LoadRecorder, Record, TensorStream, record
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _NameRule:
     """One step from published names to those of the reader: its text, and what it makes of all tensors."""
 
     text: str
@@ -42,7 +42,7 @@ class Mapping:
     tensors, such as `layers.0.q_proj.weight`; parts of names stand between dots.
     """
 
-    rules: tuple[_Rule, ...] = ()
+    rules: tuple[_NameRule, ...] = ()
     load: Callable[[TensorStream], Any] | None = None
     """The reader's own loader; None: rules."""
 
@@ -134,7 +134,7 @@ class Mapping:
     def _with(self, text: str, apply: Callable[[Tensors], Tensors]) -> Mapping:
         if self.load is not None:
             raise ValueError(f"a recorded loader takes no rules, got {text}. Rename before the loader's own names")
-        return replace(self, rules=(*self.rules, _Rule(text, apply)))
+        return replace(self, rules=(*self.rules, _NameRule(text, apply)))
 
     def __repr__(self) -> str:
         if self.load is not None:
@@ -158,10 +158,10 @@ class Mapping:
 
     def _loader(
         self, stored: StoredLayout, targets: AnyMapping[str, torch.Tensor], *, subset: bool
-    ) -> Callable[[Recorder], None]:
+    ) -> Callable[[LoadRecorder], None]:
         """Return the loader that the rules describe."""
 
-        def load(recorder: Recorder) -> None:
+        def load(recorder: LoadRecorder) -> None:
             tensors = self._ruled(dict(recorder.tensors()))
             if any(name not in tensors for name in targets):  # perhaps further names of tied tensors
                 both = self._ruled(dict(recorder.tensors_of([*stored.tensors, *stored.same])))

@@ -14,13 +14,14 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from raylane.weights.delta import Array, DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
+from raylane.weights.delta import DeltaOptions, MalformedPatch, Run, apply, diff, runs_between
 from raylane.weights.slots import OpenSlot
 from raylane.weights.spread import chunk_bytes
+
+if TYPE_CHECKING:
+    from raylane.weights.delta import Array
 
 MOST_WAIT_S = 30.0
 """Seconds for which a patch that is being made is waited for at most."""
@@ -42,6 +43,8 @@ class OpenVersion(NamedTuple):
 
     def bytes(self, first: int, last: int) -> Array:
         """Return bytes of the part, without a copy."""
+        import numpy as np
+
         return np.frombuffer(self.slot.view()[first:last], dtype=np.uint8)
 
     def is_there(self) -> bool:
@@ -218,6 +221,8 @@ def _made(new: Array, old: Array, runs: Sequence[Run], most_bytes: int) -> Patch
 
 def message(patches: Sequence[PatchOfChunk]) -> tuple[Array, list[Proof]]:
     """Return patches of adjacent chunks as one array, and their proofs."""
+    import numpy as np
+
     data = patches[0].patch if len(patches) == 1 else np.concatenate([each.patch for each in patches])
     return data, [Proof(len(each.patch), each.nbytes, each.digest) for each in patches]
 
@@ -227,6 +232,8 @@ def restore(target: Array, base: Array, data: Array, proofs: Sequence[Proof]) ->
 
     Returns the patches; None if they do not fit, or do not make what they are to make. Then the target is undefined.
     """
+    import numpy as np
+
     patches = []
     at = patch_at = 0
     for patch_bytes, nbytes, digest in proofs:

@@ -25,9 +25,9 @@ from raylane.core.listing import listed
 from raylane.errors import WeightsLayoutError
 from raylane.weights.layout import StoredLayout, have_overlap
 from raylane.weights.regions import (
-    Piece,
-    Region,
+    TargetRegion,
     View,
+    ViewPiece,
     boxes_in_target,
     contiguous_strides,
     pieces_of_view,
@@ -82,7 +82,7 @@ TensorStream = Iterable[tuple[str, torch.Tensor]]
 
 
 class Constant(NamedTuple):
-    """Region of a reader's tensor that the loader fills with one value, as the padding of a vocabulary."""
+    """TargetRegion of a reader's tensor that the loader fills with one value, as the padding of a vocabulary."""
 
     target: str
     view: View
@@ -92,7 +92,7 @@ class Constant(NamedTuple):
 class Record(NamedTuple):
     """What a loader does: regions by published name, and constants."""
 
-    regions: dict[str, tuple[Region, ...]]
+    regions: dict[str, tuple[TargetRegion, ...]]
     constants: tuple[Constant, ...]
 
     def targets(self) -> list[str]:
@@ -102,11 +102,11 @@ class Record(NamedTuple):
 
 
 @dataclass
-class _Node:
+class _MadeTensor:
     """Contiguous tensor without memory, and the pieces of published tensors in it."""
 
     shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ViewPiece] = field(default_factory=list)
 
 
 class RecordedTensor(torch.Tensor):
@@ -114,14 +114,14 @@ class RecordedTensor(torch.Tensor):
 
     meta_view: torch.Tensor
     """The same view on the meta device: torch computes its shape and strides."""
-    node: _Node
-    recorder: Recorder
+    node: _MadeTensor
+    recorder: LoadRecorder
     casts: tuple[torch.dtype, ...]
     """Dtypes through which the elements have gone, the published one first."""
 
     @staticmethod
     def __new__(
-        cls, inner: torch.Tensor, node: _Node, recorder: Recorder, casts: tuple[torch.dtype, ...]
+        cls, inner: torch.Tensor, node: _MadeTensor, recorder: LoadRecorder, casts: tuple[torch.dtype, ...]
     ) -> RecordedTensor:
         """Wrap a view of a node."""
         self: RecordedTensor = torch.Tensor._make_wrapper_subclass(
@@ -159,14 +159,14 @@ class RecordedTensor(torch.Tensor):
         return recorded[0].recorder.follow(func, args, kwargs or {}, recorded)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Record of one run of a loader. While it is active, it also notes the constants that the loader writes."""
 
     def __init__(self, published: StoredLayout, targets: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.failure: WeightsLayoutError | None = None
         """The first refused operation: some loaders catch all errors."""
-        self._regions: defaultdict[str, list[Region]] = defaultdict(list)
+        self._regions: defaultdict[str, list[TargetRegion]] = defaultdict(list)
         self._constants: list[Constant] = []
         self._published = published
         self._targets = targets
@@ -183,11 +183,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = self._published.tensor(name)
             dtype: torch.dtype = getattr(torch, tensor.dtype)
             view = View(tensor.shape, contiguous_strides(tensor.shape), 0)
-            piece = Piece((0,) * len(tensor.shape), self._published.name_of(name), view)
+            piece = ViewPiece((0,) * len(tensor.shape), self._published.name_of(name), view)
             yield name, self._wrap(torch.empty(tensor.shape, dtype=dtype, device="meta"), [piece], (dtype,))
 
-    def _wrap(self, inner: torch.Tensor, pieces: list[Piece], casts: tuple[torch.dtype, ...]) -> RecordedTensor:
-        return RecordedTensor(inner, _Node(tuple(inner.shape), pieces), self, casts)
+    def _wrap(self, inner: torch.Tensor, pieces: list[ViewPiece], casts: tuple[torch.dtype, ...]) -> RecordedTensor:
+        return RecordedTensor(inner, _MadeTensor(tuple(inner.shape), pieces), self, casts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a constant that is written into a tensor of the reader; let everything else happen."""
@@ -208,6 +208,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return type(out)(RecordedTensor(each, first.node, self, first.casts) for each in out)
             return RecordedTensor(out, first.node, self, first.casts)
         if func in COPIES:
+            # A tensor of its own: later views are views of it, not of what it was copied from.
             dtype = kwargs.get("dtype") or first.dtype
             inner = torch.empty(first.shape, dtype=dtype, device="meta")
             casts = first.casts if dtype == first.dtype else (*first.casts, dtype)
@@ -224,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         raise self._refusal(func, recorded)
 
-    def _pieces(self, tensor: RecordedTensor) -> list[Piece]:
+    def _pieces(self, tensor: RecordedTensor) -> list[ViewPiece]:
         return pieces_of_view(tensor.node.shape, tensor.node.pieces, tensor.view_of_node)
 
     def _joined(self, parts: list[RecordedTensor], dim: int, func: Any, *, new_dim: bool) -> RecordedTensor:
@@ -240,17 +241,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     start, size = (*start[:dim], 0, *start[dim:]), (*size[:dim], 1, *size[dim:])
                     strides = (*strides[:dim], 0, *strides[dim:])
                 moved = (*start[:dim], start[dim] + begin, *start[dim + 1 :])
-                pieces.append(Piece(moved, name, View(size, strides, offset)))
+                pieces.append(ViewPiece(moved, name, View(size, strides, offset)))
             begin += 1 if new_dim else part.shape[dim]
         return self._wrap(inner.contiguous(), pieces, parts[0].casts)
 
     def _write(self, into: torch.Tensor, source: RecordedTensor, func: Any) -> None:
         """Note a copy into a tensor of the reader, or into a node."""
+        # Broadcast as torch does: one source element may go to several places.
         expanded = source.meta_view.expand(into.shape)
         source = RecordedTensor(expanded, source.node, self, source.casts)
         if isinstance(into, RecordedTensor):
             if into.meta_view.is_contiguous() and into.meta_view.numel() == torch.Size(into.node.shape).numel():
-                into.node.pieces[:] = [Piece(start, name, view) for start, name, view in self._pieces(source)]
+                into.node.pieces[:] = [ViewPiece(start, name, view) for start, name, view in self._pieces(source)]
                 into.casts = source.casts if source.casts[-1] == into.dtype else (*source.casts, into.dtype)
                 return
             raise self._refusal(func, [source])
@@ -265,6 +267,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for piece in self._pieces(source):
             shape = self._published.tensors[piece.name].shape
             self._regions[piece.name] += regions_of(piece, shape, target, written)
+
+    def place_parameters(self, loaded: Module) -> None:
+        """Note the recorded tensors that a loader has put in the place of a module's parameters."""
+        for name, tensor in loaded.state_dict(keep_vars=True).items():
+            if name in self._targets and isinstance(tensor, RecordedTensor):
+                target = self._targets[name]
+                if tensor.shape != target.shape:
+                    raise WeightsLayoutError(
+                        f"the loader gives {name!r} the shape {tuple(tensor.shape)}, and the reader has "
+                        f"{tuple(target.shape)}. Load with the reader's own config"
+                    )
+                self.place(name, tensor, _view(target)._replace(offset=0), target.dtype)
 
     def _check_casts(self, target: str, source: RecordedTensor, dtype: torch.dtype) -> None:
         """Refuse conversions of which a single one to the dtype of the target gives other values."""
@@ -305,7 +319,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if self.failure is not None:
             raise self.failure
-        by_target: defaultdict[str, list[Region]] = defaultdict(list)
+        by_target: defaultdict[str, list[TargetRegion]] = defaultdict(list)
         for region in (region for regions in self._regions.values() for region in regions):
             by_target[region.target].append(region)
         filled: defaultdict[str, int] = defaultdict(int)
@@ -323,11 +337,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check_coverage(name, regions, filled[name])
         return Record({name: tuple(regions) for name, regions in self._regions.items()}, tuple(self._constants))
 
-    def _check_coverage(self, name: str, regions: list[Region], filled: int) -> None:
+    def _check_coverage(self, name: str, regions: list[TargetRegion], filled: int) -> None:
         """Refuse a tensor of the reader of which elements are written twice or not at all."""
         target = self._targets[name]
         written, total = sum(region.box.elements for region in regions), target.numel()
         boxes = [box for region in regions for box in boxes_in_target(region, tuple(target.shape))]
+        # Counting finds gaps; only boxes find two sources for one element.
         twice = target.is_contiguous() and len(boxes) > 1 and have_overlap(boxes)
         if twice or written + filled != total:
             sources = [
@@ -340,16 +355,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(
-    load: Callable[[Recorder], Any], published: StoredLayout, targets: Mapping[str, torch.Tensor], *, subset: bool
+    load: Callable[[LoadRecorder], Any], published: StoredLayout, targets: Mapping[str, torch.Tensor], *, subset: bool
 ) -> Record:
-    """Run a loader on recorded tensors, and return what it does to the reader's tensors.
+    """BoxRun a loader on recorded tensors, and return what it does to the reader's tensors.
 
     `load` takes the recorder, whose `tensors` are those of the published names. It copies them into the reader's
     tensors, or returns a module that has them as its parameters, under the names of the reader.
 
     WeightsLayoutError for an operation that cannot be recorded: it names the tensor, the operation and the line.
     """
-    recorder = Recorder(published, targets)
+    recorder = LoadRecorder(published, targets)
     try:
         with torch.no_grad(), recorder:
             loaded = load(recorder)
@@ -358,21 +373,8 @@ def record(
             raise recorder.failure from None
         raise
     if isinstance(loaded, Module):
-        _place_parameters(recorder, loaded, targets)
+        recorder.place_parameters(loaded)
     return recorder.finish(subset=subset)
-
-
-def _place_parameters(recorder: Recorder, loaded: Module, targets: Mapping[str, torch.Tensor]) -> None:
-    """Note the recorded tensors that a loader has put in the place of a module's parameters."""
-    for name, tensor in loaded.state_dict(keep_vars=True).items():
-        if name in targets and isinstance(tensor, RecordedTensor):
-            target = targets[name]
-            if tensor.shape != target.shape:
-                raise WeightsLayoutError(
-                    f"the loader gives {name!r} the shape {tuple(tensor.shape)}, and the reader has "
-                    f"{tuple(target.shape)}. Load with the reader's own config"
-                )
-            recorder.place(name, tensor, _view(target)._replace(offset=0), target.dtype)
 
 
 def _view(tensor: torch.Tensor) -> View:

@@ -27,7 +27,7 @@ class View(NamedTuple):
     offset: int
 
 
-class Run(NamedTuple):
+class BoxRun(NamedTuple):
     """Part of a view that is a box of the tensor on which the view is."""
 
     start: tuple[int, ...]
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     """Dimension of the tensor along which each dimension of the view runs; None where it has one element."""
 
 
-class Piece(NamedTuple):
+class ViewPiece(NamedTuple):
     """Box of a tensor whose elements are those of a view of a published tensor."""
 
     start: tuple[int, ...]
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     view: View
 
 
-class Region(NamedTuple):
+class TargetRegion(NamedTuple):
     """Box of a published tensor, and where its elements lie in a tensor of the reader."""
 
     box: Box
@@ -74,7 +74,7 @@ def _index(offset: int, shape: Sequence[int]) -> list[int]:
     return index
 
 
-def runs(shape: Sequence[int], view: View) -> list[Run]:
+def runs(shape: Sequence[int], view: View) -> list[BoxRun]:
     """Divide a view of a contiguous tensor into boxes of the tensor. As few as its dimensions permit.
 
     Where an index of the view is more than one row of the tensor away from the next, each index is a box of its own.
@@ -94,9 +94,10 @@ def runs(shape: Sequence[int], view: View) -> list[Run]:
             along.append(dim)
             if length == 1:
                 continue
+            # No row of the tensor, or not the next one: each index is a box of its own.
             if dim is None or steps[dim] != stride or dim in along[:-1]:
                 cuts = list(range(length + 1))
-            elif at[dim] + length > shape[dim]:
+            elif at[dim] + length > shape[dim]:  # it goes on in the next row of the dimension before
                 cuts = [0, *range(shape[dim] - at[dim], length, shape[dim]), length]
             else:
                 continue
@@ -106,14 +107,14 @@ def runs(shape: Sequence[int], view: View) -> list[Run]:
                 todo.append((tuple(head), tuple(sizes), offset + first * stride))
             break
         else:
-            done.append(Run(start, size, tuple(at), tuple(along)))
+            done.append(BoxRun(start, size, tuple(at), tuple(along)))
     return done
 
 
-def pieces_of_view(shape: Sequence[int], pieces: Sequence[Piece], view: View) -> list[Piece]:
+def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View) -> list[ViewPiece]:
     """Return the pieces of a view of a tensor that consists of pieces. Elements of no piece are left out."""
     if len(pieces) == 1 and pieces[0].view == View(tuple(shape), contiguous_strides(shape), 0):
-        return [Piece((0,) * len(view.size), pieces[0].name, view)]  # the tensor is a published one
+        return [ViewPiece((0,) * len(view.size), pieces[0].name, view)]  # the tensor is a published one
     found = []
     for run in runs(shape, view):
         length = [1] * len(shape)
@@ -130,7 +131,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[Piece], view: View) ->
             skipped = [first - start for first, start in zip(lo, piece.start, strict=True)]
             sources = piece.view.strides
             found.append(
-                Piece(
+                ViewPiece(
                     tuple(start + first for start, (first, _, _) in zip(run.start, rows, strict=True)),
                     piece.name,
                     View(
@@ -143,7 +144,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[Piece], view: View) ->
     return found
 
 
-def regions_of(piece: Piece, shape: Sequence[int], target: str, written: View) -> list[Region]:
+def regions_of(piece: ViewPiece, shape: Sequence[int], target: str, written: View) -> list[TargetRegion]:
     """Return the regions of a published tensor of this shape that a piece brings into a view of a reader's tensor."""
     regions = []
     for run in runs(shape, piece.view):
@@ -153,15 +154,15 @@ def regions_of(piece: Piece, shape: Sequence[int], target: str, written: View) -
                 size[dim], strides[dim] = length, stride
         first = [begin + start for begin, start in zip(piece.start, run.start, strict=True)]
         offset = written.offset + _dot(first, written.strides)
-        regions.append(Region(Box(run.at, tuple(size)), target, offset, tuple(strides)))
+        regions.append(TargetRegion(Box(run.at, tuple(size)), target, offset, tuple(strides)))
     return joined(regions)
 
 
-def joined(regions: Iterable[Region]) -> list[Region]:
+def joined(regions: Iterable[TargetRegion]) -> list[TargetRegion]:
     """Return regions with adjacent ones made one where they are adjacent on both sides, and in order."""
     regions = list(regions)
     while True:
-        merged: list[Region] = []
+        merged: list[TargetRegion] = []
         for region in regions:
             both = _union(merged[-1], region) if merged else None
             if both is None:
@@ -173,7 +174,7 @@ def joined(regions: Iterable[Region]) -> list[Region]:
         regions = merged
 
 
-def _union(first: Region, second: Region) -> Region | None:
+def _union(first: TargetRegion, second: TargetRegion) -> TargetRegion | None:
     """Return one region for two that follow each other along one dimension; None if they do not."""
     (start, size), (next_start, next_size) = first.box, second.box
     if first.target != second.target:
@@ -197,10 +198,10 @@ def _union(first: Region, second: Region) -> Region | None:
         for at, (a, b, x, y) in enumerate(zip(size, next_size, first.strides, second.strides, strict=True))
         if at != dim
     )
-    return Region(Box(start, tuple(sizes)), first.target, first.offset, tuple(strides)) if fits else None
+    return TargetRegion(Box(start, tuple(sizes)), first.target, first.offset, tuple(strides)) if fits else None
 
 
-def boxes_in_target(region: Region, shape: Sequence[int]) -> list[Box]:
+def boxes_in_target(region: TargetRegion, shape: Sequence[int]) -> list[Box]:
     """Return the boxes of the reader's tensor, of this shape and contiguous, that a region fills."""
     boxes = []
     for run in runs(shape, View(region.box.size, region.strides, region.offset)):

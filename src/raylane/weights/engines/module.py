@@ -73,7 +73,9 @@ class ModuleAttachment:
     ) -> None:
         check_pause(pause)
         self.name, self._model, self._pause, self._timeout = name, model, pause, timeout
-        mapping = Mapping.record(functools.partial(_load, model)) if _is_pretrained(model) else None
+        # By name, so that transformers is not loaded for other modules.
+        pretrained = any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
+        mapping = Mapping.record(functools.partial(_load, model)) if pretrained else None
         self._subscriber = Subscriber(name, model, apply="swap", mapping=mapping, detached=detached, timeout=timeout)
         self._step = threading.RLock()  # held during a forward pass, and while weights are exchanged
         self._changed = threading.Condition()
@@ -161,6 +163,7 @@ class ModuleAttachment:
                 self._changed.notify_all()
 
     def _begin_pass(self, *_: Any) -> None:
+        # Reentrant: a pass may call the module again, as for a backward pass with checkpoints.
         self._step.acquire()
         answer = getattr(self._current, "answer", None)
         if answer is not None:
@@ -174,22 +177,16 @@ class ModuleAttachment:
         from transformers import StoppingCriteriaList
 
         with self.answer() as answer:
-            kwargs["stopping_criteria"] = StoppingCriteriaList(
-                [*(kwargs.get("stopping_criteria") or ()), functools.partial(_after_token, answer)]
-            )
+
+            def after_token(tokens: Any, *_: Any, **__: Any) -> Any:  # each row: whether it ends here
+                answer.note_token()
+                return tokens.new_full((tokens.shape[0],), answer.aborted, dtype=bool)
+
+            # The criteria of the user first: they may hold the answer, and then it has a further token.
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), after_token])
             output = generate(*args, **kwargs)
         output.weight_versions = answer.weight_versions
         return output
-
-
-def _after_token(answer: Answer, tokens: Any, *_: Any, **__: Any) -> Any:
-    """Note a token for each row of `tokens`; return for each row whether it ends here."""
-    answer.note_token()
-    return tokens.new_full((tokens.shape[0],), answer.aborted, dtype=bool)
-
-
-def _is_pretrained(model: Module) -> bool:
-    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
 
 
 def _load(model: Any, tensors: Any) -> Module:

@@ -84,6 +84,7 @@ class LoaderTensors(NamedTensors):
                 for own, new in ((live._parameters, shadow._parameters), (live._buffers, shadow._buffers)):
                     for key, tensor in new.items():
                         _exchange_tensor(own, key, tensor)
+                # What vLLM has made of the weights: packed ones, and the functions that use them.
                 for key, value in shadow.__dict__.items():
                     if key not in NOT_EXCHANGED and live.__dict__.get(key) is not value:
                         live.__dict__[key] = value
@@ -94,6 +95,7 @@ def _exchange_tensor(own: dict[str, Any], key: str, new: Any) -> None:
     if present is new or new is None or present is None or (present.shape, present.dtype) != (new.shape, new.dtype):
         own[key] = new
     elif present.is_cpu:
+        # The parameter itself stays: other layers may have it too.
         present.data = new.data
     else:
         present.data.copy_(new)  # graphs of CUDA have the address
