@@ -231,7 +231,7 @@ class LoadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _joined(self, parts: list[RecordedTensor], dim: int, func: Any, *, new_dim: bool) -> RecordedTensor:
         """Return the concatenation of tensors, or their stack along a new dimension."""
         if len({part.casts for part in parts}) > 1:
-            raise self._refusal(func, parts)
+            raise self._refusal(func, parts, "joins tensors of several dtypes")
         join = torch.stack if new_dim else torch.cat
         inner: torch.Tensor = join([part.meta_view for part in parts], dim)
         dim, begin, pieces = dim % inner.dim(), 0, []

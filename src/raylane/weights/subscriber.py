@@ -390,8 +390,9 @@ class Subscriber:
             stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
         else:
             for each, view in zip(mapped_regions(self._plan, self._record), flat(pieces), strict=True):
-                fits = view.is_contiguous() and each.strides == view.stride()
-                stored_of.setdefault(each.name, []).extend([view] if fits else [view, view])
+                if each.strides != view.stride():
+                    raise WeightsError(f"{each.name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
+                stored_of.setdefault(each.name, []).append(view)
         for name, stored in stored_of.items():
             target, view = local(tensors[name]), stored[0]
             if target.is_cuda:

@@ -1,0 +1,112 @@
+"""Readers of other names and shapes, on real parts: copied, exchanged, mapped, brought beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raylane import weights
+from raylane.errors import WeightsError, WeightsLayoutError
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(autouse=True)
+def dropped() -> Iterator[None]:
+    yield
+    weights.drop("policy")
+
+
+def published(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "a.q": torch.full((4, 8), float(value)),
+        "a.k": torch.full((2, 8), value + 0.25),
+        "a.w": torch.arange(12.0).view(3, 4) + value,
+        "a.n": torch.full((8,), value + 0.5),
+    }
+
+
+def reader(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    shapes = {"qk": (6, 8), "w": (4, 3), "n": (8,)}
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+RULES = weights.Mapping().rename(r"^a\.", "").fuse(["q", "k"], "qk").transpose("w")
+
+
+def check(tensors: dict[str, torch.Tensor], value: float) -> None:
+    source = published(value)
+    assert torch.equal(tensors["qk"].float(), torch.cat([source["a.q"], source["a.k"]]))
+    assert torch.equal(tensors["w"].float(), source["a.w"].t())
+    assert torch.equal(tensors["n"].float(), source["a.n"])
+
+
+@pytest.mark.parametrize("apply", ["copy", "swap"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "prefetched"])
+def test_versions_reach_fused_and_transposed_tensors(apply: str, dtype: torch.dtype, ahead: bool) -> None:
+    tensors, trainer = reader(dtype), published(0)
+    publisher = weights.Publisher("policy", trainer, keep=3)
+    subscriber = weights.Subscriber("policy", tensors, apply=apply, mapping=RULES)
+    for step in (1, 2, 3):
+        for name, tensor in published(step).items():
+            trainer[name].copy_(tensor)
+        publisher.publish(step)
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        if ahead:
+            assert subscriber.prefetch() == step
+            assert all(torch.equal(tensors[name], before[name]) for name in tensors)  # not touched yet
+        update = subscriber.update()
+        assert (update.version, update.nbytes) == (step, 4 * (32 + 16 + 12 + 8))
+        check(tensors, step)
+    publisher.close()
+    subscriber.close()
+
+
+def test_tensors_as_published_can_be_mapped() -> None:
+    source = published(1)
+    publisher = weights.Publisher("policy", source)
+    publisher.publish(0)
+    tensors = {"x.q": torch.zeros(4, 8), "x.n": torch.zeros(8)}
+    rules = weights.Mapping().rename(r"^a\.", "x.")
+    subscriber = weights.Subscriber("policy", tensors, apply="map", mapping=rules, subset=True)
+    assert subscriber.update().nbytes == 0
+    assert torch.equal(tensors["x.q"], source["a.q"])
+    assert torch.equal(tensors["x.n"], source["a.n"])
+    subscriber.close()
+    fused = weights.Mapping().rename(r"^a\.", "").fuse(["q", "k"], "qk")
+    for rules, name, cause in ((fused, "qk", "it is stored in 2 pieces"), (RULES, "w", "it is stored transposed")):
+        tensors = {name: reader()[name]}
+        with pytest.raises(WeightsError, match=f"'{name}' cannot be mapped: {cause}"):
+            weights.Subscriber("policy", tensors, apply="map", mapping=rules, subset=True).update()
+
+
+def test_parts_of_several_ranks_reach_fused_tensors() -> None:
+    whole, tensors = published(3), reader()
+    ranks = [{name: tensor.chunk(2)[rank].clone() for name, tensor in whole.items()} for rank in range(2)]
+    places = [
+        {name: weights.Part(tuple(whole[name].shape), (start, *(0,) * (whole[name].dim() - 1))) for name, start in each}
+        for each in (
+            [(name, 0) for name in whole],
+            [(name, len(whole[name].chunk(2)[0])) for name in whole],
+        )
+    ]
+    publishers = [
+        weights.Publisher("policy", ranks[rank], rank=rank, world=2, places=places[rank]) for rank in range(2)
+    ]
+    for publisher in publishers:
+        publisher.publish(0)
+    weights.Subscriber("policy", tensors, mapping=RULES).update()
+    check(tensors, 3)
+
+
+def test_a_mapping_that_does_not_fit_is_refused_at_the_start() -> None:
+    weights.Publisher("policy", published(0)).publish(0)
+    tensors = reader()
+    with pytest.raises(WeightsLayoutError, match="makes 4 tensors that the reader does not have"):
+        weights.Subscriber("policy", tensors, mapping=weights.Mapping())
+    assert all(not tensor.any() for tensor in tensors.values())
+    with pytest.raises(ValueError, match="pass either `mapping` or `places`"):
+        weights.Subscriber("policy", tensors, mapping=RULES, places={})
