@@ -31,6 +31,12 @@ FIRST_ID = 1 << 30
 """First of vLLM's ids of versions. Users count theirs from 1; vLLM keeps ids as int32."""
 FEWEST_KEPT = 2
 """Versions that stay usable where vLLM caches one adapter: a caller may have got its request before an update."""
+_KINDS: dict[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "target_modules": (str, list, tuple, set),
+}
+"""Fields of PEFT's configuration that must be there, and their types."""
 
 
 class AdapterLostError(WeightsLostError, VLLMValidationError):  # type: ignore[misc]
@@ -220,8 +226,10 @@ def checked_config(lora: Any, lora_config: Any) -> dict[str, Any]:
         raise TypeError(f"lora must be PEFT's configuration as a dict, got {type(lora).__name__}")
     missing = [name for name in ("r", "lora_alpha", "target_modules") if given.get(name) is None]
     if missing:
-        raise ValueError(f"lora has no {', '.join(missing)}. Pass the configuration with which the adapters are trained")
-    for name, kinds in {"r": int, "lora_alpha": (int, float), "target_modules": (str, list, tuple, set)}.items():
+        raise ValueError(
+            f"lora has no {', '.join(missing)}. Pass the configuration with which the adapters are trained"
+        )
+    for name, kinds in _KINDS.items():
         if not isinstance(given[name], kinds) or isinstance(given[name], bool):
             raise TypeError(f"lora[{name!r}] cannot be {given[name]!r}")
     if given["r"] < 1:
