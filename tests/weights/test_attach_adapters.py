@@ -79,7 +79,7 @@ def test_a_subscriber_takes_adapters_by_name() -> None:
 
 def test_a_peft_model_without_subset_is_refused() -> None:
     weights.Publisher("policy-lora", get_peft_model_state_dict(new_model())).publish(0)
-    with pytest.raises(WeightsLayoutError, match="the loader writes nothing into .* Pass subset=True"):
+    with pytest.raises(WeightsLayoutError, match=r"the loader writes nothing into .* Pass subset=True"):
         weights.attach(new_model(), "policy-lora", mapping=PEFT_NAMES)
 
 
