@@ -126,9 +126,14 @@ class LoraEngine:
 
     def answers(self, *versions: int | None, old: bool = False) -> list[list[int]]:
         """Return the greedy answers with a version for each prompt (0: the base model); `old`: of a stored request."""
-        source: Any = self._stored.__getitem__ if old else self._attachment.request
+
+        def request_of(version: int | None) -> Any:
+            if version == 0:
+                return None
+            return self._stored[version] if old and version else self._attachment.request(version)
+
         chosen = versions if len(versions) > 1 else versions * len(engines.PROMPTS)
-        return tokens_of(self._engine, [source(version) if version != 0 else None for version in chosen])
+        return tokens_of(self._engine, [request_of(version) for version in chosen])
 
     def loaded(self) -> int:
         """Return how many adapters vLLM has in its own cache."""
