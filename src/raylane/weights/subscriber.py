@@ -262,6 +262,7 @@ class Subscriber:
         """Make the plan for the layout of an offer, if it is a new one."""
         if offer.stored is None:
             return
+        self._tensors.learn(offer.stored)
         if self._mapping is None:
             (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
         else:

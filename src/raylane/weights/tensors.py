@@ -137,6 +137,9 @@ class NamedTensors:
             home, key = self._homes[other]
             home[key] = new
 
+    def learn(self, stored: StoredLayout) -> None:
+        """Take note of the published layout, before a plan is made for it."""
+
     def new(self, names: Collection[str], take: Callable[[int], Any]) -> dict[str, torch.Tensor]:
         """Return new memory for these tensors, for an exchange. `take(nbytes)` returns host memory for large ones."""
         return {name: new_memory_like(local(self.distinct()[name]), take) for name in names}
@@ -149,6 +152,35 @@ class NamedTensors:
         """Let the tensors lie in new memory."""
         for name, memory in prepared.items():
             self.set_memory(name, memory)
+
+
+class PublishedTensors(NamedTensors):
+    """All tensors that are published, whatever they are: each version in new memory of this host.
+
+    For a `Subscriber` with `apply="swap"` and the mapping `Mapping()`, which reads the layout when it is known.
+
+    Attributes:
+        version: Tensors of the version that was taken last, by name; the memory is not used again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.version: dict[str, torch.Tensor] = {}
+        self._further: dict[str, str] = {}
+        """Further names of tied tensors, and the name under which each is stored."""
+
+    def learn(self, stored: StoredLayout) -> None:
+        """Have the published tensors, without memory."""
+        blank = {
+            name: torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")
+            for name, each in stored.tensors.items()
+        }
+        super().__init__(blank)
+        self._further = stored.same
+
+    def exchange(self, prepared: dict[str, torch.Tensor]) -> None:
+        """Note the tensors of a new version."""
+        self.version = prepared | {name: prepared[first] for name, first in self._further.items()}
 
 
 def layout_of(

@@ -6,6 +6,16 @@ from typing import Any
 
 from torch.nn import Module
 
+from raylane.weights.mapping import Mapping
+
+_HINTS = {
+    "mapping": ": vLLM's own loader says it",
+    "subset": ": vLLM's own loader says it",
+    "lora": ": the adapters of a PeftModel are tensors of it. Pass a mapping and subset=True",
+    "keep": " without lora: it has one version of its weights",
+}
+"""Reasons for which `attach` refuses an option."""
+
 
 def attach(
     engine: Any,
@@ -13,6 +23,10 @@ def attach(
     *,
     pause: str = "keep",
     clear_cache: bool = True,
+    mapping: Mapping | None = None,
+    subset: bool = False,
+    lora: Any = None,
+    keep: int | None = None,
     detached: bool = False,
     timeout: float | None = None,
 ) -> Any:
@@ -28,13 +42,42 @@ def attach(
         pause: What becomes of requests that are under way: `wait` lets them finish, `keep` lets them go on with the new
             weights, `abort` ends them with what they have.
         clear_cache: True to clear the prefix cache, whose entries were computed with the weights before.
+        mapping: For torch modules: how their tensors are made of published ones of other names or shapes.
+        subset: For torch modules: True if only some of the published tensors are taken, or only some of the module's
+            are published, as the adapters of a `PeftModel`; the others stay.
+        lora: For vLLM: the configuration of PEFT (a dict or `LoraConfig`) of LoRA adapters, which are what is
+            published. Each version becomes an adapter of its own beside the weights of the engine, without a pause;
+            `attachment.request()` is what vLLM's `generate` takes as `lora_request`. `pause` and `clear_cache` have no
+            effect.
+        keep: With `lora`: number of the newest versions that requests may name; None means vLLM's max_cpu_loras, and
+            at least 2.
         detached: As for `Publisher`.
         timeout: Seconds of each update; None means RAYLANE_TIMEOUT_S (60 s).
+
+    Raises:
+        TypeError: The engine is none of these.
+        ValueError: An option does not fit the engine.
+        WeightsError: The engine cannot take versions, as it was started; or this process is not connected to Ray.
     """
+    is_module = isinstance(engine, Module)
+    for option, is_set, is_known in (
+        ("mapping", mapping is not None, is_module),
+        ("subset", subset, is_module),
+        ("lora", lora is not None, not is_module),
+        ("keep", keep is not None, lora is not None),
+    ):
+        if is_set and not is_known:
+            raise ValueError(f"{option} cannot be used for {type(engine).__name__}{_HINTS[option]}")
     if isinstance(engine, Module):
         from raylane.weights.engines.module import ModuleAttachment
 
-        return ModuleAttachment(engine, name, pause=pause, detached=detached, timeout=timeout)
+        return ModuleAttachment(
+            engine, name, pause=pause, mapping=mapping, subset=subset, detached=detached, timeout=timeout
+        )
+    if hasattr(engine, "collective_rpc") and lora is not None:
+        from raylane.weights.engines.vllm_lora import LoraAttachment
+
+        return LoraAttachment(engine, name, lora=lora, keep=keep, detached=detached, timeout=timeout)
     if hasattr(engine, "collective_rpc"):
         from raylane.weights.engines.vllm_engine import VllmAttachment
 

@@ -69,14 +69,24 @@ class ModuleAttachment:
     """
 
     def __init__(
-        self, model: Any, name: str, *, pause: str = "keep", detached: bool = False, timeout: float | None = None
+        self,
+        model: Any,
+        name: str,
+        *,
+        pause: str = "keep",
+        mapping: Mapping | None = None,
+        subset: bool = False,
+        detached: bool = False,
+        timeout: float | None = None,
     ) -> None:
         check_pause(pause)
         self.name, self._model, self._pause, self._timeout = name, model, pause, timeout
         # By name, so that transformers is not loaded for other modules.
-        pretrained = any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
-        mapping = Mapping.record(functools.partial(_load, model)) if pretrained else None
-        self._subscriber = Subscriber(name, model, apply="swap", mapping=mapping, detached=detached, timeout=timeout)
+        if mapping is None and any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+            mapping = Mapping.record(functools.partial(_load, model))
+        self._subscriber = Subscriber(
+            name, model, apply="swap", mapping=mapping, subset=subset, detached=detached, timeout=timeout
+        )
         self._step = threading.RLock()  # held during a forward pass, and while weights are exchanged
         self._changed = threading.Condition()
         self._answers: set[Answer] = set()
@@ -84,9 +94,11 @@ class ModuleAttachment:
         self._closed = False
         """True while an update waits for answers to end, and no new one may begin; guarded by `_changed`."""
         self._current = threading.local()
+        # `generate` of a PeftModel calls the model within it.
+        passing = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
         self._undo: list[Callable[[], Any]] = [
-            model.register_forward_pre_hook(self._begin_pass).remove,
-            model.register_forward_hook(self._end_pass, always_call=True).remove,
+            passing.register_forward_pre_hook(self._begin_pass).remove,
+            passing.register_forward_hook(self._end_pass, always_call=True).remove,
         ]
         if callable(getattr(model, "generate", None)):
             self._undo.append(functools.partial(model.__dict__.pop, "generate", None))

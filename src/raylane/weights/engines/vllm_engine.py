@@ -83,22 +83,21 @@ class _AsyncCalls:
         await asyncio.sleep(seconds)
 
 
-class VllmAttachment:
-    """A vLLM engine that reads weights. Made by `weights.attach`.
+class VllmReaders:
+    """Readers in all workers of a vLLM engine. Base of attachments.
 
     Attributes:
-        version: Number of the version that the engine uses; 0 before the first update.
+        version: Number of the version that the engine has taken last; 0 before the first update.
     """
 
     def __init__(
-        self, engine: Any, name: str, *, pause: str, clear_cache: bool, detached: bool, timeout: float | None
+        self, engine: Any, name: str, *, reader: str, detached: bool, timeout: float | None, **more: Any
     ) -> None:
-        check_pause(pause)
+        """Let the workers register under the key `reader`; `more` is passed on to them."""
         self.name, self.version = name, 0
-        self._pause, self._clear_cache, self._timeout = pause, clear_cache, timeout
+        self._timeout, self._reader = timeout, reader
         self._is_async = hasattr(engine, "pause_generation")
         self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
-        self._invalid = False
         self._attached = False
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
@@ -109,14 +108,15 @@ class VllmAttachment:
             "job": context.get_job_id(),
             "detached": detached,
             "timeout": timeout,
+            **more,
         }
         if not self._is_async:
-            _run(self._attach())
+            run_now(self._attach())
 
     async def _attach(self) -> None:
         """Let the workers register."""
         try:
-            raise_error(await self._calls.workers("attach", self._options))
+            raise_error(await self._call_workers("attach", self._options))
         except NotImplementedError as error:
             raise WeightsError(
                 "this vLLM has not loaded raylane's plugin. Install raylane where vLLM is installed, and leave "
@@ -124,60 +124,18 @@ class VllmAttachment:
             ) from error
         self._attached = True
 
-    def update(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
-
-        The version is prepared while queued requests are computed, and exchanged between two steps.
-
-        Raises:
-            WeightsTimeoutError: There is no version; or it could not be prepared in time. The engine goes on.
-            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
-            WeightsInvalidError: Only some of the workers have taken the version. Start the engine again.
-        """
-        if self._is_async:
-            raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return _run(self._update(Deadline.of_call(timeout or self._timeout)))
-
-    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
-        return await self._update(Deadline.of_call(timeout or self._timeout))
-
-    async def _update(self, deadline: Deadline) -> EngineUpdate:
-        if self._invalid:
-            raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        began_s = time.perf_counter()
-        if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
-            await self._attach()
-        number = await self._prepared_version(deadline)
-        paused_s = time.perf_counter()
-        try:
-            await self._calls.pause(self._pause, clear_cache=self._clear_cache)
-            paused_s = time.perf_counter() if self._pause == "wait" else paused_s
-            answers = await self._calls.workers("exchange", {})
-            taken = {each.get("version") for each in answers}
-            if taken != {number}:
-                self._invalid = len(answers) > 1
-                raise_error(answers)
-                raise WeightsInvalidError(f"the workers of this engine took versions {taken}. Start it again")
-            await self._calls.set_version(number)
-        finally:
-            if not self._invalid:  # workers with different weights must not answer
-                await self._calls.resume()
-        ended_s = time.perf_counter()
-        self.version = number
-        nbytes = sum(each["nbytes"] for each in answers)
-        return EngineUpdate(
-            number, answers[0]["step"], answers[0]["changed"], nbytes, ended_s - paused_s, ended_s - began_s
-        )
+    async def _call_workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+        """Call a method of the readers."""
+        return await self._calls.workers(method, {"reader": self._reader, **options})
 
     async def _prepared_version(self, deadline: Deadline) -> int:
         """Let all workers prepare the newest version, the same one; return its number."""
         version = 1
         while True:
             options = {"version": version, "timeout": deadline.left_s()}
-            raise_error(await self._calls.workers("prepare", options))
+            raise_error(await self._call_workers("prepare", options))
             while True:
-                answers = await self._calls.workers("prepared", {})
+                answers = await self._call_workers("prepared", {})
                 raise_error(answers)
                 numbers = [each["version"] for each in answers]
                 if None not in numbers:
@@ -194,14 +152,70 @@ class VllmAttachment:
 
     async def close_async(self) -> None:
         """Leave; the engine keeps its weights."""
-        await self._calls.workers("close", {})
+        await self._call_workers("close", {})
 
     def close(self) -> None:
         """Leave; the engine keeps its weights. For an `AsyncLLM`, await `close_async`."""
-        _run(self.close_async())
+        run_now(self.close_async())
 
 
-def _run(work: Coroutine[Any, Any, _T]) -> _T:
+class VllmAttachment(VllmReaders):
+    """A vLLM engine that reads weights. Made by `weights.attach`."""
+
+    def __init__(self, engine: Any, name: str, *, pause: str, clear_cache: bool, **options: Any) -> None:
+        """Let the workers register. `options` as for `VllmReaders`."""
+        check_pause(pause)
+        self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
+        super().__init__(engine, name, reader="", **options)
+
+    def update(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
+
+        The version is prepared while queued requests are computed, and exchanged between two steps.
+
+        Raises:
+            WeightsTimeoutError: There is no version; or it could not be prepared in time. The engine goes on.
+            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsInvalidError: Only some of the workers have taken the version. Start the engine again.
+        """
+        if self._is_async:
+            raise TypeError("the engine is an AsyncLLM: await update_async()")
+        return run_now(self._update(Deadline.of_call(timeout or self._timeout)))
+
+    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
+        return await self._update(Deadline.of_call(timeout or self._timeout))
+
+    async def _update(self, deadline: Deadline) -> EngineUpdate:
+        if self._invalid:
+            raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
+        began_s = time.perf_counter()
+        if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
+            await self._attach()
+        number = await self._prepared_version(deadline)
+        paused_s = time.perf_counter()
+        try:
+            await self._calls.pause(self._pause, clear_cache=self._clear_cache)
+            paused_s = time.perf_counter() if self._pause == "wait" else paused_s
+            answers = await self._call_workers("exchange", {})
+            taken = {each.get("version") for each in answers}
+            if taken != {number}:
+                self._invalid = len(answers) > 1
+                raise_error(answers)
+                raise WeightsInvalidError(f"the workers of this engine took versions {taken}. Start it again")
+            await self._calls.set_version(number)
+        finally:
+            if not self._invalid:  # workers with different weights must not answer
+                await self._calls.resume()
+        ended_s = time.perf_counter()
+        self.version = number
+        nbytes = sum(each["nbytes"] for each in answers)
+        return EngineUpdate(
+            number, answers[0]["step"], answers[0]["changed"], nbytes, ended_s - paused_s, ended_s - began_s
+        )
+
+
+def run_now(work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of a coroutine that never waits for an event loop."""
     try:
         work.send(None)

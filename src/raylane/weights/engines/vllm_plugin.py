@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _call(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Call a method of the reader of a worker; see `vllm_worker.answer`."""
-    from raylane.weights.engines.vllm_worker import answer
+    """Call a method of the reader of a worker; see `vllm_readers.answer`."""
+    from raylane.weights.engines.vllm_readers import answer
 
     return answer(worker, method, options)

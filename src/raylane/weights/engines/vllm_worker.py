@@ -21,11 +21,9 @@ from torch.nn import Module, Parameter
 from raylane import errors
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.mapping import Mapping
-from raylane.weights.subscriber import Subscriber
+from raylane.weights.subscriber import Subscriber, Update
 from raylane.weights.tensors import NamedTensors, new_memory_like
 
-READER = "_raylane_reader"
-"""Attribute of a worker with its reader."""
 NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
 """Attributes of a module that are exchanged entry by entry, or not at all."""
 
@@ -146,16 +144,21 @@ def _blank_model(vllm_config: Any) -> Module:
 
 
 def loading_subscriber(vllm_config: Any, model: Module, options: dict[str, Any]) -> Subscriber:
-    """Return the subscriber of a worker's model. `options`: name, address, job, detached, timeout."""
-    if not ray.is_initialized():  # the engine runs in a process of its own
-        ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
+    """Return the subscriber of a worker's model. `options` as for `worker_subscriber`."""
     tensors = LoaderTensors(vllm_config, model)
     load: Any = tensors.blank.load_weights
+    return worker_subscriber(tensors, Mapping.record(load), options)
+
+
+def worker_subscriber(tensors: NamedTensors, mapping: Mapping, options: dict[str, Any]) -> Subscriber:
+    """Return the subscriber of a worker. `options`: name, address, job, detached, timeout."""
+    if not ray.is_initialized():  # the engine runs in a process of its own
+        ray.init(address=options["address"], log_to_driver=False, configure_logging=False)
     return Subscriber(
         options["name"],
         tensors,
         apply="swap",
-        mapping=Mapping.record(load),
+        mapping=mapping,
         detached=options["detached"],
         job=options["job"],
         timeout=options["timeout"],
@@ -165,11 +168,11 @@ def loading_subscriber(vllm_config: Any, model: Module, options: dict[str, Any])
 class WorkerReader:
     """Reader of a worker. Versions are prepared on a thread beside the engine's steps."""
 
-    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
-        """Register, and record how the model loads its weights. `options` as for `loading_subscriber`."""
-        self._subscriber = loading_subscriber(worker.vllm_config, worker.model_runner.get_model(), options)
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
         self._thread: threading.Thread | None = None
         self._prepared: int | None = None
+        self._taken: Update | None = None
         self._error: Exception | None = None
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -194,34 +197,16 @@ class WorkerReader:
 
     def exchange(self, _: dict[str, Any]) -> dict[str, Any]:
         """Let the model use the version that is ready. Called between two steps."""
-        update = self._subscriber.update(timeout=0)
-        return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
+        changed = self._taken is None or self._taken.version != self._prepared
+        if self._taken is None or changed:  # otherwise a version that came meanwhile would be taken unprepared
+            self._taken = self._subscriber.update(timeout=0)
+        taken = self._taken
+        return {"version": taken.version, "step": taken.step, "changed": changed, "nbytes": taken.nbytes}
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         """Leave; the model keeps its weights."""
         self._subscriber.close()
         return {}
-
-
-def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Call a method of the worker's reader; `attach` makes it. Errors are part of the answer.
-
-    vLLM would pass them on as text only, and end some engines.
-    """
-    try:
-        if method == "attach":
-            attached = worker.__dict__.pop(READER, None)
-            if attached is not None:
-                attached.close({})
-            worker.__dict__[READER] = WorkerReader(worker, options)
-            return {}
-        reader = worker.__dict__.get(READER)
-        if reader is None:
-            raise WeightsError("this worker was started again and has no reader. Attach the engine again")
-        result: dict[str, Any] = getattr(reader, method)(options)
-        return result
-    except Exception as error:
-        return {"error": type(error).__name__, "message": str(error)}
 
 
 def raise_error(answers: list[dict[str, Any]]) -> None:
