@@ -83,8 +83,9 @@ class ServedEngine:
     """An `LLM` with the methods that vLLM's Ray client calls."""
 
     def __init__(self, folder: str, **options: Any) -> None:
-        from vllm import LLM
         from vllm.config import WeightTransferConfig
+
+        from vllm import LLM
 
         config = WeightTransferConfig(backend="raylane")
         self.engine = LLM(model=folder, weight_transfer_config=config, **engines.OPTIONS | options)
