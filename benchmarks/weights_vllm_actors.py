@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "enforce_eager": True,
     "skip_tokenizer_init": True,
+    "distributed_executor_backend": "uni",  # the worker lives in the process of the engine core
 }
 LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 8000}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 500}
@@ -314,9 +315,7 @@ def start_backend(backend: str, worker: Any) -> str:
         options: dict[str, Any] = {
             "nccl": two_ranks,
             "sparse_nccl": two_ranks,
-            "nccl_m2n": two_ranks
-            | tensor
-            | {"src_mesh_dims": [1, 1], "dst_mesh_dims": [1, 1], "src_placements": [None]},
+            "nccl_m2n": two_ranks | tensor | meshes,
             "sharded_rdt": {"trainer_actor_names": ["no trainer"], **tensor},
         }[backend]
         if "master_port" in options:
