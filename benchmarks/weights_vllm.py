@@ -45,7 +45,7 @@ from raylane.bench import environment, measure
 from raylane.bench.weights_cases import MEMCPY, RAYLANE, Goal
 
 BY_FACTORY, DISK, TMPFS, RPC, NONE = "raylane:factory", "vllm:disk", "vllm:tmpfs", "vllm:rpc", "no updates"
-PAUSE, UPDATE, OFFERED, TOKENS, JOIN = "pause", "update", "offer", "tokens", "join"
+PAUSE, UPDATE, OFFERED, TOKENS, JOIN, BACKEND = "pause", "update", "offer", "tokens", "join", "backend"
 """Cases: the engine's pause; the whole update; the trainer's part before it; a token under load; a killed engine."""
 WARM_UPS = 3
 OPTIONS: dict[str, Any] = {"runtime_env": {"env_vars": ENVIRONMENT}, "num_cpus": 0}
@@ -262,11 +262,15 @@ class Bench:
 
 def backends(folder: str) -> dict[str, str]:
     """Return what comes of each of vLLM's own backends on a CPU."""
-    actor = Backends.remote(folder)
-    try:
-        return {backend: ray.get(actor.outcome.remote(backend)) for backend in BACKENDS}
-    finally:
-        ray.kill(actor)
+    actor, outcomes = Backends.remote(folder), {}
+    for backend in BACKENDS:
+        try:
+            outcomes[backend] = ray.get(actor.outcome.remote(backend), timeout=90)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            outcomes[backend] = f"the engine does not answer any more: {type(error).__name__}"
+        print(f"vLLM's backend {backend}: {outcomes[backend]}", flush=True)
+    ray.kill(actor)
+    return outcomes
 
 
 def goals(records: Sequence[dict[str, Any]]) -> list[Goal]:
@@ -282,34 +286,36 @@ def goals(records: Sequence[dict[str, Any]]) -> list[Goal]:
     return result
 
 
-def table(records: Sequence[dict[str, Any]], outcomes: dict[str, str]) -> str:
-    """Return the records as text, then tokens per second, vLLM's backends, and the goals with what was reached."""
-    lines = [measure.table(records, {"x memcpy": (MEMCPY, "p50"), "x disk": (DISK, "p50")}), ""]
-    rates = {row["contender"]: row["tokens_per_s"] for row in records if row["case"] == TOKENS}
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return the records as text, then tokens per second, and the goals with what was reached."""
+    timed = [row for row in records if row["case"] != BACKEND]
+    lines = [measure.table(timed, {"x memcpy": (MEMCPY, "p50"), "x disk": (DISK, "p50")}), ""]
+    rates = {row["contender"]: row["tokens_per_s"] for row in timed if row["case"] == TOKENS}
     for label, rate in rates.items():
         lines.append(f"{label}: {rate:,.1f} tokens/s, {rate / rates[NONE] - 1:+.1%} against no updates")
-    lines += ["", *(f"vLLM's backend {backend}: {outcome}" for backend, outcome in outcomes.items())]
-    return "\n".join([*lines, "", "goals", *map(str, goals(records))])
+    return "\n".join([*lines, "", "goals", *map(str, goals(timed))])
 
 
-def run(size: Size) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Start Ray, measure all, and shut Ray down."""
+def run(size: Size, report: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Start Ray, measure all, and shut Ray down. `report` gets all records so far after each part."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 lets a busy neighbour starve the engines
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="warning")
     home, shared = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp(prefix="raylane-bench-", dir="/dev/shm"))
     try:
         bench = Bench(size, home, shared)
         print(f"{bench.nbytes / 1e6:.0f} MB of weights", flush=True)
-        records = bench.updates()
-        records += bench.tokens()
-        records += bench.joins()
-        outcomes = backends(bench.start_folder)
+        records: list[dict[str, Any]] = []
+        for part in (bench.updates, bench.tokens, bench.joins):
+            records += [record | {"nbytes": bench.nbytes} for record in part()]
+            report(records)
         bench.close()
+        for name, outcome in backends(bench.start_folder).items():
+            records.append({"case": BACKEND, "contender": name, "outcome": outcome})
+        report(records)
     finally:
         shutil.rmtree(home)
         shutil.rmtree(shared)
         ray.shutdown()
-    return [record | {"nbytes": bench.nbytes} for record in records], outcomes
 
 
 def main() -> None:
@@ -318,11 +324,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, few updates: a test that it runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
     args = parser.parse_args()
-    records, outcomes = run(QUICK if args.quick else FULL)
-    print(table(records, outcomes))
-    if args.json is not None:
-        rows = [{"case": "backend", "contender": name, "outcome": outcome} for name, outcome in outcomes.items()]
-        environment.write_report(args.json, [*records, *rows], quick=args.quick)
+
+    def report(records: list[dict[str, Any]]) -> None:
+        print(table(records), flush=True)
+        if args.json is not None:
+            environment.write_report(args.json, records, quick=args.quick)
+
+    run(QUICK if args.quick else FULL, report)
 
 
 if __name__ == "__main__":
