@@ -176,7 +176,7 @@ def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
     assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
 
 
-def test_what_does_not_work_says_why(started: list[Any], tmp_path: Path) -> None:
+def test_refused_updates_and_engines_say_why(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
     started.append(engine)
