@@ -139,6 +139,28 @@ def test_requests_under_way_end_as_asked(started: list[Any], tmp_path: Path, pau
     ray.get(engine.shut_down.remote())
 
 
+def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) -> None:
+    trainer, folder = trainer_and_folder(started, tmp_path)
+    engine, fresh = engines.Engine.options(runtime_env=INSIDE).remote(folder), engines.FreshEngines.remote()
+    started += [engine, fresh]
+    ray.get(engine.attach.remote())
+    first, exported = ray.get(trainer.publish.remote())
+    ray.get(engine.update.remote())
+
+    def worker(method: str, **options: Any) -> dict[str, Any]:
+        arguments = "raylane_weights", None, (method, options)
+        answers: list[dict[str, Any]] = ray.get(engine.call.remote("collective_rpc", *arguments))
+        return answers[0]
+
+    worker("prepare", version=first, timeout=60)
+    while (prepared := worker("prepared"))["version"] is None:
+        assert "error" not in prepared
+    ray.get(trainer.publish.remote(export=False))
+    assert worker("exchange")["version"] == first  # a worker beside it has prepared this one too
+    assert ray.get(engine.answers.remote()) == ray.get(fresh.answers.remote(exported))
+    assert ray.get(engine.update.remote()).version == first + 1
+
+
 def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
     engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)

@@ -21,7 +21,7 @@ from torch.nn import Module, Parameter
 from raylane import errors
 from raylane.errors import WeightsError, WeightsLayoutError
 from raylane.weights.mapping import Mapping
-from raylane.weights.subscriber import Subscriber, Update
+from raylane.weights.subscriber import Subscriber
 from raylane.weights.tensors import NamedTensors, new_memory_like
 
 NOT_EXCHANGED = ("_parameters", "_buffers", "_modules")
@@ -165,43 +165,57 @@ def worker_subscriber(tensors: NamedTensors, mapping: Mapping, options: dict[str
     )
 
 
+class _Preparation:
+    """Preparation of one version on a thread, after the one before: of this one the attachment waits for no more."""
+
+    def __init__(self, subscriber: Subscriber, options: dict[str, Any], before: threading.Thread | None) -> None:
+        self.version: int | None = None
+        """Number of the version that is ready; None until then."""
+        self.error: Exception | None = None
+
+        def run() -> None:
+            try:
+                if before is not None:
+                    before.join()
+                self.version = subscriber.prefetch(options["version"], timeout=options["timeout"])
+            except Exception as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="raylane-weights-prepare", daemon=True)
+        self.thread.start()
+
+
 class WorkerReader:
     """Reader of a worker. Versions are prepared on a thread beside the engine's steps."""
 
     def __init__(self, subscriber: Subscriber) -> None:
         self._subscriber = subscriber
-        self._thread: threading.Thread | None = None
-        self._prepared: int | None = None
-        self._taken: Update | None = None
-        self._error: Exception | None = None
+        self._preparation: _Preparation | None = None
+        self._step = 0
+        """Step of the version in the model."""
 
     def prepare(self, options: dict[str, Any]) -> dict[str, Any]:
         """Begin to bring a version from number `version` on to this worker, beside the engine's steps."""
-
-        def run() -> None:
-            try:
-                self._prepared = self._subscriber.prefetch(options["version"], timeout=options["timeout"])
-            except Exception as error:
-                self._error = error
-
-        self._prepared = self._error = None
-        self._thread = threading.Thread(target=run, name="raylane-weights-prepare", daemon=True)
-        self._thread.start()
+        before = None if self._preparation is None else self._preparation.thread
+        self._preparation = _Preparation(self._subscriber, options, before)
         return {}
 
     def prepared(self, _: dict[str, Any]) -> dict[str, Any]:
         """Return the number of the version that is ready; None if it is not."""
-        if self._error is not None:
-            raise self._error
-        return {"version": self._prepared}
+        assert self._preparation is not None
+        if self._preparation.error is not None:
+            raise self._preparation.error
+        return {"version": self._preparation.version}
 
     def exchange(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Let the model use the version that is ready. Called between two steps."""
-        changed = self._taken is None or self._taken.version != self._prepared
-        if self._taken is None or changed:  # otherwise a version that came meanwhile would be taken unprepared
-            self._taken = self._subscriber.update(timeout=0)
-        taken = self._taken
-        return {"version": taken.version, "step": taken.step, "changed": changed, "nbytes": taken.nbytes}
+        """Let the model use the version that is ready, and no later one. Called between two steps."""
+        assert self._preparation is not None
+        number = self._preparation.version
+        if number == self._subscriber.version:  # nothing was prepared, and an update would take what came since
+            return {"version": number, "step": self._step, "changed": False, "nbytes": 0}
+        update = self._subscriber.update(timeout=0)
+        self._step = update.step
+        return {"version": update.version, "step": update.step, "changed": update.changed, "nbytes": update.nbytes}
 
     def close(self, _: dict[str, Any]) -> dict[str, Any]:
         """Leave; the model keeps its weights."""
