@@ -176,7 +176,10 @@ class LoraAttachment(VllmReaders):
                     f"{self.version}. Close this attachment, and attach again"
                 )
             changed, loading_s = number != self.version, time.perf_counter()
-            request = self._requests.get(number) or self._new_request(number)
+            # The mark tells this attachment's versions from those of an earlier one under the same name.
+            path = f"{SCHEME}{self.name}/{number}#{self._mark}"
+            request = self._requests.get(number)
+            request = request or LoRARequest(f"{self.name}@{number}", next(self._gate.ids), path)
             answers = await self._call_workers("exchange", {"request": _fields(request)})
             ended_s = time.perf_counter()
             if any(each.get("version") != number for each in answers):
@@ -188,10 +191,6 @@ class LoraAttachment(VllmReaders):
             await self._forget_old()
         nbytes = sum(each["nbytes"] for each in answers)
         return EngineUpdate(number, answers[0]["step"], changed, nbytes, ended_s - loading_s, ended_s - began_s)
-
-    def _new_request(self, number: int) -> LoRARequest:
-        path = f"{SCHEME}{self.name}/{number}#{self._mark}"
-        return LoRARequest(f"{self.name}@{number}", next(self._gate.ids), path)
 
     async def _forget_old(self) -> None:
         """Let no further request name old versions, and the workers forget those that none under way needs."""

@@ -28,7 +28,13 @@ def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
             attached = readers.pop(key, None)
             if attached is not None:
                 attached.close({})
-            readers[key] = _new_reader(worker, options)
+            # Adapters lie beside the model's weights, so both may be read by one engine.
+            model = None if "lora" in options else worker.model_runner.get_model()
+            readers[key] = (
+                AdapterReader(worker, options)
+                if model is None
+                else WorkerReader(loading_subscriber(worker.vllm_config, model, options))
+            )
             return {}
         reader = readers.get(key)
         if reader is None:
@@ -37,9 +43,3 @@ def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
         return result
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error)}
-
-
-def _new_reader(worker: Any, options: dict[str, Any]) -> WorkerReader:
-    if "lora" in options:
-        return AdapterReader(worker, options)
-    return WorkerReader(loading_subscriber(worker.vllm_config, worker.model_runner.get_model(), options))
