@@ -175,7 +175,10 @@ def test_weights_and_adapters_update_in_one_engine(started: list[Any], tmp_path:
     ("options", "message"),
     [
         ({"rank": 2}, "has the rank 2, and the configuration says 4"),
-        ({"module": "self_attn.other_proj"}, "the model takes no adapters for 2: model.layers.0.self_attn.other_proj"),
+        (
+            {"module": "self_attn.other_proj"},
+            "the model takes no adapters for 'model.layers.0.self_attn.other_proj', 'model.layers.1.self_attn.other_",
+        ),
         ({"module": "self_attn.k_proj"}, "worker 0 of vLLM: "),
     ],
     ids=["rank", "module", "shape"],
