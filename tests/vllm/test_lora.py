@@ -58,7 +58,9 @@ def fresh_answers(started: list[Any], model: str, folders: list[str]) -> list[li
 @pytest.mark.parametrize("inside", [True, False], ids=["same process", "own process"])
 def test_versions_answer_like_folders_at_once(started: list[Any], tmp_path: Path, model: str, inside: bool) -> None:
     trainer = new_trainer(started, tmp_path)
-    engine = new_engine(started, model, INSIDE if inside else OUTSIDE, max_loras=3)
+    # One slot stays empty: for requests without an adapter beside others, vLLM's CPU kernels compute with the last slot
+    # (0.32, also with adapters of folders).
+    engine = new_engine(started, model, INSIDE if inside else OUTSIDE, max_loras=4)
     base = ray.get(engine.answers.remote(0))
     ray.get(engine.attach.remote())
     folders, answers = [], []
@@ -173,7 +175,10 @@ def test_weights_and_adapters_update_in_one_engine(started: list[Any], tmp_path:
     ("options", "message"),
     [
         ({"rank": 2}, "has the rank 2, and the configuration says 4"),
-        ({"module": "self_attn.other_proj"}, "the model takes no adapters for 2: model.layers.0.self_attn.other_proj"),
+        (
+            {"module": "self_attn.other_proj"},
+            "the model takes no adapters for 'model.layers.0.self_attn.other_proj', 'model.layers.1.self_attn.other_",
+        ),
         ({"module": "self_attn.k_proj"}, "worker 0 of vLLM: "),
     ],
     ids=["rank", "module", "shape"],
