@@ -59,7 +59,7 @@ class Deployment:
 
     def __init__(self, name: str, case: Case) -> None:
         self.way, self.case, self.step = WAYS[name], case, 0
-        self.home = tempfile.mkdtemp(prefix="raylane-bench-", dir="/dev/shm")
+        self.home = tempfile.mkdtemp(prefix="weights-bench-", dir="/dev/shm")
         """Folder of rendezvous and files, and raylane's name of the weights."""
         self.ranks: list[Any] = []
         self.readers: list[Any] = []

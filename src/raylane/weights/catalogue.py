@@ -222,6 +222,7 @@ class Catalogue:
     async def join(self, key: ReaderKey) -> None:
         """Take a reader in, until it leaves, or its process or host ends."""
         self._join(key)
+        self._keeper(key.host)  # begins to start now, not with the first call that renews leases
 
     async def leave(self, key: ReaderKey) -> None:
         """Forget a reader."""
