@@ -132,6 +132,7 @@ class Mapping:
         return self._with(f"transpose({part!r}, {dim0}, {dim1})", apply)
 
     def _with(self, text: str, apply: Callable[[Tensors], Tensors]) -> Mapping:
+        # What a loader expects is its own business; renaming before it would hide which names it has taken.
         if self.load is not None:
             raise ValueError(f"a recorded loader takes no rules, got {text}. Rename before the loader's own names")
         return replace(self, rules=(*self.rules, _NameRule(text, apply)))

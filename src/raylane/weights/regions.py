@@ -121,6 +121,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View
         for dim, size in zip(run.dims, run.size, strict=True):
             if dim is not None:
                 length[dim] = size
+        # What the run and a piece have in common, in indices of the tensor.
         for piece in pieces:
             bounds = list(zip(run.at, length, piece.start, piece.view.size, strict=True))
             lo = [max(at, start) for at, _, start, _ in bounds]

@@ -364,6 +364,7 @@ class Subscriber:
 
     def _new_memory(self, paths: dict[str, str]) -> Any:
         """Write the version in these slots into new memory; return what the tensors are exchanged for."""
+        # Tensors into which a mapping writes nothing keep their memory.
         names = list(self._tensors.distinct()) if self._record is None else self._record.targets()
         outputs = self._tensors.new(names, endpoint().pool.take)
         self._prepare(paths, outputs).run(lambda: outputs)

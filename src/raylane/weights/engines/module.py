@@ -114,6 +114,7 @@ class ModuleAttachment:
         """Count an answer as under way. Waits while an update lets others end."""
         answer = Answer()
         with self._changed:
+            # An update that waits for answers to end would never see the last one if others could begin.
             while self._closed:
                 self._changed.wait()
             self._answers.add(answer)

@@ -19,6 +19,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.v1.worker.worker_base import WorkerBase
 
+    # Engine and workers load plugins each for themselves, and may share a process.
     if not hasattr(WorkerBase, WORKER_METHOD):
         setattr(WorkerBase, WORKER_METHOD, _call)
         module = FOLDER + "vllm_transfer"

@@ -25,6 +25,7 @@ def answer(worker: Any, method: str, options: dict[str, Any]) -> dict[str, Any]:
     readers, key = worker.__dict__.setdefault(READERS, {}), options["reader"]
     try:
         if method == "attach":
+            # An attachment that nobody has closed, as that of a driver that has died, gives way to the new one.
             attached = readers.pop(key, None)
             if attached is not None:
                 attached.close({})

@@ -57,7 +57,7 @@ class RaylaneTransferEngine(WeightTransferEngine[RaylaneInitInfo, RaylaneUpdateI
 
     def init_transfer_engine(self, init_info: RaylaneInitInfo) -> None:
         """Register this worker as a reader, and record how its model loads weights."""
-        self.shutdown()
+        self.shutdown()  # a trainer that was started again initializes the engine again
         options = {name: getattr(init_info, name) for name in ("name", "address", "job", "detached", "timeout")}
         self._subscriber = loading_subscriber(self.vllm_config, self.model, options)
 
@@ -111,6 +111,7 @@ class RaylaneTrainerEngine(TrainerWeightTransferEngine[RaylaneTrainerInitInfo]):
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
         self._sharded = isinstance(source, ModuleSource)
         self._step = 0
+        # The module itself, not what the source yields: iterating gathers whole tensors.
         self._tensors: Any = source._module if self._sharded else dict(source)
         options = {name: getattr(init_info, name) for name in ("keep", "detached", "timeout")}
         self._publisher: Publisher | None = None

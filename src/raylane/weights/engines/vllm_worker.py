@@ -56,6 +56,7 @@ class LoaderTensors(NamedTensors):
 
     def _shadow(self, live: Module, blank: Module, tensors: dict[str, torch.Tensor]) -> Module:
         """Return a layer with new weights beside a living one; `blank` is that of the second model."""
+        # Everything but weights is shared with the living layer, so a shadow takes no further memory.
         shadow = live.__class__.__new__(live.__class__)
         shadow.__dict__.update(live.__dict__)
         shadow._parameters, shadow._buffers = dict(live._parameters), dict(live._buffers)
@@ -130,6 +131,7 @@ def _blank_model(vllm_config: Any) -> Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    # Shallow copies: only what the layers write to while they are made must not be shared.
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}  # its layers register themselves there
