@@ -21,7 +21,7 @@ import pytest
 import ray
 import torch
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: run `make test-vllm`")
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: run `make test-vllm`")
 
 from tests.vllm import engines
 

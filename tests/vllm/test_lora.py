@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-pytest.importorskip("vllm", reason="vLLM has an environment of its own: run `make test-vllm`")
+pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: run `make test-vllm`")
 
 from tests.vllm import engines, lora_engines
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,10 @@ def test_answers_under_way_end_as_asked(pause: str, tmp_path: Path) -> None:
         update = threads.submit(attachment.update)
         if pause == "keep":
             assert update.result(WAIT_S).version == 2  # beside the answer
+        deadline = time.monotonic() + WAIT_S
+        while pause == "abort" and not all(each.aborted for each in attachment._answers):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         gate.opened.set()
         tokens, version = under_way.result(WAIT_S), update.result(WAIT_S).version
     expected = {"keep": [(1, 0, 2), (2, 2, 6)], "wait": [(1, 0, 6)], "abort": [(1, 0, 3)]}[pause]
