@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.weights.small_models import SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from raylane import weights
@@ -30,16 +31,7 @@ def dropped() -> Iterator[None]:
 
 def new_model(kind: str = "mixtral", seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    options = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "eos_token_id": None,
-    }
+    options = {**SMALL, "initializer_range": 0.3, "eos_token_id": None}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.weights.small_models import SMALL
 from tests.weights.stored_layouts import apply_record, stored_whole
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,15 +17,6 @@ from raylane.errors import WeightsLayoutError
 from raylane.weights import Mapping
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 CONFIGS: dict[str, dict[str, Any]] = {

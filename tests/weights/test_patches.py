@@ -13,7 +13,7 @@ import ray
 from raylane.core.deadline import Deadline
 from raylane.weights import patches as patches_module
 from raylane.weights.delta import MOST_GAP, DeltaOptions, Run
-from raylane.weights.keeper import Keeper, PartKind
+from raylane.weights.keeper import Fetch, Keeper, PartKind
 from raylane.weights.patches import (
     DeltaRequest,
     Patches,
@@ -269,8 +269,8 @@ def test_keepers_fetch_patches_and_repair_mismatches(cluster: None) -> None:
     def fetch(keeper: Any, holder: Any, options: DeltaOptions = ALWAYS, base: bool = True) -> Any:
         own, theirs = slots[keeper], slots[holder]
         ray.get(keeper.begin_copy.remote(own[1].path, 8, 5))
-        arguments = own[1], holder, theirs[1].path, 0, PART.nbytes, own[0] if base else None, options
-        result = ray.get(keeper.fetch.remote(*arguments))
+        wanted = Fetch(own[1], holder, theirs[1], 0, PART.nbytes, own[0] if base else None, options)
+        result = ray.get(keeper.fetch.remote(wanted))
         assert np.array_equal(ray.get(keeper.read.remote(own[1].path)), content(8))
         ray.get(keeper.release.remote(own[1].path))
         return result

@@ -31,5 +31,5 @@ def lock(fd: int, kind: int, start: int = 0, length: int = 0) -> bool:
 def is_free(fd: int, kind: int) -> bool:
     """Return True if nobody else holds a lock that excludes this one of the whole file. Takes none, does not wait."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
-    found: int = struct.unpack_from("h", answer)[0]
-    return found == UNLOCK
+    kind_held: int = struct.unpack_from("h", answer)[0]
+    return kind_held == UNLOCK

@@ -243,8 +243,7 @@ class Catalogue:
     async def readers(self, name: str | None) -> list[ReaderInfo]:
         """Return the readers of a name (None: of all names), those that are furthest behind first."""
         await self._recovered()
-        entries = [self._entry(name)] if name is not None else list(self._entries.values())
-        return [info for entry in entries for info in entry.readers.infos(time.monotonic())]
+        return self._reader_infos(self._entries_of(name))
 
     async def offer(
         self, key: ReaderKey, used: int, at_least: int, known: GenerationKey | None, timeout_s: float | None
@@ -335,7 +334,7 @@ class Catalogue:
 
     async def versions(self, name: str | None, *, digests: bool = False) -> list[VersionInfo]:
         """Return all versions of a name (None: of all names), the oldest first; committed ones with their digests."""
-        entries = [self._entry(name)] if name is not None else list(self._entries.values())
+        entries = self._entries_of(name)
         if digests:
             found = [version for entry in entries for version in entry.ledger.versions]
             await asyncio.gather(*(self._find_digest(version) for version in found if version.digest is None))
@@ -409,6 +408,10 @@ class Catalogue:
             self._leases.change(key.host)
         return changed
 
+    @staticmethod
+    def _reader_infos(entries: Iterable[_NamedWeights]) -> list[ReaderInfo]:
+        return [info for entry in entries for info in entry.readers.infos(time.monotonic())]
+
     def _reader_keys(self, host: str) -> list[ReaderKey]:
         return [key for entry in self._entries.values() for key in entry.readers.keys(host)]
 
@@ -429,11 +432,7 @@ class Catalogue:
     def _begin_recovery(self) -> asyncio.Task[None]:
         if self._recovery is None:
             self._recovery = asyncio.ensure_future(self._recover())
-            self._start(
-                report_lags(
-                    lambda: [info for entry in self._entries.values() for info in entry.readers.infos(time.monotonic())]
-                )
-            )
+            self._start(report_lags(lambda: self._reader_infos(self._entries.values())))
         return self._recovery
 
     async def _recover(self) -> None:
@@ -460,6 +459,10 @@ class Catalogue:
             known = ", ".join(map(repr, self._entries)) or "none"
             raise WeightsLostError(f"there are no weights of the name {name!r}; there are: {known}")
         return entry
+
+    def _entries_of(self, name: str | None) -> list[_NamedWeights]:
+        """Return the entry of a name, or all of them for None."""
+        return list(self._entries.values()) if name is None else [self._entry(name)]
 
     def _generation(self, name: str, key: GenerationKey) -> tuple[_NamedWeights, Generation]:
         entry, (incarnation, number) = self._entry(name), key

@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from raylane.weights.keeper import Fetch
 from raylane.weights.ledger import Version
 from raylane.weights.patches import SlotVersion
 from raylane.weights.spread import Spread, Transfer
@@ -106,14 +107,9 @@ class Copies:
             if version.base is not None and _chunks_of_base(version, part, host).issuperset(transfer.chunks):
                 base = _slot_version(version.base, part, host)
             try:
-                fetched = await self._keeper(host).fetch.remote(
-                    target,
-                    self._keeper(holder),
-                    source.path,
-                    *spread.place(transfer.chunks),
-                    base,
-                    version.generation.delta,
-                )
+                place = spread.place(transfer.chunks)
+                fetch = Fetch(target, self._keeper(holder), source, *place, base, version.generation.delta)
+                fetched = await self._keeper(host).fetch.remote(fetch)
             except ray.exceptions.RayError as error:  # of either keeper, or of the network
                 failure = f"node {holder}: {getattr(error, 'cause', None) or error}"
                 await asyncio.sleep(PAUSE_S)

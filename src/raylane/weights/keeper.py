@@ -59,13 +59,28 @@ class TransferResult(NamedTuple):
     """Speed of the link as the keeper has measured it so far."""
 
 
+class Fetch(NamedTuple):
+    """Bytes of a version that a keeper is to bring into a slot of its own."""
+
+    slot: SlotVersion
+    holder: Any
+    """Keeper that has them."""
+    source: SlotVersion
+    """Slot of the holder."""
+    offset: int
+    nbytes: int
+    base: SlotVersion | None
+    """Another version that the receiving keeper has, from which patches may make them."""
+    options: DeltaOptions
+
+
 class Served(NamedTuple):
     """Answer to a request for chunks."""
 
     refs: list[Any]
     """One ref, of whole chunks or of patches."""
     proofs: list[Proof]
-    """Of the patches; empty for whole chunks."""
+    """Proofs of the patches; empty for whole chunks."""
 
 
 JOB_CHECK_S = 5.0
@@ -198,56 +213,35 @@ class Keeper:
         if path in self._open:
             self._open[path].release()
 
-    async def fetch(
-        self,
-        slot: SlotVersion,
-        holder: Any,
-        holder_path: str,
-        offset: int,
-        nbytes: int,
-        base: SlotVersion | None,
-        options: DeltaOptions,
-    ) -> TransferResult:
+    async def fetch(self, fetch: Fetch) -> TransferResult:
         """Bring bytes of a version from a slot of another keeper into a slot of this one, over raylane's transports.
 
-        As patches of another version that this keeper has (`base`), if the options and the link permit it, else whole.
+        As patches of the base, if there is one and the options and the link permit it, else whole.
         Waits for patches that the other keeper is making, at most as long as a whole transfer would take.
 
         Raises the errors of `raylane.get`, and those of Ray if the other keeper dies.
         """
-        task = asyncio.ensure_future(self._fetch(slot, holder, holder_path, offset, nbytes, base, options))
+        task = asyncio.ensure_future(self._fetch(fetch))
         self._fetches.add(task)
         try:
             return await task
         finally:
             self._fetches.discard(task)
 
-    async def _fetch(
-        self,
-        slot: SlotVersion,
-        holder: Any,
-        holder_path: str,
-        offset: int,
-        nbytes: int,
-        base: SlotVersion | None,
-        options: DeltaOptions,
-    ) -> TransferResult:
+    async def _fetch(self, fetch: Fetch) -> TransferResult:
         # Loaded here: only hosts that copy need the transports, and torch.
         from raylane.transport.api import get_async
 
+        slot, holder, source, offset, nbytes, base, options = fetch
         copied, mismatch = 0, False
-        source = SlotVersion(holder_path, slot.number)
         request = None if base is None else self._request(base, nbytes, options)
-        if base is not None and request is not None:
-            (ref,), proofs = await holder.serve.remote(source, offset, nbytes, request)
-            if proofs:
-                patches = (await get_async(ref)).numpy()
-                copied = len(patches)
-                if await self._restore(slot, base, offset, nbytes, patches, proofs):
-                    return TransferResult("delta", copied, False, self._link.bytes_per_s)
-                mismatch = self._open_version(base).is_there()  # else it was replaced meanwhile
-                (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
-        else:
+        (ref,), proofs = await holder.serve.remote(source, offset, nbytes, request)
+        if base is not None and proofs:
+            patches = (await get_async(ref)).numpy()
+            copied = len(patches)
+            if await self._restore(slot, base, offset, nbytes, patches, proofs):
+                return TransferResult("delta", copied, False, self._link.bytes_per_s)
+            mismatch = self._open_version(base).is_there()  # else it was replaced meanwhile
             (ref,), _ = await holder.serve.remote(source, offset, nbytes, None)
         target = self._slot(slot.path).memory()[offset : offset + nbytes]
         arrived = 0

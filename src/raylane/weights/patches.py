@@ -53,7 +53,7 @@ class OpenVersion(NamedTuple):
 
 
 class DeltaRequest(NamedTuple):
-    """What a keeper accepts instead of whole chunks."""
+    """Patches that a keeper accepts instead of whole chunks."""
 
     base: int
     """Number of the version to which the patches are applied."""
@@ -166,7 +166,7 @@ class Patches:
 
         `path` is the slot of the newer version; `link` is the speed in bytes/s for which the patches have to pay.
         """
-        made = self._versions[path] = _PatchedVersion(new.number, old.number, complete=False)
+        version = self._versions[path] = _PatchedVersion(new.number, old.number, complete=False)
         loop = asyncio.get_running_loop()
         part_bytes = runs[-1].stop
         step = chunk_bytes(part_bytes)
@@ -175,17 +175,19 @@ class Patches:
             for first in range(0, part_bytes, step):
                 last = min(first + step, part_bytes)
                 most_bytes = options.most_patch_bytes(last - first, link)
-                chunk = _made(
-                    new.bytes(first, last), old.bytes(first, last), runs_between(runs, first, last), most_bytes
-                )
+                newer = new.bytes(first, last)
+                patch = diff(newer, old.bytes(first, last), runs_between(runs, first, last), most_bytes)
+                chunk = None
+                if patch is not None:
+                    chunk = PatchOfChunk(last - first, hashlib.sha256(newer.data).digest(), patch)
                 if not (new.is_there() and old.is_there()):
                     return  # the trainer writes the next version
-                loop.call_soon_threadsafe(made.add, first, chunk)
+                loop.call_soon_threadsafe(version.add, first, chunk)
 
         try:
             await loop.run_in_executor(self._differ, make_all)
         finally:
-            made.end()
+            version.end()
 
     async def find(
         self, slot: SlotVersion, request: DeltaRequest, offset: int, nbytes: int
@@ -212,11 +214,6 @@ class Patches:
         for each in patches:
             version.chunks[offset] = each
             offset += each.nbytes
-
-
-def _made(new: Array, old: Array, runs: Sequence[Run], most_bytes: int) -> PatchOfChunk | None:
-    patch = diff(new, old, runs, most_bytes)
-    return None if patch is None else PatchOfChunk(len(new), hashlib.sha256(new.data).digest(), patch)
 
 
 def message(patches: Sequence[PatchOfChunk]) -> tuple[Array, list[Proof]]:

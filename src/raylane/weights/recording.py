@@ -90,7 +90,7 @@ class Constant(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a loader does: regions by published name, and constants."""
+    """Record of a loader: regions by published name, and constants."""
 
     regions: dict[str, tuple[TargetRegion, ...]]
     constants: tuple[Constant, ...]

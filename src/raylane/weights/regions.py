@@ -115,7 +115,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View
     """Return the pieces of a view of a tensor that consists of pieces. Elements of no piece are left out."""
     if len(pieces) == 1 and pieces[0].view == View(tuple(shape), contiguous_strides(shape), 0):
         return [ViewPiece((0,) * len(view.size), pieces[0].name, view)]  # the tensor is a published one
-    found = []
+    parts = []
     for run in runs(shape, view):
         length = [1] * len(shape)
         for dim, size in zip(run.dims, run.size, strict=True):
@@ -131,7 +131,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View
             rows = [(0, 1, 0) if dim is None else (lo[dim] - run.at[dim], hi[dim] - lo[dim], dim) for dim in run.dims]
             skipped = [first - start for first, start in zip(lo, piece.start, strict=True)]
             sources = piece.view.strides
-            found.append(
+            parts.append(
                 ViewPiece(
                     tuple(start + first for start, (first, _, _) in zip(run.start, rows, strict=True)),
                     piece.name,
@@ -142,7 +142,7 @@ def pieces_of_view(shape: Sequence[int], pieces: Sequence[ViewPiece], view: View
                     ),
                 )
             )
-    return found
+    return parts
 
 
 def regions_of(piece: ViewPiece, shape: Sequence[int], target: str, written: View) -> list[TargetRegion]:

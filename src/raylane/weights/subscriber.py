@@ -29,6 +29,7 @@ from raylane.weights.sources import Sources
 from raylane.weights.tensors import (
     NamedTensors,
     Places,
+    Regions,
     StridedRegion,
     flat,
     layout_of,
@@ -75,7 +76,7 @@ class _HeldVersion(NamedTuple):
     """Slot of each part."""
     slots: list[OpenSlot]
     prepared: Any = None
-    """What the tensors are exchanged for, where the version has been copied already."""
+    """New memory for which the tensors are exchanged, where the version has been copied already."""
 
 
 def _release(slots: list[OpenSlot]) -> None:
@@ -132,7 +133,9 @@ class Subscriber:
             raise ValueError("a mapping says itself what goes where: pass either `mapping` or `places`")
         self._mapping = mapping
         self._record: Record | None = None
-        """What the mapping does; None until the layout of the trainer is known, or without a mapping."""
+        """Record of the mapping; None until the layout of the trainer is known, or without a mapping."""
+        self._regions: Regions = ()
+        """Regions of the tensors into which the pieces of the plan go."""
         self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
         self._host = ray.get_runtime_context().get_node_id()
@@ -265,9 +268,11 @@ class Subscriber:
         self._tensors.learn(offer.stored)
         if self._mapping is None:
             (self._plan,) = make_plans(offer.stored, [self._layout], subset=self._subset)
+            self._regions = target_regions(self._plan)
         else:
             self._record = self._mapping.recorded(offer.stored, self._tensors.distinct(), subset=self._subset)
             (self._plan,) = make_plans(offer.stored, [layout_of_record(self._record, offer.stored)], subset=True)
+            self._regions = mapped_regions(self._plan, self._record)
         self._chunks.clear()
         self._sources.forget_views()
         self._copies.clear()
@@ -380,8 +385,7 @@ class Subscriber:
     def _prepare(self, paths: dict[str, str], tensors: dict[str, torch.Tensor]) -> PreparedCopy:
         assert self._plan is not None
         pieces = flat(self._sources.pieces(self._plan, paths))
-        regions = target_regions(self._plan) if self._record is None else mapped_regions(self._plan, self._record)
-        return PreparedCopy(regions, tensors, pieces, to_slot=False)
+        return PreparedCopy(self._regions, tensors, pieces, to_slot=False)
 
     def _map(self, pieces: list[list[torch.Tensor]]) -> None:
         """Let the tensors lie in the memory of a version."""
@@ -391,8 +395,8 @@ class Subscriber:
         if self._record is None:
             stored_of = {each.name: stored for each, stored in zip(self._plan.pieces, pieces, strict=True)}
         else:
-            for each, view in zip(mapped_regions(self._plan, self._record), flat(pieces), strict=True):
-                if each.strides != view.stride():
+            for each, view in zip(self._regions, flat(pieces), strict=True):
+                if isinstance(each, StridedRegion) and each.strides != view.stride():
                     raise WeightsError(f"{each.name!r} cannot be mapped: it is stored transposed. Use apply='copy'")
                 stored_of.setdefault(each.name, []).append(view)
         for name, stored in stored_of.items():

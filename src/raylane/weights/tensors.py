@@ -142,7 +142,8 @@ class NamedTensors:
 
     def new(self, names: Collection[str], take: Callable[[int], Any]) -> dict[str, torch.Tensor]:
         """Return new memory for these tensors, for an exchange. `take(nbytes)` returns host memory for large ones."""
-        return {name: new_memory_like(local(self.distinct()[name]), take) for name in names}
+        tensors = self.distinct()
+        return {name: new_memory_like(local(tensors[name]), take) for name in names}
 
     def prepare(self, memory: dict[str, torch.Tensor]) -> Any:
         """Make what `exchange` takes of new memory that has been written."""
@@ -240,16 +241,18 @@ def region(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> t
     return tensor
 
 
-def new_memory_like(tensor: torch.Tensor, take: Callable[[int], Any]) -> torch.Tensor:
-    """Return new memory for a tensor on its device; in host memory for one on the meta device.
+def new_memory_like(
+    tensor: torch.Tensor, take: Callable[[int], Any], device: torch.device | None = None
+) -> torch.Tensor:
+    """Return new memory for a tensor on a device (None: its own; in host memory for one on the meta device).
 
     `take(nbytes)` returns host memory for large tensors.
     """
-    if tensor.is_meta:
-        return torch.empty_like(tensor, device="cpu")
-    if tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes >= TAKEN_FROM_BYTES:
+    if device is None:
+        device = torch.device("cpu") if tensor.is_meta else tensor.device
+    if device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes >= TAKEN_FROM_BYTES:
         return torch.frombuffer(take(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
-    return torch.empty_like(tensor)
+    return torch.empty_like(tensor, device=device)
 
 
 class OwnRegion(NamedTuple):
@@ -278,7 +281,7 @@ class StridedRegion(NamedTuple):
         return tensor.as_strided(self.size, self.strides, int(tensor.storage_offset()) + self.offset)
 
 
-Regions = Sequence[OwnRegion] | Sequence[StridedRegion]
+Regions = Sequence[OwnRegion | StridedRegion]
 
 
 def views_of(tensors: Mapping[str, torch.Tensor], regions: Regions) -> list[torch.Tensor]:

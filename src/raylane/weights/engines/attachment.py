@@ -1,4 +1,4 @@
-"""What attachments of all engines share."""
+"""Parts that attachments of all engines share."""
 
 from __future__ import annotations
 

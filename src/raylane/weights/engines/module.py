@@ -98,7 +98,7 @@ class ModuleAttachment:
         passing = model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
         self._undo: list[Callable[[], Any]] = [
             passing.register_forward_pre_hook(self._begin_pass).remove,
-            passing.register_forward_hook(self._end_pass, always_call=True).remove,
+            passing.register_forward_hook(lambda *_: self._step.release(), always_call=True).remove,
         ]
         if callable(getattr(model, "generate", None)):
             self._undo.append(functools.partial(model.__dict__.pop, "generate", None))
@@ -181,9 +181,6 @@ class ModuleAttachment:
         answer = getattr(self._current, "answer", None)
         if answer is not None:
             answer.version = self.version
-
-    def _end_pass(self, *_: Any) -> None:
-        self._step.release()
 
     def _generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a model's own `generate`, and note the version of each token."""

@@ -21,7 +21,7 @@ POLL_S = 0.005
 
 
 class _Calls(Protocol):
-    """What an update needs of an engine."""
+    """Calls of an engine that an update makes."""
 
     async def workers(self, method: str, options: dict[str, Any]) -> list[dict[str, Any]]: ...
     async def pause(self, mode: str, *, clear_cache: bool) -> None: ...
@@ -99,6 +99,7 @@ class VllmReaders:
         self._is_async = hasattr(engine, "pause_generation")
         self._calls: _Calls = _AsyncCalls(engine) if self._is_async else _LlmCalls(engine)
         self._attached = False
+        self._updating = asyncio.Lock()  # held during an update
         if not ray.is_initialized():
             raise WeightsError("this process is not connected to Ray. Call ray.init() first")
         context = ray.get_runtime_context()
@@ -112,6 +113,33 @@ class VllmReaders:
         }
         if not self._is_async:
             run_now(self._attach())
+
+    def update(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
+
+        When it returns, all workers have the version.
+
+        Raises:
+            WeightsTimeoutError: There is no version; or it was not here within `timeout` seconds. The engine goes on.
+            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
+            WeightsInvalidError: Only some of the workers have exchanged their weights. Start the engine again.
+            WeightsError: The versions of adapters have begun anew. Attach again.
+        """
+        if self._is_async:
+            raise TypeError("the engine is an AsyncLLM: await update_async()")
+        return run_now(self.update_async(timeout=timeout))
+
+    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
+        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
+        began_s, deadline = time.perf_counter(), Deadline.of_call(timeout or self._timeout)
+        async with self._updating:
+            if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
+                await self._attach()
+            return await self._take(deadline, began_s)
+
+    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
+        """Bring the newest version into all workers; `began_s` is when the update began."""
+        raise NotImplementedError
 
     async def _attach(self) -> None:
         """Let the workers register."""
@@ -160,7 +188,10 @@ class VllmReaders:
 
 
 class VllmAttachment(VllmReaders):
-    """A vLLM engine that reads weights. Made by `weights.attach`."""
+    """A vLLM engine that reads weights. Made by `weights.attach`.
+
+    A version is prepared while queued requests are computed, and exchanged between two steps.
+    """
 
     def __init__(self, engine: Any, name: str, *, pause: str, clear_cache: bool, **options: Any) -> None:
         """Let the workers register. `options` as for `VllmReaders`."""
@@ -168,30 +199,9 @@ class VllmAttachment(VllmReaders):
         self._pause, self._clear_cache, self._invalid = pause, clear_cache, False
         super().__init__(engine, name, reader="", **options)
 
-    def update(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
-
-        The version is prepared while queued requests are computed, and exchanged between two steps.
-
-        Raises:
-            WeightsTimeoutError: There is no version; or it could not be prepared in time. The engine goes on.
-            WeightsLayoutError: The published tensors do not fit the model; nothing was changed.
-            WeightsInvalidError: Only some of the workers have taken the version. Start the engine again.
-        """
-        if self._is_async:
-            raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return run_now(self._update(Deadline.of_call(timeout or self._timeout)))
-
-    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Take the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
-        return await self._update(Deadline.of_call(timeout or self._timeout))
-
-    async def _update(self, deadline: Deadline) -> EngineUpdate:
+    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
         if self._invalid:
             raise WeightsInvalidError(f"the workers of this engine use different versions of {self.name!r}. Restart it")
-        began_s = time.perf_counter()
-        if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
-            await self._attach()
         number = await self._prepared_version(deadline)
         paused_s = time.perf_counter()
         try:

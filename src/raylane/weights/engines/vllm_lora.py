@@ -7,7 +7,6 @@ step ends the engine.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 import uuid
@@ -22,7 +21,7 @@ from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError
 from raylane.weights.engines.attachment import EngineUpdate
 from raylane.weights.engines.vllm_adapters import SCHEME
-from raylane.weights.engines.vllm_engine import VllmReaders, run_now
+from raylane.weights.engines.vllm_engine import VllmReaders
 from raylane.weights.engines.vllm_worker import raise_error
 
 GATE = "_raylane_gate"
@@ -115,7 +114,6 @@ class LoraAttachment(VllmReaders):
         self._needed: set[str] = set()
         """Paths that were needed at the last update. Kept for one more: vLLM's engine may compute a step of a request
         that has ended here."""
-        self._updating = asyncio.Lock()
         # Part of each path: vLLM's prefix cache tells adapters by name and path, and a name may be dropped and
         # published again with the same numbers.
         self._mark = uuid.uuid4().hex[:8]
@@ -144,51 +142,28 @@ class LoraAttachment(VllmReaders):
             )
         return self._requests[number]
 
-    def update(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Bring the newest version into an `LLM`; waits for the first one. For an `AsyncLLM`, await `update_async`.
-
-        When it returns, all workers have loaded the version. Queued requests keep theirs.
-
-        Raises:
-            WeightsTimeoutError: There is no version, or it was not here in time; `timeout` is in seconds.
-            WeightsLayoutError: The tensors are no adapters of the model with this configuration.
-            WeightsError: The numbers of the versions have begun anew.
-
-        After each of them the engine has the versions that it had.
-        """
-        if self._is_async:
-            raise TypeError("the engine is an AsyncLLM: await update_async()")
-        return run_now(self._update(Deadline.of_call(timeout or self._timeout)))
-
-    async def update_async(self, *, timeout: float | None = None) -> EngineUpdate:
-        """Bring the newest version into an `AsyncLLM` that answers requests. Errors as those of `update`."""
-        return await self._update(Deadline.of_call(timeout or self._timeout))
-
-    async def _update(self, deadline: Deadline) -> EngineUpdate:
-        began_s = time.perf_counter()
-        async with self._updating:
-            if not self._attached:  # an AsyncLLM cannot be called while `attach` runs
-                await self._attach()
-            number = await self._prepared_version(deadline)
-            if number < self.version:
-                raise WeightsError(
-                    f"{self.name!r} was dropped: its versions have begun anew with {number}, and the engine has "
-                    f"{self.version}. Close this attachment, and attach again"
-                )
-            changed, loading_s = number != self.version, time.perf_counter()
-            # The mark tells this attachment's versions from those of an earlier one under the same name.
-            path = f"{SCHEME}{self.name}/{number}#{self._mark}"
-            request = self._requests.get(number)
-            request = request or LoRARequest(f"{self.name}@{number}", next(self._gate.ids), path)
-            answers = await self._call_workers("exchange", {"request": _fields(request)})
-            ended_s = time.perf_counter()
-            if any(each.get("version") != number for each in answers):
-                await self._forget_old()  # also the new one, where workers have loaded it
-                raise_error(answers)
-                raise WeightsError(f"the workers of vLLM have not all loaded {request.lora_name}. Update again")
-            self.version, self._requests[number] = number, request
-            self._gate.usable[request.lora_path] = request.lora_name
-            await self._forget_old()
+    async def _take(self, deadline: Deadline, began_s: float) -> EngineUpdate:
+        # After each error the engine has the versions that it had.
+        number = await self._prepared_version(deadline)
+        if number < self.version:
+            raise WeightsError(
+                f"{self.name!r} was dropped: its versions have begun anew with {number}, and the engine has "
+                f"{self.version}. Close this attachment, and attach again"
+            )
+        changed, loading_s = number != self.version, time.perf_counter()
+        # The mark tells this attachment's versions from those of an earlier one under the same name.
+        path = f"{SCHEME}{self.name}/{number}#{self._mark}"
+        request = self._requests.get(number)
+        request = request or LoRARequest(f"{self.name}@{number}", next(self._gate.ids), path)
+        answers = await self._call_workers("exchange", {"request": _fields(request)})
+        ended_s = time.perf_counter()
+        if any(each.get("version") != number for each in answers):
+            await self._forget_old()  # also the new one, where workers have loaded it
+            raise_error(answers)
+            raise WeightsError(f"the workers of vLLM have not all loaded {request.lora_name}. Update again")
+        self.version, self._requests[number] = number, request
+        self._gate.usable[request.lora_path] = request.lora_name
+        await self._forget_old()
         nbytes = sum(each["nbytes"] for each in answers)
         return EngineUpdate(number, answers[0]["step"], changed, nbytes, ended_s - loading_s, ended_s - began_s)
 
@@ -220,21 +195,21 @@ def checked_config(lora: Any, lora_config: Any) -> dict[str, Any]:
 
     `lora_config` is vLLM's own configuration.
     """
-    given = lora.to_dict() if hasattr(lora, "to_dict") else lora
-    if not isinstance(given, dict):
+    peft_config = lora.to_dict() if hasattr(lora, "to_dict") else lora
+    if not isinstance(peft_config, dict):
         raise TypeError(f"lora must be PEFT's configuration as a dict, got {type(lora).__name__}")
-    missing = [name for name in ("r", "lora_alpha", "target_modules") if given.get(name) is None]
+    missing = [name for name in ("r", "lora_alpha", "target_modules") if peft_config.get(name) is None]
     if missing:
         raise ValueError(
             f"lora has no {', '.join(missing)}. Pass the configuration with which the adapters are trained"
         )
     for name, kinds in _KINDS.items():
-        if not isinstance(given[name], kinds) or isinstance(given[name], bool):
-            raise TypeError(f"lora[{name!r}] cannot be {given[name]!r}")
-    if given["r"] < 1:
-        raise ValueError(f"lora['r'] must be at least 1, got {given['r']}")
+        if not isinstance(peft_config[name], kinds) or isinstance(peft_config[name], bool):
+            raise TypeError(f"lora[{name!r}] cannot be {peft_config[name]!r}")
+    if peft_config["r"] < 1:
+        raise ValueError(f"lora['r'] must be at least 1, got {peft_config['r']}")
     known = {each.name for each in fields(PEFTHelper) if not each.name.startswith("vllm_")}
-    config = {name: value for name, value in given.items() if name in known}
+    config = {name: value for name, value in peft_config.items() if name in known}
     if not isinstance(config["target_modules"], str):
         config["target_modules"] = sorted(config["target_modules"])
     try:

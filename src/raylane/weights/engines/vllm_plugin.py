@@ -1,4 +1,4 @@
-"""What vLLM loads of raylane in each of its processes: a plugin of the group `vllm.general_plugins`.
+"""Plugin of raylane that vLLM loads in each of its processes (group `vllm.general_plugins`).
 
 It registers raylane's engine and trainer under the name `raylane`, and gives workers the method that attachments call.
 """

@@ -29,7 +29,7 @@ from raylane.weights.publisher import Publisher
 
 @dataclass
 class RaylaneInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What the workers are told once. The trainer fills it in."""
+    """Options of the workers, which the trainer sends once."""
 
     name: str
     address: str
@@ -42,7 +42,7 @@ class RaylaneInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class RaylaneUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What the workers are told for each update."""
+    """Message to the workers for each update."""
 
     version: int
 

@@ -42,7 +42,7 @@ class LoaderTensors(NamedTensors):
         """Return new memory for tensors of the loader, on the device of the model."""
         tensors = self.distinct()
         device = next(self.model.parameters()).device
-        return {name: new_memory_like(torch.empty_like(tensors[name], device=device), take) for name in names}
+        return {name: new_memory_like(tensors[name], take, device) for name in names}
 
     def prepare(self, memory: dict[str, torch.Tensor]) -> list[tuple[Module, Module]]:
         """Return the layers of the model with shadows that have the new weights, as vLLM's kernels use them."""
