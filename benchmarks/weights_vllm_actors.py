@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import ray
 import torch
+from tests.vllm import engines
 
 from raylane import weights
 from raylane.bench import measure
@@ -20,22 +21,15 @@ from raylane.bench import measure
 ATTACHED, FACTORY = "bench-attached", "bench-factory"
 """Names of the weights of the two ways of raylane."""
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    **engines.ENVIRONMENT,
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets vLLM send tensors with a call of its workers
-    "OMP_NUM_THREADS": "1",
 }
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 512,
-    "enforce_eager": True,
-    "skip_tokenizer_init": True,
+    **engines.OPTIONS,
     "distributed_executor_backend": "uni",  # the worker lives in the process of the engine core
 }
 LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 8000}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 500}
-PROMPTS = ([1, 2, 3, 4, 5], [7, 8, 9], [11, 12, 13, 14])
 BACKENDS = ("nccl", "ipc", "sparse_nccl", "sharded_rdt", "nccl_m2n", "modelexpress")
 BACKEND_LIMIT_S = 20.0
 """Time after which the start of a backend counts as one that never ends."""
@@ -162,7 +156,7 @@ class Engine:
 
     async def answers(self) -> list[list[int]]:
         """Return greedy answers."""
-        return [tokens for tokens, _ in await asyncio.gather(*(self.answer(list(each)) for each in PROMPTS))]
+        return [tokens for tokens, _ in await asyncio.gather(*(self.answer(list(each)) for each in engines.PROMPTS))]
 
     async def begin_load(self) -> None:
         """Keep requests under way; return when each has got some tokens."""

@@ -175,3 +175,21 @@ def ray_node(address: str, head: str | None, resource: str) -> str:
         f"{RAY} start {role} --node-ip-address={address} --num-cpus=2 --object-store-memory=80000000 "
         f"--resources='{{\"{resource}\": 1}}' --disable-usage-stats"
     )
+
+
+def start_cluster(net: Network, driver: str, *resources: str) -> subprocess.Popen[str]:
+    """Start a Ray node in each namespace, with a /dev/shm of its own; return the driver, which runs on the first one.
+
+    `driver` is a module of tests/faults, which gets the address of the first node. The others have one of `resources`
+    each; the first one has "head".
+    """
+    root = Path(__file__).parents[2]
+    head, *others = net.addresses
+    begin = f"mount -t tmpfs raylane /dev/shm; cd {root}; export PYTHONPATH={root}/src:{root}; "
+    module = f"{sys.executable} -m tests.faults.{driver} {head}"
+    process = net.start(0, f"{begin}{ray_node(head, None, 'head')}; exec {module}")
+    for index, (address, resource) in enumerate(zip(others, resources, strict=True), 1):
+        # The head may take its time: a node is started again until it has found it.
+        start = ray_node(address, head, resource)
+        net.start(index, f"{begin}until {start} >/dev/null 2>&1; do sleep 0.2; done; cat")
+    return process

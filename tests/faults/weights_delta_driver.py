@@ -5,7 +5,6 @@ It prints `said: ...` for the test to check, and `ask: ...` for changes of the c
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from pathlib import Path
@@ -15,11 +14,11 @@ import numpy as np
 import ray
 import torch
 from tests.faults.transport_network_driver import ask, say, until
-from tests.faults.weights_network_driver import kill_keeper
+from tests.faults.weights_network_driver import kill_keeper, leave_nothing
 
 from raylane import weights
 from raylane.errors import WeightsError
-from raylane.testing.leaks import leaks, snapshot
+from raylane.testing.leaks import snapshot
 
 COUNT = 5
 SIZE = 4_000_000
@@ -176,12 +175,7 @@ def main(address: str) -> None:
     keeper_dies(scene, "head")
     keeper_dies(scene, "one")
     ask("calm")
-    vars(scene).clear()
-    weights.drop("policy")
-    gc.collect()
-    found = leaks(before, within_s=20)
-    assert not found, found
-    say("done")
+    leave_nothing(scene, before)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
 }
+INSIDE = {"env_vars": {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+"""Runtime environment of an engine whose worker is in its own process."""
+OUTSIDE = {"env_vars": {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -64,7 +67,7 @@ def answers_of(engine: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@ray.remote(runtime_env={"env_vars": {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}})
+@ray.remote(runtime_env=INSIDE)
 class FreshEngines:
     """A new vLLM for each folder."""
 

@@ -62,7 +62,7 @@ class AdapterTrainer:
         return version, str(folder)
 
 
-@ray.remote(runtime_env={"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}})
+@ray.remote(runtime_env=engines.INSIDE)
 class FreshEngines:
     """A new vLLM for each folder of adapters."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,6 @@ from raylane import weights
 from raylane.errors import WeightsError, WeightsTimeoutError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
-INSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-OUTSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
-
-
-@pytest.fixture
-def started() -> Iterator[list[Any]]:
-    """Actors that the test has started; they are killed, and the weights dropped."""
-    actors: list[Any] = []
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-    weights.drop("policy")
 
 
 def trainer_and_folder(started: list[Any], path: Path, kind: str = "llama", **options: Any) -> tuple[Any, str]:
@@ -41,7 +28,7 @@ def trainer_and_folder(started: list[Any], path: Path, kind: str = "llama", **op
 @pytest.mark.parametrize("inside", [True, False], ids=["same process", "own process"])
 def test_an_llm_answers_like_a_fresh_one(started: list[Any], tmp_path: Path, inside: bool) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
-    engine = engines.Engine.options(runtime_env=INSIDE if inside else OUTSIDE).remote(folder)
+    engine = engines.Engine.options(runtime_env=engines.INSIDE if inside else engines.OUTSIDE).remote(folder)
     fresh = engines.FreshEngines.remote()
     started += [engine, fresh]
     before = ray.get(engine.answers.remote())
@@ -72,7 +59,7 @@ def test_model_types_answer_like_fresh_ones(
     started: list[Any], tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path, kind, **options)
-    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    engine = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder)
     fresh = engines.FreshEngines.remote()
     started += [engine, fresh]
     ray.get(engine.attach.remote())
@@ -83,7 +70,7 @@ def test_model_types_answer_like_fresh_ones(
 
 def test_tensor_parallel_workers_take_the_same_version(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
-    engine = engines.Engine.options(runtime_env=OUTSIDE).remote(folder, tensor_parallel_size=2)
+    engine = engines.Engine.options(runtime_env=engines.OUTSIDE).remote(folder, tensor_parallel_size=2)
     fresh = engines.FreshEngines.remote()
     started += [engine, fresh]
     ray.get(engine.attach.remote())
@@ -141,7 +128,7 @@ def test_requests_under_way_end_as_asked(started: list[Any], tmp_path: Path, pau
 
 def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
-    engine, fresh = engines.Engine.options(runtime_env=INSIDE).remote(folder), engines.FreshEngines.remote()
+    engine, fresh = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder), engines.FreshEngines.remote()
     started += [engine, fresh]
     ray.get(engine.attach.remote())
     first, exported = ray.get(trainer.publish.remote())
@@ -163,13 +150,13 @@ def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) 
 
 def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
-    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    engine = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder)
     ray.get(engine.attach.remote())
     ray.get(trainer.publish.remote())
     ray.get(engine.update.remote())
     os.kill(ray.get(engine.pid.remote()), 9)
     version, exported = ray.get(trainer.publish.remote())
-    engine, fresh = engines.Engine.options(runtime_env=INSIDE).remote(folder), engines.FreshEngines.remote()
+    engine, fresh = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder), engines.FreshEngines.remote()
     started += [engine, fresh]
     ray.get(engine.attach.remote())
     assert ray.get(engine.update.remote()).version == version
@@ -178,7 +165,7 @@ def test_a_killed_engine_joins_late(started: list[Any], tmp_path: Path) -> None:
 
 def test_unusable_engines_and_options_say_why(started: list[Any], tmp_path: Path) -> None:
     trainer, folder = trainer_and_folder(started, tmp_path)
-    engine = engines.Engine.options(runtime_env=INSIDE).remote(folder)
+    engine = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder)
     started.append(engine)
     ray.get(engine.attach.remote())
     with pytest.raises(WeightsTimeoutError):
@@ -187,7 +174,7 @@ def test_unusable_engines_and_options_say_why(started: list[Any], tmp_path: Path
         ray.get(engine.attach.remote(pause="stop"))
     ray.get(trainer.publish.remote(export=False))
     ray.get(engine.update.remote())
-    compiled = engines.Engine.options(runtime_env=INSIDE).remote(folder, enforce_eager=False)
+    compiled = engines.Engine.options(runtime_env=engines.INSIDE).remote(folder, enforce_eager=False)
     started.append(compiled)
     with pytest.raises(WeightsError, match="worker 0: weights cannot be brought into this vLLM engine while it runs"):
         ray.get(compiled.attach.remote())

@@ -36,7 +36,6 @@ SERVICES = "raylane-weights"
 """Ray's namespace of catalogues and keepers."""
 FAILURES = (ray.exceptions.RayActorError, WeightsError)
 RECOVERY_S = 240
-ENVIRONMENT = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
 
 
 @functools.cache
@@ -159,7 +158,7 @@ class Trial:
     """Two ranks, a reader and a vLLM of one job, which come back when they are killed."""
 
     def __init__(self, folder: Path) -> None:
-        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "runtime_env": ENVIRONMENT}
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "runtime_env": engines.INSIDE}
         start = ray.remote(**options)
         self.reference = start(Reference).remote()
         ray.get(self.reference.export.remote(str(folder)), timeout=RECOVERY_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,9 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 
 from tests.vllm import engines, lora_engines
 
-from raylane import weights
 from raylane.errors import WeightsError, WeightsLayoutError, WeightsLostError, WeightsTimeoutError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
-INSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-OUTSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
-
-
-@pytest.fixture
-def started() -> Iterator[list[Any]]:
-    """Actors that the test has started; they are killed, and the weights dropped."""
-    actors: list[Any] = []
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-    weights.drop("policy")
-    weights.drop(lora_engines.NAME)
 
 
 @pytest.fixture
@@ -44,7 +29,7 @@ def new_trainer(started: list[Any], path: Path, **options: Any) -> Any:
     return started[-1]
 
 
-def new_engine(started: list[Any], model: str, environment: dict[str, Any] = INSIDE, **options: Any) -> Any:
+def new_engine(started: list[Any], model: str, environment: dict[str, Any] = engines.INSIDE, **options: Any) -> Any:
     started.append(lora_engines.LoraEngine.options(runtime_env=environment).remote(model, **options))
     return started[-1]
 
@@ -60,7 +45,7 @@ def test_versions_answer_like_folders_at_once(started: list[Any], tmp_path: Path
     trainer = new_trainer(started, tmp_path)
     # One slot stays empty: for requests without an adapter beside others, vLLM's CPU kernels compute with the last slot
     # (0.32, also with adapters of folders).
-    engine = new_engine(started, model, INSIDE if inside else OUTSIDE, max_loras=4)
+    engine = new_engine(started, model, engines.INSIDE if inside else engines.OUTSIDE, max_loras=4)
     base = ray.get(engine.answers.remote(0))
     ray.get(engine.attach.remote())
     folders, answers = [], []
@@ -146,7 +131,10 @@ def test_requests_under_way_keep_their_version(started: list[Any], tmp_path: Pat
 
 
 def test_tensor_parallel_workers_load_a_version(started: list[Any], tmp_path: Path, model: str) -> None:
-    trainer, engine = new_trainer(started, tmp_path), new_engine(started, model, OUTSIDE, tensor_parallel_size=2)
+    trainer, engine = (
+        new_trainer(started, tmp_path),
+        new_engine(started, model, engines.OUTSIDE, tensor_parallel_size=2),
+    )
     ray.get(engine.attach.remote())
     folders, answers = [], []
     for _ in range(2):

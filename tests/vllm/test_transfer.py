@@ -15,11 +15,7 @@ pytest.importorskip("vllm.version", reason="vLLM has an environment of its own: 
 
 from tests.vllm import engines
 
-from raylane import weights
-
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(900)]
-INSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-OUTSIDE = {"env_vars": {**engines.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}}
 
 
 class Pairs:
@@ -36,7 +32,7 @@ class Pairs:
             yield name, tensor.detach().clone()
 
 
-@ray.remote(runtime_env=INSIDE)
+@ray.remote(runtime_env=engines.INSIDE)
 class TransferTrainer:
     """A rank of a trainer that sends a model which changes at random, through vLLM's interface."""
 
@@ -117,19 +113,9 @@ class ServedEngine:
         return version
 
 
-@pytest.fixture
-def started() -> Iterator[list[Any]]:
-    """Actors that the test has started; they are killed, and the weights dropped."""
-    actors: list[Any] = []
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
-    weights.drop("policy")
-
-
 @pytest.mark.parametrize(
     ("sharded", "environment", "options"),
-    [(True, INSIDE, {}), (False, INSIDE, {}), (True, OUTSIDE, {"tensor_parallel_size": 2})],
+    [(True, engines.INSIDE, {}), (False, engines.INSIDE, {}), (True, engines.OUTSIDE, {"tensor_parallel_size": 2})],
     ids=["module", "pairs", "two workers"],
 )
 def test_backend_raylane_answers_like_a_fresh_engine(
@@ -156,7 +142,7 @@ def test_backend_raylane_answers_like_a_fresh_engine(
 def test_backend_raylane_serves_two_engines(started: list[Any], tmp_path: Path) -> None:
     trainer, fresh = TransferTrainer.remote(str(tmp_path)), engines.FreshEngines.remote()
     folder = ray.get(trainer.export.remote(0))
-    served = [ServedEngine.options(runtime_env=INSIDE).remote(folder) for _ in range(2)]
+    served = [ServedEngine.options(runtime_env=engines.INSIDE).remote(folder) for _ in range(2)]
     started += [trainer, fresh, *served]
     ray.get(trainer.connect.remote(served, True))
     exported = ray.get(trainer.send.remote(1))
