@@ -135,7 +135,7 @@ def test_an_exchange_takes_no_later_version(started: list[Any], tmp_path: Path) 
     ray.get(engine.update.remote())
 
     def worker(method: str, **options: Any) -> dict[str, Any]:
-        arguments = "raylane_weights", None, (method, options)
+        arguments = "raylane_weights", None, (method, {"reader": "", **options})
         answers: list[dict[str, Any]] = ray.get(engine.call.remote("collective_rpc", *arguments))
         return answers[0]
 
