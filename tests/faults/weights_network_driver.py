@@ -54,17 +54,22 @@ class Reader:
     def __init__(self, apply: str, names: int = COUNT) -> None:
         self.tensors = {f"w{i}": torch.zeros(ROWS) for i in range(names)}
         self.subscriber = weights.Subscriber("policy", self.tensors, apply=apply, subset=names < COUNT)
+        self.error = ""
 
     def update(self, at_least: int, timeout: float) -> Any:
         """Return the version, or the name of the error. Either way the tensors hold one version."""
         try:
             found: Any = self.subscriber.wait_for(at_least, timeout=timeout).step
         except WeightsError as error:
+            self.error = str(error)
             found = type(error).__name__
         values = {float(value) for tensor in self.tensors.values() for value in tensor.unique()}
         assert len(values) == 1, f"a mix of versions: {values}"
         assert isinstance(found, str) or values == {found}
         return found
+
+    def last_error(self) -> str:
+        return self.error
 
 
 class Scene:
@@ -120,7 +125,8 @@ def recovers(scene: Scene) -> None:
             found = set(results({key: one.update.remote(1, 30) for key, one in scene.readers.items()}).values())
             if found == {scene.step}:
                 return
-            say(f"not yet: {found}")
+            errors = set(ray.get([one.last_error.remote() for one in scene.readers.values()], timeout=30))
+            say(f"not yet: {found}, last errors: {errors}")
         except WeightsError as error:
             say(f"not yet: {error}")
         assert time.monotonic() < deadline, "no update works any more"

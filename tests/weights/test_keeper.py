@@ -12,7 +12,7 @@ import pytest
 
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsTimeoutError
-from raylane.weights.keeper import Keeper, PartKind
+from raylane.weights.keeper import Keeper, PartKind, Turn
 from raylane.weights.slots import OpenSlot, StaleSlot
 
 PART = PartKind("a", 2, 100_000)
@@ -28,8 +28,12 @@ def write(path: str, number: int, byte: int) -> None:
     slot.close()
 
 
-async def made(keeper: Keeper) -> list[str]:
-    paths, _ = await keeper.make("first catalogue", "policy", PART, 2)
+def turn(number: int, catalogue: str = "first catalogue") -> Turn:
+    return Turn(catalogue, number)
+
+
+async def made(keeper: Keeper, number: int = 0) -> list[str]:
+    paths, _ = await keeper.make(turn(number), "policy", PART, 2)
     return paths
 
 
@@ -40,10 +44,10 @@ def test_slots_stay_for_the_next_catalogue_and_are_counted() -> None:
         before = (await keeper.memory())["policy"]
         write(paths[1], 7, 3)
         assert (await keeper.memory())["policy"] - before == 102_400  # whole pages
-        assert await keeper.make("second catalogue", "policy", PART, 2) == (paths, 7)
-        await keeper.drop("policy", [PART])
+        assert await keeper.make(turn(0, "second catalogue"), "policy", PART, 2) == (paths, 7)
+        await keeper.drop(turn(1), "policy", [PART])
         assert await made(keeper) == paths
-        await keeper.drop("policy")
+        await keeper.drop(turn(1), "policy")
         assert await keeper.memory() == {}
         with pytest.raises(FileNotFoundError):
             OpenSlot(paths[0], PART.ranks, private=False)
@@ -59,7 +63,7 @@ def test_digest_is_that_of_the_stored_bytes() -> None:
         assert await keeper.digest(path, 7) == hashlib.sha256(b"\3" * PART.nbytes).hexdigest()
         assert await keeper.digest(path, 6) is None
         assert await keeper.digest(other, 7) is None
-        await keeper.drop("policy")
+        await keeper.drop(turn(1), "policy")
         assert await keeper.digest(path, 7) is None
 
     asyncio.run(run())
@@ -70,15 +74,36 @@ def test_new_catalogue_releases_held_slots() -> None:
         keeper = Keeper(None)
         path, _ = await made(keeper)
         write(path, 7, 3)
-        assert await keeper.hold(path, 7)
-        assert not await keeper.hold("/proc/1/fd/1#1", 7)
+        assert await keeper.hold(turn(1), path, 7)
+        assert not await keeper.hold(turn(1), "/proc/1/fd/1#1", 7)
         slot = OpenSlot(path, PART.ranks, private=False)
         with pytest.raises(WeightsTimeoutError, match="a reader still holds the version that this one would replace"):
             slot.begin_writing(0, Deadline(0), "rank 0 waits")
-        await keeper.make("second catalogue", "policy", PART, 2)
+        await keeper.make(turn(0, "second catalogue"), "policy", PART, 2)
         slot.begin_writing(0, Deadline(0), "rank 0 waits")
         with pytest.raises(StaleSlot):
             OpenSlot(path, PART.ranks, private=False).hold(7)
+
+    asyncio.run(run())
+
+
+def test_calls_that_later_ones_overtook_change_nothing() -> None:
+    """Ray runs calls of an asynchronous actor in any order, above all while the actor starts."""
+
+    async def run() -> None:
+        keeper = Keeper(None)
+        path, _ = await made(keeper, 2)
+        await keeper.drop(turn(1), "policy")
+        write(path, 7, 3)
+        assert await keeper.hold(turn(4), path, 7)
+        await keeper.release(turn(3), path)
+        slot = OpenSlot(path, PART.ranks, private=False)
+        with pytest.raises(WeightsTimeoutError, match="a reader still holds"):
+            slot.begin_writing(0, Deadline(0), "rank 0 waits")
+        await keeper.release(turn(5), path)
+        slot.begin_writing(0, Deadline(0), "rank 0 waits")
+        await keeper.drop(turn(6), "policy")
+        assert await keeper.memory() == {}
 
     asyncio.run(run())
 

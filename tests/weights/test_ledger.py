@@ -192,6 +192,19 @@ def test_part_lives_on_in_whole_copies() -> None:
     assert newest(ledger) is None
 
 
+def test_slots_that_are_being_made_are_in_use() -> None:
+    ledger = Ledger("policy")
+    generation = register(ledger, 1)
+    generation.being_made.add(("b", "a"))
+    assert ledger.parts_in_use("b") == [(generation, "a")]
+    generation.slots["b", "a"] = ["one", "two"]
+    generation.slots["a", "a"] = ["one", "two"]
+    generation.being_made.clear()
+    assert ledger.parts_in_use("b") == [(generation, "a")]
+    ledger.keeper_died("b")
+    assert ledger.parts_in_use("b") == []
+
+
 def test_base_is_the_newest_version_that_another_host_has() -> None:
     ledger = Ledger("policy")
     delta = DeltaOptions("auto", 6)

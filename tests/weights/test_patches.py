@@ -13,7 +13,7 @@ import ray
 from raylane.core.deadline import Deadline
 from raylane.weights import patches as patches_module
 from raylane.weights.delta import MOST_GAP, DeltaOptions, Run
-from raylane.weights.keeper import Fetch, Keeper, PartKind
+from raylane.weights.keeper import Fetch, Keeper, PartKind, Turn
 from raylane.weights.patches import (
     DeltaRequest,
     Patches,
@@ -29,6 +29,7 @@ from raylane.weights.spread import LEAST_BYTES
 
 CHUNKS = 3
 PART = PartKind("a", 1, CHUNKS * LEAST_BYTES - 4096)
+TURN = Turn("a catalogue", 1)
 RUNS = (Run(PART.nbytes, 2),)
 ALWAYS = DeltaOptions("always")
 CHANGED = [0, 5, 70_000, LEAST_BYTES // 2, PART.nbytes // 2 - 1]
@@ -61,7 +62,7 @@ def read(path: str) -> np.ndarray:
 
 async def keeper_with(numbers: list[int]) -> tuple[Keeper, list[SlotVersion]]:
     keeper = Keeper(None)
-    paths, _ = await keeper.make("a catalogue", "policy", PART, len(numbers))
+    paths, _ = await keeper.make(TURN, "policy", PART, len(numbers))
     for path, number in zip(paths, numbers, strict=True):
         write(path, number)
     return keeper, [SlotVersion(path, number) for path, number in zip(paths, numbers, strict=True)]
@@ -89,7 +90,7 @@ def test_patches_between_slots_make_the_new_version() -> None:
         assert await found(keeper, SlotVersion(new.path, 9)) is None
         assert await found(keeper, new, most=len(data) - 1) is None
         assert await keeper._patches.find(new, DeltaRequest(7, 1 << 20, 0), 4096, LEAST_BYTES) is None
-        await keeper.drop("policy")
+        await keeper.drop(TURN, "policy")
         assert await found(keeper, new) is None
 
     asyncio.run(run())
@@ -260,7 +261,7 @@ def test_keepers_fetch_patches_and_repair_mismatches(cluster: None) -> None:
     source, relay, target = (ray.remote(num_cpus=0)(WritableKeeper).remote(None) for _ in range(3))
     slots = {}
     for keeper in (source, relay, target):
-        paths, _ = ray.get(keeper.make.remote("a catalogue", "policy", PART, 2))
+        paths, _ = ray.get(keeper.make.remote(TURN, "policy", PART, 2))
         slots[keeper] = SlotVersion(paths[0], 7), SlotVersion(paths[1], 8)
     for number, slot in zip((7, 8), slots[source], strict=True):
         ray.get(source.write.remote(slot.path, number, content(number)))
@@ -268,11 +269,11 @@ def test_keepers_fetch_patches_and_repair_mismatches(cluster: None) -> None:
 
     def fetch(keeper: Any, holder: Any, options: DeltaOptions = ALWAYS, base: bool = True) -> Any:
         own, theirs = slots[keeper], slots[holder]
-        ray.get(keeper.begin_copy.remote(own[1].path, 8, 5))
+        ray.get(keeper.begin_copy.remote(TURN, own[1].path, 8, 5))
         wanted = Fetch(own[1], holder, theirs[1], 0, PART.nbytes, own[0] if base else None, options)
         result = ray.get(keeper.fetch.remote(wanted))
         assert np.array_equal(ray.get(keeper.read.remote(own[1].path)), content(8))
-        ray.get(keeper.release.remote(own[1].path))
+        ray.get(keeper.release.remote(TURN, own[1].path))
         return result
 
     for keeper in (relay, target):

@@ -21,7 +21,7 @@ from raylane import _ray
 from raylane.core.deadline import Deadline
 from raylane.errors import WeightsError, WeightsLostError, WeightsTimeoutError
 from raylane.weights.copies import PAUSE_S, Copies
-from raylane.weights.keeper import Keeper, PartKind, when_job_ends
+from raylane.weights.keeper import Keeper, PartKind, Turn, when_job_ends
 from raylane.weights.lag_metrics import report_lags
 from raylane.weights.layout import StoredLayout
 from raylane.weights.leases import ANSWER_S, CatalogueEnded, Leases, host_lives
@@ -131,6 +131,8 @@ class Catalogue:
         self._job = job
         self._incarnation = secrets.token_hex(8)
         """Identity of this process: numbers of generations that an earlier catalogue has given mean nothing here."""
+        self._turns = 0
+        """Number of calls of keepers whose order matters."""
         self._tasks: set[Any] = set()
         """Tasks that wait for the end of keepers; an event loop keeps no tasks."""
         self._leases = Leases(self._keeper, self._host_lives, self._reader_keys, self._join, self._advance)
@@ -188,15 +190,10 @@ class Catalogue:
         if entry.ledger.done(number, rank):
             entry.readers.commit(number, time.monotonic())
             for host, keeper in self._keepers.items():
-                used = [
-                    _kind(each, part)
-                    for each in entry.ledger.generations
-                    for keeping, part in each.slots
-                    if keeping == host
-                ]
+                used = [_kind(*each) for each in entry.ledger.parts_in_use(host)]
                 if entry.used_parts.get(host) != used:
                     entry.used_parts[host] = used
-                    keeper.drop.remote(name, used)
+                    keeper.drop.remote(self._turn(), name, used)
             if (version := entry.ledger.committed(number)) is not None:
                 entry.copies.make_patches(version)
         await self._notify(entry)
@@ -233,10 +230,10 @@ class Catalogue:
             self._leases.change(key.host)
             await self._advance([key], LeaseEvent.LEFT)
 
-    async def applied(self, key: ReaderKey, number: int) -> None:
-        """Note that a reader uses a version."""
+    async def applied(self, key: ReaderKey, number: int, turn: int) -> None:
+        """Note that a reader uses a version, unless a call of a later turn has said so."""
         entry = self._entry(key.name)
-        if entry.readers.apply(key, number, time.monotonic()):
+        if entry.readers.apply(key, number, turn, time.monotonic()):
             self._leases.change(key.host)
         await self._notify(entry)
 
@@ -384,7 +381,7 @@ class Catalogue:
         entry = self._entries.pop(name, None)
         if entry is not None:
             for keeper in self._keepers.values():
-                keeper.drop.remote(name)
+                keeper.drop.remote(self._turn(), name)
             entry.ledger.generations.clear()
             await self._notify(entry)
         if not self._entries:
@@ -397,7 +394,7 @@ class Catalogue:
         self._check_ended()
         self._begin_recovery()
         if name not in self._entries:
-            copies = Copies(self._keeper, lambda: self._notify(entry))
+            copies = Copies(self._keeper, self._turn, lambda: self._notify(entry))
             entry = self._entries[name] = _NamedWeights(Ledger(name), copies)
         return self._entries[name]
 
@@ -500,17 +497,20 @@ class Catalogue:
                 return generation.slots[host, part]
             keeper = self._keeper(host)
             name, kind = entry.ledger.name, _kind(generation, part)
+            generation.being_made.add((host, part))
             try:
                 try:
-                    paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
+                    paths, number = await keeper.make.remote(self._turn(), name, kind, generation.keep)
                 except ray.exceptions.ActorUnavailableError:  # of a living actor on a busy machine
                     await asyncio.sleep(PAUSE_S)
-                    paths, number = await keeper.make.remote(self._incarnation, name, kind, generation.keep)
+                    paths, number = await keeper.make.remote(self._turn(), name, kind, generation.keep)
             except ray.exceptions.RayActorError as error:
-                await self._keeper_died(host)
+                await self._keeper_died(host, keeper)
                 raise WeightsLostError(f"the keeper of node {host} died. Try again") from error
             except ray.exceptions.RayTaskError as error:
                 raise own_error(error) from None
+            finally:
+                generation.being_made.discard((host, part))
             generation.slots[host, part] = paths
             if host == part:
                 entry.ledger.resume_after(number)  # of an earlier catalogue
@@ -527,6 +527,10 @@ class Catalogue:
             self._start(self._watch(host, keeper))
         return keeper
 
+    def _turn(self) -> Turn:
+        self._turns += 1
+        return Turn(self._incarnation, self._turns)
+
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -536,11 +540,12 @@ class Catalogue:
         """Note the death of a keeper."""
         with contextlib.suppress(ray.exceptions.RayActorError):
             await keeper.wait.remote()
-        if self._keepers.get(host) is keeper:
-            await self._keeper_died(host)
+        await self._keeper_died(host, keeper)
 
-    async def _keeper_died(self, host: str) -> None:
-        self._keepers.pop(host, None)
+    async def _keeper_died(self, host: str, keeper: Any) -> None:
+        if self._keepers.get(host) is not keeper:  # noted already
+            return
+        del self._keepers[host]
         for entry in self._entries.values():
             entry.used_parts.pop(host, None)
             entry.ledger.keeper_died(host)

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from raylane.weights.keeper import Fetch
+from raylane.weights.keeper import Fetch, Turn
 from raylane.weights.ledger import Version
 from raylane.weights.patches import SlotVersion
 from raylane.weights.spread import Spread, Transfer
@@ -21,9 +21,12 @@ PAUSE_S = 0.5
 class Copies:
     """Transfers between keepers for the versions of one name."""
 
-    def __init__(self, keeper: Callable[[str], Any], changed: Callable[[], Awaitable[None]]) -> None:
-        """Use `keeper(host)`, and await `changed()` after each transfer."""
+    def __init__(
+        self, keeper: Callable[[str], Any], turn: Callable[[], Turn], changed: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Use `keeper(host)`, call it with the next `turn()`, and await `changed()` after each transfer."""
         self._keeper = keeper
+        self._turn = turn
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         """Transfers under way; an event loop keeps no tasks."""
@@ -52,7 +55,7 @@ class Copies:
                     return False
                 if host not in spread.holders:
                     path = _path(version, part, host)
-                    await self._keeper(host).begin_copy.remote(path, version.number, timeout_s)
+                    await self._keeper(host).begin_copy.remote(self._turn(), path, version.number, timeout_s)
                     spread.holders[host] = set()
                     spread.held.add(host)
             spread.want(host, chunks, _chunks_of_base(version, part, host))
@@ -78,7 +81,9 @@ class Copies:
         """Let a keeper keep its copy from being overwritten. Return False if it has none any more."""
         path = _path(version, part, holder)
         try:
-            return path is not None and bool(await self._keeper(holder).hold.remote(path, version.number))
+            if path is None:
+                return False
+            return bool(await self._keeper(holder).hold.remote(self._turn(), path, version.number))
         except ray.exceptions.RayActorError:
             return False
 
@@ -92,7 +97,7 @@ class Copies:
             for host in spread.held:
                 path = _path(version, spread.source, host)
                 if path is not None:
-                    self._keeper(host).release.remote(path)
+                    self._keeper(host).release.remote(self._turn(), path)
             spread.held.clear()
 
     async def _transfer(self, version: Version, spread: Spread, transfer: Transfer) -> None:

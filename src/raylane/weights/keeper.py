@@ -46,6 +46,18 @@ class PartKind(NamedTuple):
     nbytes: int
 
 
+class Turn(NamedTuple):
+    """Place of a call among those of one catalogue: Ray runs calls of an asynchronous actor in any order."""
+
+    catalogue: str
+    """Incarnation of the catalogue."""
+    number: int
+
+    def is_after(self, other: Turn | None) -> bool:
+        """Return True if both calls are those of one catalogue, and this one was made later."""
+        return other is not None and self.catalogue == other.catalogue and self.number > other.number
+
+
 class TransferResult(NamedTuple):
     """Result of a transfer."""
 
@@ -108,6 +120,10 @@ class Keeper:
         vm.allow_readers()  # other processes of this user open the slots through /proc
         self._slots: dict[tuple[str, PartKind], list[Segment]] = {}
         """Slots by name of the weights and kind of part."""
+        self._made_at: dict[tuple[str, PartKind], Turn] = {}
+        """Last calls of `make` for these slots."""
+        self._held_at: dict[str, Turn] = {}
+        """Last calls that have held a slot, by path."""
         self._open: dict[str, OpenSlot] = {}
         """Slots that are copied from or to, by path: opened a second time, for locks of their own."""
         self._fetches: set[asyncio.Future[Any]] = set()
@@ -130,18 +146,19 @@ class Keeper:
         """Return the readers that are watched."""
         return self._readers.keys()
 
-    async def make(self, catalogue: str, name: str, kind: PartKind, count: int) -> tuple[list[str], int]:
+    async def make(self, turn: Turn, name: str, kind: PartKind, count: int) -> tuple[list[str], int]:
         """Return the paths of `count` slots, which the first call makes, and the largest number of a version in them.
 
         Pages take memory when they are written. Slots that an earlier catalogue held are released.
         """
-        if catalogue != self._catalogue:
-            self._catalogue = catalogue
+        if turn.catalogue != self._catalogue:
+            self._catalogue = turn.catalogue
             for fetch in self._fetches:  # nothing may write to slots for an earlier catalogue any more
                 fetch.cancel()
             await asyncio.gather(*self._fetches, return_exceptions=True)
             for slot in self._open.values():
                 slot.release()
+        self._made_at[name, kind] = turn
         slots = self._slots.setdefault((name, kind), [])
         while len(slots) < count:
             self._check_budget(name, kind)
@@ -183,11 +200,19 @@ class Keeper:
         finally:
             slot.close()
 
-    async def drop(self, name: str, spared: Sequence[PartKind] = ()) -> None:
-        """Give up the slots of a name, except those of parts of these kinds. Readers keep what they map."""
+    async def drop(self, turn: Turn, name: str, spared: Sequence[PartKind] = ()) -> None:
+        """Give up the slots of a name, except those of parts of these kinds. Readers keep what they map.
+
+        Slots that a later call of `make` has asked for stay.
+        """
         for at in [at for at in self._slots if at[0] == name and at[1] not in spared]:
+            made_at = self._made_at.get(at)
+            if made_at is not None and made_at.is_after(turn):
+                continue
+            self._made_at.pop(at, None)
             for segment in self._slots.pop(at):
                 segment.close_fd()
+                self._held_at.pop(segment.path, None)
                 self._patches.forget([segment.path], newest=True)
                 slot = self._open.pop(segment.path, None)
                 if slot is not None:
@@ -195,22 +220,25 @@ class Keeper:
 
     # Copies
 
-    async def begin_copy(self, path: str, number: int, timeout_s: float | None) -> None:
+    async def begin_copy(self, turn: Turn, path: str, number: int, timeout_s: float | None) -> None:
         """Make a slot ready for the copy of a version, and hold it. Waits for readers of what it holds."""
+        self._held_at[path] = turn
         self._patches.forget(self._beside(path), newest=False)
         await asyncio.to_thread(self._slot(path).begin_copy, number, Deadline(timeout_s))
 
-    async def hold(self, path: str, number: int) -> bool:
+    async def hold(self, turn: Turn, path: str, number: int) -> bool:
         """Keep a version from being overwritten until `release`. Return False if it is no longer in the slot."""
+        self._held_at[path] = turn
         try:
             self._slot(path).hold(number)
         except (StaleSlot, WeightsLostError):
             return False
         return True
 
-    async def release(self, path: str) -> None:
-        """Permit a slot to be overwritten."""
-        if path in self._open:
+    async def release(self, turn: Turn, path: str) -> None:
+        """Permit a slot to be overwritten, unless a later call holds it."""
+        held_at = self._held_at.get(path)
+        if path in self._open and not (held_at is not None and held_at.is_after(turn)):
             self._open[path].release()
 
     async def fetch(self, fetch: Fetch) -> TransferResult:

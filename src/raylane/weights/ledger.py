@@ -83,6 +83,8 @@ class Generation:
     stored: StoredLayout | None = None
     slots: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """Paths of slots by the host that has them, and the host whose ranks write what is in them: its part."""
+    being_made: set[tuple[str, str]] = field(default_factory=set)
+    """Keys of slots that a keeper is making."""
 
     _runs: dict[str, tuple[Run, ...]] = field(default_factory=dict)
 
@@ -311,6 +313,15 @@ class Ledger:
         """Return the newest committed version."""
         committed = [version for version in self.versions if version.state is VersionState.COMMITTED]
         return committed[-1] if committed else None
+
+    def parts_in_use(self, host: str) -> list[tuple[Generation, str]]:
+        """Return the parts for which a host must keep its slots, also those that it is making."""
+        return [
+            (generation, part)
+            for generation in self.generations
+            for keeping, part in sorted(generation.slots.keys() | generation.being_made)
+            if keeping == host
+        ]
 
     def keeper_died(self, host: str) -> None:
         """Note that the slots of a host are gone. Its part of a version lives on in copies that are together whole."""

@@ -11,6 +11,7 @@ the keeper or the reader itself is heard from again. Called by `catalogue` and `
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import sys
 from collections import deque
@@ -24,6 +25,10 @@ LEASE_S = 20.0
 """Seconds for which a reader is waited for although its keeper does not answer."""
 MOST_COMMITS = 1000
 """Number of versions whose times are kept, to tell since when a reader is behind."""
+MOST_LEFT = 1000
+"""Number of readers that are remembered after they have left: a call of theirs may arrive later."""
+_numbers = itertools.count(1)
+"""Numbers of the readers of this process."""
 
 
 class ReaderKey(NamedTuple):
@@ -40,10 +45,10 @@ class ReaderKey(NamedTuple):
     """Start of its process: the kernel gives the pids of processes that have ended to new ones."""
 
 
-def key_of_reader(name: str, host: str, reader: object) -> ReaderKey:
-    """Return the key of a reader of this process."""
+def key_of_reader(name: str, host: str) -> ReaderKey:
+    """Return the key of a new reader of this process."""
     place, program = here(), os.path.basename(sys.argv[0]) or "python"
-    return ReaderKey(name, f"{program} {place.pid} {id(reader):x}", host, place.pid, place.start_ticks)
+    return ReaderKey(name, f"{program} {place.pid} {next(_numbers)}", host, place.pid, place.start_ticks)
 
 
 class LeaseState(enum.Enum):
@@ -121,6 +126,8 @@ class Reader:
     """Number of the newest version when it joined."""
     version: int = 0
     """Version that it uses; 0: none."""
+    turn: int = 0
+    """Number of the call that has said so: Ray runs calls in any order."""
     lease: LeaseState = LeaseState.UNSEEN
 
     def has(self) -> int:
@@ -139,6 +146,8 @@ class NamedReaders:
         """Number of the newest committed version."""
         self._commits: deque[tuple[int, float]] = deque(maxlen=MOST_COMMITS)
         """Numbers and times of the last commits."""
+        self._left: deque[ReaderKey] = deque(maxlen=MOST_LEFT)
+        """Readers that have left."""
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -156,10 +165,14 @@ class NamedReaders:
             reader.version, new = version, True
         return new
 
-    def apply(self, key: ReaderKey, number: int, now_s: float) -> bool:
-        """Note that a reader uses a version. Return True if the reader is new."""
+    def apply(self, key: ReaderKey, number: int, turn: int, now_s: float) -> bool:
+        """Note that a reader uses a version, as its call of this turn says. Return True if the reader is new."""
+        if key in self._left:
+            return False
         new = self.join(key, now_s)
-        self._readers[key].version = number
+        reader = self._readers[key]
+        if turn > reader.turn:
+            reader.version, reader.turn = number, turn
         return new
 
     def commit(self, number: int, now_s: float) -> None:
@@ -185,6 +198,8 @@ class NamedReaders:
                 reader.lease = TRANSITIONS.get((reader.lease, LeaseEvent.OVERDUE), reader.lease)
             if reader.lease is LeaseState.ENDED:
                 del self._readers[key]
+                if event is LeaseEvent.LEFT:
+                    self._left.append(key)
             changed |= reader.lease is not before
         return changed
 

@@ -139,7 +139,9 @@ class Subscriber:
         self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
         self._host = ray.get_runtime_context().get_node_id()
-        self._key = key_of_reader(name, self._host, self)
+        self._key = key_of_reader(name, self._host)
+        self._turn = 0
+        """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
         self._generation: GenerationKey | None = None
         self._chunks: dict[str, list[int]] = {}
@@ -197,7 +199,8 @@ class Subscriber:
             if changed:
                 nbytes = self._apply(held)
                 self.version, self.state = number, ReaderState.VALID
-                self._catalogue.tell("applied", self._key, number)
+                self._turn += 1
+                self._catalogue.tell("applied", self._key, number, self._turn)
                 endpoint().recorder.moved_weights("take weights", self.name, number, began_ns, nbytes)
         return Update(number, step, changed, nbytes, (time.perf_counter_ns() - began_ns) / 1e9)
 
