@@ -74,8 +74,10 @@ class CatalogueClient:
 
     def tell(self, method: str, *args: Any) -> None:
         """Call a method without waiting for it; errors are ignored."""
-        with contextlib.suppress(Exception):  # Ray's, of no type of its own, if the session has ended
-            getattr(self._actor, method).remote(*args)
+        # A call after the end of the session would start another Ray.
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):  # Ray's, of no type of its own, if the session ends now
+                getattr(self._actor, method).remote(*args)
 
 
 def all_versions(timeout_s: float) -> list[VersionInfo]:
