@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from raylane.sft.config.load import load_config
-from raylane.sft.report.metrics import METRICS_FILE, read_metrics
 from raylane.sft.run import trainer
+from raylane.training.report.metrics import METRICS_FILE, read_metrics
 
 MODES = {"plain Ray calls": "off", "compiled graphs": "required"}
 LOSSES = {"train:loss": "training", "val:loss": "held out"}

@@ -113,8 +113,8 @@ def test_data_docstrings_refuses_a_fraction_that_is_none(tmp_path: Path) -> None
 
 def test_run_summary_lists_only_existing_files(tmp_path: Path) -> None:
     from raylane.cli.sft import summary
-    from raylane.sft.run.sample import Sample
     from raylane.sft.run.trainer import RunResult
+    from raylane.training.run.record import Sample
 
     nothing = RunResult(3, True, None, None, None, None, None, None)
     assert summary(nothing) == "ended         on SIGTERM after 3 steps"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.sft import tiny_run
 
-from raylane.sft.config.load import dump
+from raylane.training.config.load import dump
 
 DEADLINE_S = 60.0
 SLOW_PACKAGE = """

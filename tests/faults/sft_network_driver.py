@@ -10,8 +10,8 @@ from pathlib import Path
 import ray
 from tests.sft import tiny_run
 
-from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
+from raylane.training.report.metrics import read_metrics
 
 STEPS = 24
 

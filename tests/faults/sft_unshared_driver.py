@@ -12,10 +12,10 @@ from tests.s3_server import variables
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.data.storage import Url
-from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.report.metrics import read_metrics
+from raylane.training.storage import Url
 
 STEPS = 6
 

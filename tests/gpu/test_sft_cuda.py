@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft.model.loss import CrossEntropy
-from raylane.sft.run import step
-from raylane.sft.run.micro_batches import on_device
+from raylane.training.model.loss import CrossEntropy
+from raylane.training.run import step
+from raylane.training.run.micro_batches import on_device
 from raylane.workers.batch import BatchDict
 from sft import measuring, ranks, tiny_run
 from sft.measuring import D

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "raylane"
-LAYERS = ("core", "transport", "graph", "workers", "weights", "sft", "bench", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "bench", "cli")
 """Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
+KINDS_OF_TRAINING = ("sft", "rl")
+"""Packages that stand beside each other, on `training`."""
 ROOMS = {
     "graph": ("lifecycle", "plan", "values", "channels", "inspect", "worker", "driver", "inline", "api"),
     "transport": ("value", "observe", "hold", "link", "backends", "read", "produce", "groups", "register", "api"),
-    "sft": ("config", "report", "data", "parallel", "model", "checkpoint", "run", "nemo"),
+    "training": ("config", "labels", "storage", "vocabulary", "report", "parallel", "model", "checkpoint", "run"),
+    "sft": ("config", "data", "run", "nemo"),
 }
 """Rooms of each package; each may import what stands to its left."""
 AUTHORING = {"collectives", "nodes", "ray_dag"}
 """Modules of graph that any room may import; they import no room."""
-MAX_LEVELS = {"transport": 10, "sft": 10}
+MAX_LEVELS = {"transport": 10, "training": 10, "sft": 10}
 """Longest chain of imports within a package."""
 TESTING_MAY = {*LAYERS[: LAYERS.index("workers") + 1], "testing"} | BASE
 
@@ -65,6 +68,14 @@ def test_imports_run_from_upper_layers_to_lower_ones() -> None:
             continue
         used = own(imports(path)) & {*LAYERS, *BASE, "testing"}
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(used - allowed)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", KINDS_OF_TRAINING)
+def test_kinds_of_training_do_not_import_each_other(package: str) -> None:
+    others = {*KINDS_OF_TRAINING} - {package}
+    paths = sorted((SRC / package).rglob("*.py"))  # none if the package does not exist
+    wrong = [f"{path.relative_to(SRC)} imports {name}" for path in paths for name in own(imports(path)) & others]
     assert not wrong
 
 

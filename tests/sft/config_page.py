@@ -49,7 +49,8 @@ def reference_markdown() -> str:
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
-    keys = {name: field for name, field in model.model_fields.items() if not _is_section(field)}
+    fields = _in_order(model)
+    keys = {name: field for name, field in fields.items() if not _is_section(field)}
     if path:
         summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
         yield f"## {path}\n\n{summary}\n"
@@ -59,9 +60,16 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
             description = " ".join((field.description or "").split()).replace("|", "\\|")
             yield f"| `{name}` | {_type(field.annotation, field.metadata)} | {_default(field)} | {description} |"
         yield ""
-    for name, field in model.model_fields.items():
+    for name, field in fields.items():
         if _is_section(field):
             yield from _sections(field.annotation, f"{path}.{name}" if path else name)  # type: ignore[arg-type]
+
+
+def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a section; those of its base class last."""
+    own = [name for name in model.model_fields if name in vars(model)["__annotations__"]]
+    first = RunConfig.order if model is RunConfig else own
+    return {name: model.model_fields[name] for name in dict.fromkeys([*first, *model.model_fields])}
 
 
 def _is_section(field: FieldInfo) -> bool:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from raylane.sft.config.load import build_config
-from raylane.sft.config.overrides import merge
-from raylane.sft.config.policy import TokenizerConfig
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.messages import Conversation, parse_conversation
+from raylane.training.config.overrides import merge
+from raylane.training.config.policy import TokenizerConfig
 
 WORDS = (
     "the",

@@ -17,9 +17,9 @@ import torch
 
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model.hf_config import model_config, model_shape
-from raylane.sft.parallel import mesh
-from raylane.sft.run.memory import MemoryEstimate, estimate_memory
+from raylane.training.model.hf_config import model_config, model_shape
+from raylane.training.parallel import mesh
+from raylane.training.run.memory import MemoryEstimate, estimate_memory
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 

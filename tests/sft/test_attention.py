@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raylane.sft.model.attention import AttentionPiece, PackedRows, attend, document_lengths, pieces, take_chunks
-from raylane.sft.parallel.mesh import local_chunks
+from raylane.training.model.attention import AttentionPiece, PackedRows, attend, document_lengths, pieces, take_chunks
+from raylane.training.parallel.mesh import local_chunks
 
 
 @pytest.mark.parametrize(

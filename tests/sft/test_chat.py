@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.policy import TokenizerConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, template_text, train_tokenizer
+from raylane.training.config.policy import TokenizerConfig
 from sft.conversations import question, talk, tokenizer, turn
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from raylane.errors import CheckpointDamagedError, CheckpointError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.checkpoint.folders import Saved
-from raylane.sft.config.schema import CheckpointingConfig
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.checkpoint.folders import Saved
+from raylane.training.config.schema import CheckpointingConfig
 
 
 def write(folder: Path, step: int, **metrics: float) -> Saved:
@@ -120,7 +120,7 @@ def test_find_with_only_damaged_ones_starts_nothing_anew(tmp_path):
 
 REPLACE_AND_DIE = """
 import os, pathlib, signal, sys
-from raylane.sft.checkpoint import folders, publishing
+from raylane.training.checkpoint import folders, publishing
 rename, calls = pathlib.Path.rename, []
 def dying(self, target):
     calls.append(self)
@@ -205,7 +205,7 @@ def test_removing_takes_the_name_first(tmp_path):
 def test_differences_that_change_losses_are_named():
     before = {"sft": {"seed": 1}, "policy": {"precision": "float32"}, "logger": {"log_dir": "a"}}
     now = {"sft": {"seed": 2}, "policy": {"precision": "float32"}, "logger": {"log_dir": "b"}}
-    assert folders.differences(before, now) == ["sft.seed: 1 in the checkpoint, 2 now"]
+    assert folders.differences(before, now, ["sft.seed"]) == ["sft.seed: 1 in the checkpoint, 2 now"]
     shape = {"policy": {"hf_config_overrides": {"rope_theta": 1e4}}, "cluster": {"cpus_per_worker": 1}}
     other = {"policy": {"hf_config_overrides": {"rope_theta": 1e6}}, "cluster": {"cpus_per_worker": 2}}
     assert [said.partition(":")[0] for said in folders.differences(shape, other)] == [

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config.keys import key_paths
-from raylane.sft.config.load import build_config, dump, load_config
+from raylane.sft.config.load import build_config, load_config
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.run.policy import worker_options
+from raylane.training.config.keys import key_paths
+from raylane.training.config.load import dump
+from raylane.training.run.policy import worker_options
 from sft.config_page import reference_markdown
 from sft.conversations import config, document
 

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.load import dump
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import PREPARED, DataCounts, PreparedData, fit, prepare, warnings
-from raylane.sft.data.rows import IGNORED, TokenCache
+from raylane.sft.data.rows import TokenCache
+from raylane.training.config.load import dump
+from raylane.training.labels import IGNORED
 from sft.conversations import config, question, tokenizer, turn, write_jsonl
 
 LONG = question(99, num_words=400)

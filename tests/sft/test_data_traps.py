@@ -11,13 +11,15 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.load import dump, load_config
+from raylane.sft.config.load import load_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer, chatml_template, runs, train_tokenizer
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.order import batch_rows, steps_per_epoch, validation_batches
 from raylane.sft.data.prepare import prepare
-from raylane.sft.data.rows import IGNORED, RowSource, TokenCache
+from raylane.sft.data.rows import RowSource, TokenCache
+from raylane.training.config.load import dump
+from raylane.training.labels import IGNORED
 from sft.conversations import config, document, question, talk, tokenizer, turn, write_jsonl
 
 PLAIN = (

@@ -8,8 +8,8 @@ import socket
 import numpy as np
 import pytest
 
-from raylane.sft.run import delivery
-from raylane.sft.run.delivery import FolderReceiver, list_files
+from raylane.training.run import delivery
+from raylane.training.run.delivery import FolderReceiver, list_files
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from raylane.errors import ConfigError
-from raylane.sft.config import layout
-from raylane.sft.config.policy import DTensorConfig
-from raylane.sft.parallel import tensor_parallel
-from raylane.sft.parallel.mesh import AXES, ParallelDims
-from raylane.sft.parallel.stages import Layers, layer_ranges, own_stages
+from raylane.training.config import layout
+from raylane.training.config.policy import DTensorConfig
+from raylane.training.parallel import tensor_parallel
+from raylane.training.parallel.mesh import AXES, ParallelDims
+from raylane.training.parallel.stages import Layers, layer_ranges, own_stages
 from sft import tiny_run
 
 

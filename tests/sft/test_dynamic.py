@@ -8,7 +8,7 @@ import torch
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from raylane.sft.nemo.translate import translate
-from raylane.sft.run.micro_batches import FixedRows, TokenBudget, cut_together, divide, division
+from raylane.training.run.micro_batches import FixedRows, TokenBudget, cut_together, divide, division
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 

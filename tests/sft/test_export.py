@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from raylane.cli import main
 from raylane.errors import CheckpointError, ConfigError
-from raylane.sft.checkpoint import export, folders, publishing
-from raylane.sft.checkpoint.export import export_checkpoint
-from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
+from raylane.sft.run.export import export_checkpoint
+from raylane.training.checkpoint import export, folders, publishing
+from raylane.training.config.load import dump
 from sft import tiny_run
 from sft.ranks import only_worker
 

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from raylane.errors import ConfigError
-from raylane.sft.run.places import LOCK_FILE, lock_folders
+from raylane.training.run.places import LOCK_FILE, lock_folders
 
 HOLD = """
 import sys, signal
-from raylane.sft.run.places import lock_folders
+from raylane.training.run.places import lock_folders
 with lock_folders({"key": sys.argv[1]}):
     print("held", flush=True)
     signal.pause()

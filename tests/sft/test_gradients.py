@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from raylane.sft.parallel.gradients import GradientSum
+from raylane.training.parallel.gradients import GradientSum
 
 WORLD, SIZES = 3, ((5, 7), (11,), (2, 3))
 

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from tests.sft import tiny_run
 from tests.sft.ranks import Ranks
 
-from raylane.sft.checkpoint import export as export_module
-from raylane.sft.checkpoint.export import plan_files, rounds
-from raylane.sft.config.load import dump
 from raylane.sft.data.prepare import prepare
+from raylane.training.checkpoint import export as export_module
+from raylane.training.checkpoint.export import plan_files, rounds
+from raylane.training.config.load import dump
 
 SHAPES = {"a": (4, 2), "b": (8,), "c": (3, 3), "d": ()}
 

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from raylane.errors import CheckpointError
-from raylane.sft.model import lora
-from raylane.sft.model.hf_reader import INDEX, read_weights, weight_files
+from raylane.training.model import lora
+from raylane.training.model.hf_reader import INDEX, read_weights, weight_files
 from sft import tiny_run
 
 ONE = {"a": torch.full((2, 2), 1.0)}

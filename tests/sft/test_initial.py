@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from raylane.errors import ConfigError
-from raylane.sft.config.policy import LoraConfig
-from raylane.sft.model import lora
-from raylane.sft.model.initial import fill_random, random_weights
+from raylane.training.config.policy import LoraConfig
+from raylane.training.model import lora
+from raylane.training.model.initial import fill_random, random_weights
 from sft import reference_loop
 
 SIZES = {

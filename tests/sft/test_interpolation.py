@@ -9,7 +9,7 @@ import yaml
 
 from raylane.errors import ConfigError
 from raylane.sft.config.load import load_config
-from raylane.sft.config.overrides import interpolate
+from raylane.training.config.overrides import interpolate
 from sft.conversations import document
 
 

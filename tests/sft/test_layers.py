@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import build
+from raylane.training.model import build
 from sft import tiny_run
 
 CHECKPOINTING = "policy.dtensor_cfg.activation_checkpointing"
@@ -48,7 +48,7 @@ def test_selective_checkpointing_repeats_no_matrix_product(worker, folder):
     counts = {}
     for choice in (False, "selective", "full"):
         gradients(worker, folder, {CHECKPOINTING: choice})
-        batch = next(tiny_run.global_batch(worker.config, worker.prepared).micro_batches(2))
+        batch = next(tiny_run.global_batch(worker.config, worker.vocabulary).micro_batches(2))
         with FlopCounterMode(display=False) as counter:
             worker.model(batch, worker._loss).backward()
         counts[choice] = counter.get_total_flops()

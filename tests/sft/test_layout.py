@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError
-from raylane.sft.config.layout import micro_batches
+from raylane.training.config.layout import micro_batches
 from sft.conversations import config
 
 CASES: list[tuple[dict[str, Any], list[str]]] = [

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from raylane.errors import CheckpointError, ConfigError
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import lora
+from raylane.training.model import lora
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 

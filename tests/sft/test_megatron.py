@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft.config import megatron_limits
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import megatron
-from raylane.sft.model.attention import PackedRows, attend
-from raylane.sft.model.megatron import MegatronModel
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.config import megatron_limits
+from raylane.training.model import megatron
+from raylane.training.model.attention import PackedRows, attend
+from raylane.training.model.megatron import MegatronModel
 from sft import tiny_run
 from sft.ranks import Ranks
 
@@ -180,7 +180,7 @@ def test_missing_package_is_refused_before_any_process(folder, monkeypatch):
     monkeypatch.setattr(megatron_limits, "_is_installed", lambda: False)
     config = tiny_run.config_of(folder, changes_of("llama", **ENABLED))
     with pytest.raises(ConfigError, match=r"pip install 'raylane\[megatron\]'"):
-        Policy(config, prepare(config), 1)
+        SftPolicy(config, prepare(config), 1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model.hf_config import model_config
+from raylane.training.model.hf_config import model_config
 from sft import measuring, reference_loop, tiny_run
 from sft.measuring import HF, D
 from sft.ranks import Ranks

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.schema import LoggerConfig
-from raylane.sft.report.metrics import MetricsLog, figure, progress_bar, progress_line, read_metrics
+from raylane.training.config.schema import LoggerConfig
+from raylane.training.report.metrics import MetricsLog, figure, progress_bar, progress_line, read_metrics
 
 
 def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from raylane.errors import ConfigError
 from raylane.sft.data.prepare import prepare
 from raylane.sft.data.rows import RowSource
-from raylane.sft.model import attention, hf_config
-from raylane.sft.model.attention import PackedRows
 from raylane.sft.run import selfcheck
-from raylane.sft.run.micro_batches import FixedRows
+from raylane.training.model import attention, hf_config
+from raylane.training.model.attention import PackedRows
+from raylane.training.run.micro_batches import FixedRows
 from sft import tiny_run
 
 SIZES = {

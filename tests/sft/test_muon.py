@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raylane.errors import ConfigError
-from raylane.sft.config.policy import OptimizerConfig
-from raylane.sft.model.optim import MuonAdamW, make_optimizer, orthogonalised, set_learning_rate
+from raylane.training.config.policy import OptimizerConfig
+from raylane.training.model.optim import MuonAdamW, make_optimizer, orthogonalised, set_learning_rate
 from sft import tiny_run
 
 MUON = {"policy.optimizer.name": "muon"}

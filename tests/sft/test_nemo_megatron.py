@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from raylane.sft.config.load import build_config, load_config
-from raylane.sft.model.optim import learning_rate
 from raylane.sft.nemo.dialect import NEMO_RL
 from raylane.sft.nemo.import_config import import_config
 from raylane.sft.nemo.translate import translate
+from raylane.training.model.optim import learning_rate
 from sft.nemo_file import NEMO_FILE
 
 OPTIMIZER = {

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from raylane.errors import ConfigError
-from raylane.sft.config.keys import key_paths
 from raylane.sft.config.load import load_config
-from raylane.sft.config.overrides import read_yaml
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.nemo.dialect import NEMO_RL
 from raylane.sft.nemo.keys import OTHERWISE, RENAMES, RULES, is_nemo_key, refusal
 from raylane.sft.nemo.translate import Problem, translate
+from raylane.training.config.keys import key_paths
+from raylane.training.config.overrides import read_yaml
 from sft.conversations import document
 from sft.nemo_file import NEMO_FILE
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from raylane.sft.config.policy import SchedulerConfig
-from raylane.sft.model.optim import learning_rate
 from raylane.sft.nemo.schedule import InexactScheduleError, is_torch_scheduler, translate_scheduler
 from raylane.sft.nemo.translate import translate
+from raylane.training.config.policy import SchedulerConfig
+from raylane.training.model.optim import learning_rate
 
 PEAK, STEPS = 3e-4, 20
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raylane.sft.model.loss import CrossEntropy
-from raylane.sft.run import step
-from raylane.sft.run.micro_batches import division
+from raylane.training.model.loss import CrossEntropy
+from raylane.training.run import step
+from raylane.training.run.micro_batches import division
 from sft import tiny_run
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from raylane.sft.run.micro_batches import on_device, one_ahead
+from raylane.training.run.micro_batches import on_device, one_ahead
 from raylane.workers.batch import BatchDict
 
 

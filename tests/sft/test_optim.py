@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raylane.sft.config.policy import OptimizerConfig, SchedulerConfig
-from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.training.config.policy import OptimizerConfig, SchedulerConfig
+from raylane.training.model.optim import learning_rate, make_optimizer, set_learning_rate
 
 
 def rates(total: int, **fields) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.training.model.optim import learning_rate, make_optimizer, set_learning_rate
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError
-from raylane.sft.config.keys import refuse_unknown
 from raylane.sft.config.load import load_config
-from raylane.sft.config.overrides import apply_overrides, merge, parse_override, read_yaml
 from raylane.sft.config.schema import RunConfig
+from raylane.training.config.keys import refuse_unknown
+from raylane.training.config.overrides import apply_overrides, merge, parse_override, read_yaml
 
 BASE: dict[str, Any] = {
     "policy": {"tokenizer": {"train_vocab_size": 400}, "hf_config_overrides": {"model_type": "llama"}},

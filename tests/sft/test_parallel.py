@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model.hf_config import model_config
-from raylane.sft.parallel.mesh import ParallelDims
-from raylane.sft.run.policy import Policy
-from raylane.sft.run.sample import generate
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.model.hf_config import model_config
+from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.run.generate import generate
 from raylane.workers.batch import BatchDict
 from sft import reference_loop, tiny_run
 from sft.layouts import COVERING, LAYOUTS, MATRIX, OVER_EDGES, QUICK
@@ -321,7 +321,7 @@ def losses_by_driver(folder: Path, layout: tuple[int, dict[str, Any]], packing: 
     changes = {**changes_of(world, changes, packing), "policy.compiled_graph.mode": mode}
     config = tiny_run.config_of(folder, changes)
     prepared = prepare(config)
-    with Policy(config, prepared, STEPS) as policy:
+    with SftPolicy(config, prepared, STEPS) as policy:
         assert policy.group.compiled is (mode == "required")
         rows = open_rows(prepared.train, config.policy, prepared.pad_id)
         policy.warm_up(rows)

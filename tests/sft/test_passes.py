@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from raylane.errors import ConfigError
-from raylane.sft.config.policy import EDGE_SCHEDULES
-from raylane.sft.parallel.mesh import ParallelDims
-from raylane.sft.parallel.passes import Work, passes_of_step, worker_order
+from raylane.training.config.policy import EDGE_SCHEDULES
+from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.parallel.passes import Work, passes_of_step, worker_order
 from raylane.workers.dispatch import DispatchPlan, WorkerCall
 from sft import tiny_run
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.policy import DTensorConfig
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.model.hf_config import ModelShape, model_config, model_shape
-from raylane.sft.parallel.mesh import keeps_gathered, shards_parameters
-from raylane.sft.run.memory import MemoryEstimate, estimate_memory
 from raylane.sft.run.planning import RowCount, make_plan, num_validations, plan_run, render
+from raylane.training.config.policy import DTensorConfig
+from raylane.training.model.hf_config import ModelShape, model_config, model_shape
+from raylane.training.parallel.mesh import keeps_gathered, shards_parameters
+from raylane.training.run.memory import MemoryEstimate, estimate_memory
 from sft import tiny_run
 from sft.conversations import config, question, write_jsonl
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from raylane.errors import CheckpointError, ConfigError, StepNotFiniteError, WorkerCallError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.run import worker as worker_module
-from raylane.sft.run.delivery import FolderCopies
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.run.delivery import FolderCopies
+from raylane.training.run.worker import step_seed
 from sft import tiny_run
 from sft.worker_run import WorkerRun
 
@@ -283,7 +283,7 @@ def test_model_folder_may_be_relative_to_the_driver(fsdp2, tmp_path, monkeypatch
     config = base_model(fsdp2, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     relative = config.model_copy(update={"policy": config.policy.model_copy(update={"model_name": "base"})})
-    with Policy(relative, fsdp2.prepared, 8) as policy:
+    with SftPolicy(relative, fsdp2.prepared, 8) as policy:
         assert policy.facts["parameters"] == fsdp2.policy.facts["parameters"]
 
 
@@ -361,5 +361,5 @@ def not_finite(logits, batch):
 
 
 def test_step_seeds_differ_between_steps_and_ranks():
-    seeds = {worker_module.step_seed(7, step, rank) for step in range(100) for rank in range(8)}
+    seeds = {step_seed(7, step, rank) for step in range(100) for rank in range(8)}
     assert len(seeds) == 800

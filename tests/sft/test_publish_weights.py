@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from raylane import weights
 from raylane.errors import WeightsTimeoutError
-from raylane.sft.checkpoint import folders
-from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
+from raylane.training.checkpoint import folders
+from raylane.training.report.metrics import read_metrics
 from sft import tiny_run
 from sft.layouts import COVERING, LAYOUTS, OVER_EDGES, SCHEDULE
 from sft.worker_run import WorkerRun

@@ -11,15 +11,15 @@ import pytest
 import ray
 
 from raylane.errors import ConfigError
-from raylane.sft.config.schema import ClusterConfig
-from raylane.sft.run import ray_session
+from raylane.training.config.schema import ClusterConfig
+from raylane.training.run import ray_session
 
 CONNECT = """
 import sys
 import ray
 from raylane.errors import ConfigError
-from raylane.sft.run import ray_session
-from raylane.sft.config.schema import ClusterConfig
+from raylane.training.run import ray_session
+from raylane.training.config.schema import ClusterConfig
 try:
     with ray_session.connect(ClusterConfig(address=sys.argv[1] or None)):
         print("connected to", ray.get_runtime_context().gcs_address)

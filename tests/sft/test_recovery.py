@@ -9,9 +9,9 @@ import pytest
 from tests.process_tools import stop
 
 from raylane.errors import WorkerCallError
-from raylane.sft.report.metrics import read_metrics, read_notes
 from raylane.sft.run import trainer
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.report.metrics import read_metrics, read_notes
 from sft import tiny_run
 
 STEPS = 16
@@ -78,7 +78,7 @@ def test_compiled_run_has_the_losses_of_plain_calls(unbroken, folder):
 def test_step_over_its_limit_names_the_setting(ray_session, folder):
     changes = {"cluster.num_workers": 1, "sft.step_timeout_s": 60}
     config = config_in(folder, "late", changes)
-    with Policy(config, tiny_run.prepared_in(folder), 4) as policy:
+    with SftPolicy(config, tiny_run.prepared_in(folder), 4) as policy:
         pid = policy.group.run_single_worker_single_data("process_id", 0).results(60)[0]
         policy._config = config_in(folder, "late", {**changes, "sft.step_timeout_s": 0.5})
         stop(pid)

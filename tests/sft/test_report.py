@@ -16,9 +16,8 @@ import pytest
 
 from raylane.cli import main
 from raylane.errors import DataError
-from raylane.sft.report.page import MAX_POINTS, escape, read_facts, thin, write_report
-from raylane.sft.run.record import RunRecord
-from raylane.sft.run.sample import Sample
+from raylane.training.report.page import MAX_POINTS, escape, read_facts, thin, write_report
+from raylane.training.run.record import RunRecord, Sample
 from sft.conversations import config
 
 EVIL = "</pre><script>alert(1)</script>\x1b[31m‮"
@@ -40,7 +39,7 @@ def log(folder: Path, *records: dict[str, Any]) -> Path:
 def tables_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests do without matplotlib, whose first import starts fc-list, unless they are marked `processes`."""
     if request.node.get_closest_marker("processes") is None:
-        monkeypatch.setattr("raylane.sft.report.page.importlib.util.find_spec", lambda name: None)
+        monkeypatch.setattr("raylane.training.report.page.importlib.util.find_spec", lambda name: None)
 
 
 def recorded(tmp_path: Path, **sections: Any) -> RunRecord:
@@ -77,7 +76,7 @@ def test_report_with_matplotlib_has_all_plots(tmp_path: Path) -> None:
 
 
 def test_plots_that_fail_become_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raylane.sft.report.page.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("raylane.training.report.page.importlib.util.find_spec", lambda name: object())
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     page = write_report(log(tmp_path, step(1))).read_text()
     assert "matplotlib could not draw the plots" in page

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from raylane.errors import DataError
-from raylane.sft.data.rows import IGNORED, RowSource, TokenCache, write_cache
+from raylane.sft.data.rows import RowSource, TokenCache, write_cache
+from raylane.training.labels import IGNORED
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from raylane.sft.nemo.compiled_graph import (
     get_compiled_graph_config,
     should_use_compiled_graph,
 )
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.future import GroupFuture
@@ -51,7 +51,7 @@ def group(ray_session):
 def policy(ray_session, folder):
     """Two workers that train a small model through graphs."""
     config = tiny_run.config_of(folder, {"cluster.num_workers": 2, "policy.compiled_graph.mode": "required"})
-    with Policy(config, tiny_run.prepared_in(folder), 50) as policy:
+    with SftPolicy(config, tiny_run.prepared_in(folder), 50) as policy:
         yield policy
 
 
@@ -259,7 +259,8 @@ def test_f8_a_step_sends_its_number_and_no_function(policy):
 
 def test_f9_overlap_of_communication_has_an_effect(folder):
     """It was passed to a graph without a GPU channel. Here it sends a step while the one before computes."""
-    from raylane.sft.run.trainer import StopRequest, Trainer
+    from raylane.sft.run.trainer import Trainer
+    from raylane.training.run.stopping import StopRequest
 
     for overlap, wanted in ((True, 2), (False, 1)):
         config = tiny_run.config_of(folder, {"policy.compiled_graph.overlap_communication": overlap})

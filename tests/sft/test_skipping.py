@@ -7,10 +7,11 @@ import json
 import pytest
 
 from raylane.errors import StepNotFiniteError
-from raylane.sft.checkpoint import folders
 from raylane.sft.data.mixing import open_training_rows
 from raylane.sft.data.prepare import prepare
-from raylane.sft.run.trainer import SkippedSteps, with_rows
+from raylane.sft.run.trainer import with_rows
+from raylane.training.checkpoint import folders
+from raylane.training.run.skipped_steps import SkippedSteps
 from sft import tiny_run
 from sft.test_trainer_loop import NoLog, RecordingPolicy, trainer_of
 
@@ -22,7 +23,7 @@ def failure(step: int) -> StepNotFiniteError:
 
 
 def test_skipping_counts_and_ends_beyond_the_limit():
-    skipped = SkippedSteps(2)
+    skipped = SkippedSteps(2, "sft.max_skipped_steps")
     assert skipped.add(4, NAN) == "step 4 is skipped: loss nan, gradient norm nan (1 in a row, 1 in all)"
     skipped.end_streak()
     skipped.add(7, NAN)

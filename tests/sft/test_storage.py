@@ -10,10 +10,10 @@ import pytest
 from tests.s3_server import s3_server
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, ConfigError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.config.schema import CheckpointingConfig
-from raylane.sft.data import storage
-from raylane.sft.data.storage import Url
+from raylane.training import storage
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.config.schema import CheckpointingConfig
+from raylane.training.storage import Url
 
 
 @pytest.fixture(scope="module")

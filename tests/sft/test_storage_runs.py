@@ -18,15 +18,15 @@ from tests.s3_server import Server, s3_server
 from tests.sft import tiny_run
 
 from raylane.errors import ConfigError
-from raylane.sft.checkpoint import folders
-from raylane.sft.checkpoint.export import export_checkpoint
-from raylane.sft.config.load import dump
-from raylane.sft.data import storage
 from raylane.sft.data.prepare import prepare
-from raylane.sft.data.storage import Url
-from raylane.sft.report.metrics import read_metrics
 from raylane.sft.run import trainer
+from raylane.sft.run.export import export_checkpoint
 from raylane.sft.run.places import check_places, fetch_models
+from raylane.training import storage
+from raylane.training.checkpoint import folders
+from raylane.training.config.load import dump
+from raylane.training.report.metrics import read_metrics
+from raylane.training.storage import Url
 
 pytestmark = [pytest.mark.slow]
 

@@ -14,11 +14,11 @@ import ray
 import yaml
 
 from raylane.errors import WorkerLostError
-from raylane.sft.checkpoint import folders
-from raylane.sft.config.load import dump
-from raylane.sft.report.metrics import read_metrics
-from raylane.sft.report.page import escape, read_facts
 from raylane.sft.run import trainer
+from raylane.training.checkpoint import folders
+from raylane.training.config.load import dump
+from raylane.training.report.metrics import read_metrics
+from raylane.training.report.page import escape, read_facts
 from sft import tiny_run
 
 STEPS = 60

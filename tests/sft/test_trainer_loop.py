@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from raylane.errors import CheckpointDamagedError, WorkerLostError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.load import build_config
 from raylane.sft.data import order
-from raylane.sft.run.trainer import StopRequest, Trainer, _block_sigterm
+from raylane.sft.run.trainer import Trainer
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.checkpoint.folders import Saved
+from raylane.training.run.stopping import StopRequest, block_sigterm
 
 FIGURES = (
     "grad_norm",
@@ -310,7 +311,7 @@ def test_sigterm_reaches_the_run_but_not_its_processes(tmp_path):
     """Batch systems send SIGTERM to every process of a job: Ray's must outlive the last checkpoint."""
     show = [sys.executable, "-c", "print(open('/proc/self/status').read())"]
     with StopRequest() as stop:
-        with _block_sigterm():
+        with block_sigterm():
             status = subprocess.run(show, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
             # To this thread: one sent to the process may go to a thread of another test, which holds nothing back.
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from raylane.sft.data.mixing import open_rows
-from raylane.sft.run import step
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.run import step
 from sft import tiny_run
 
 
@@ -94,7 +94,7 @@ def test_steps_after_a_warm_up_are_the_same_bits(ray_session, folder, feed):
         folder, {"sft.feed": feed, "cluster.num_workers": 2, "policy.compiled_graph.mode": "required"}
     )
     rows = open_rows(prepared.train, config.policy, prepared.pad_id)
-    with Policy(config, prepared, 6) as policy:
+    with SftPolicy(config, prepared, 6) as policy:
         plain = [policy.train_step(number)["loss"] for number in range(3)]
         saved = policy.save({"train:loss": plain[-1]})
         plain += [policy.train_step(number)["loss"] for number in range(3, 6)]
@@ -113,5 +113,5 @@ def test_steps_after_a_warm_up_are_the_same_bits(ray_session, folder, feed):
 def test_warm_up_of_no_rows_does_nothing(ray_session, folder):
     prepared = tiny_run.prepared_in(folder)
     config = tiny_run.config_of(folder, {"policy.compiled_graph.warmup_gbs": 0})
-    with Policy(config, prepared, 2) as policy:
+    with SftPolicy(config, prepared, 2) as policy:
         assert policy.warm_up(open_rows(prepared.train, config.policy, prepared.pad_id)) is None

@@ -24,12 +24,12 @@ from raylane.errors import (
     StepNotFiniteError,
     WorkerCallError,
 )
-from raylane.sft.checkpoint import state as state_module
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import prepare
-from raylane.sft.model import attention, build
-from raylane.sft.model.loss import CrossEntropy
 from raylane.sft.run import selfcheck
+from raylane.training.checkpoint import state as state_module
+from raylane.training.model import attention, build
+from raylane.training.model.loss import CrossEntropy
 from sft import tiny_run
 
 
@@ -403,12 +403,12 @@ def test_export_does_not_follow_links_in_the_tokenizer_cache(worker, folder, tmp
     poisoned = tmp_path / "tokenizer"
     shutil.copytree(prepared.tokenizer_dir, poisoned)
     (poisoned / "notes.txt").symlink_to(tmp_path / "private")
-    worker.prepared = dataclasses.replace(prepared, tokenizer_dir=poisoned)
+    worker.vocabulary = dataclasses.replace(prepared, tokenizer_dir=poisoned)
     with pytest.raises(CheckpointError, match=r"notes\.txt is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf"))
     assert not (tmp_path / "hf/notes.txt").exists()
     (tmp_path / "linked").symlink_to(prepared.tokenizer_dir)
-    worker.prepared = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
+    worker.vocabulary = dataclasses.replace(prepared, tokenizer_dir=tmp_path / "linked")
     with pytest.raises(CheckpointError, match=r"linked is a symbolic link"):
         worker.save_hf(str(tmp_path / "hf2"))
 
@@ -442,8 +442,8 @@ import os, sys, torch
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from torch.distributed import TCPStore
-from raylane.sft.model import attention
-from raylane.sft.model import build
+from raylane.training.model import attention
+from raylane.training.model import build
 from raylane.sft.run import selfcheck
 from raylane.sft.data.prepare import prepare
 from raylane.sft.run.worker import SftWorker

@@ -16,8 +16,8 @@ from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.mixing import open_training_rows
 from raylane.sft.data.prepare import PreparedData, prepare
-from raylane.sft.model.hf_config import model_config
-from raylane.sft.model.optim import learning_rate, make_optimizer, set_learning_rate
+from raylane.training.model.hf_config import model_config
+from raylane.training.model.optim import learning_rate, make_optimizer, set_learning_rate
 from raylane.workers.batch import BatchDict
 
 ROW_TOKENS = 64

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from raylane.sft.data.prepare import prepare
-from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES
-from raylane.sft.run.policy import Policy
+from raylane.sft.run.policy import SftPolicy
+from raylane.training.parallel.mesh import AXES, COPY_AXES, DATA_AXES
 from raylane.workers.batch import BatchDict
 from sft import tiny_run
 
@@ -22,7 +22,7 @@ class WorkerRun:
         self.folder, self.workers = folder, workers
         self.config = tiny_run.config_of(folder, {"cluster.num_workers": workers, **(changes or {})})
         self.prepared = prepare(self.config)
-        self.policy = Policy(self.config, self.prepared, 8)
+        self.policy = SftPolicy(self.config, self.prepared, 8)
 
     def start(self, changes: Mapping[str, Any]) -> None:
         """Set up the workers anew with `changes` by dotted key."""

@@ -34,8 +34,8 @@ from raylane.bench.sft_cases import (
 )
 from raylane.bench.sft_training import ROWS
 from raylane.bench.sft_workers import StepWorker
-from raylane.sft.parallel.mesh import ParallelDims
-from raylane.sft.parallel.passes import passes_of_step
+from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.parallel.passes import passes_of_step
 from raylane.workers.batch import BatchDict
 from raylane.workers.compiled import CompiledWorkerGroup
 from raylane.workers.group import WorkerGroup

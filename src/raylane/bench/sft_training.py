@@ -21,11 +21,11 @@ from raylane.sft.config.schema import RunConfig
 from raylane.sft.data import order
 from raylane.sft.data.mixing import open_rows
 from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import IGNORED
-from raylane.sft.model.hf_config import model_config
-from raylane.sft.model.initial import fill_random
-from raylane.sft.model.optim import learning_rate, set_learning_rate
 from raylane.sft.run.worker import SftWorker
+from raylane.training.labels import IGNORED
+from raylane.training.model.hf_config import model_config
+from raylane.training.model.initial import fill_random
+from raylane.training.model.optim import learning_rate, set_learning_rate
 
 ROWS = 4
 """Rows of a step."""

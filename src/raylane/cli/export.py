@@ -23,8 +23,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder and print its path."""
     import torch
 
-    from raylane.sft.checkpoint.export import export_checkpoint
-    from raylane.sft.data import storage
+    from raylane.sft.run.export import export_checkpoint
+    from raylane.training import storage
 
     print(export_checkpoint(storage.at(args.checkpoint), Path(args.out), args.form, getattr(torch, args.dtype)))
     return 0

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the report and print its path."""
     from raylane.errors import ConfigError
-    from raylane.sft.report.page import write_report
+    from raylane.training.report.page import write_report
 
     try:
         print(write_report(args.run_dir, args.out))

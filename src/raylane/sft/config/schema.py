@@ -1,31 +1,27 @@
-"""Schema of the configuration of a fine-tuning run: one frozen, typed tree, and the only place with default values.
+"""Schema of the configuration of a fine-tuning run: the sections `sft` and `data`, and the tree of all sections.
 
-Key names follow NeMo-RL wherever the meaning is the same, so that its command lines and files mostly work unchanged;
-descriptions name the NeMo-RL key where the names differ. `load.load_config` builds the tree from a YAML file and
-command-line overrides; `layout` checks values against each other. All of `raylane.sft` reads the tree and nothing
-writes to it. Neither this module nor `policy` (the section `policy`) depends on Ray, torch or data files.
-`docs/reference/sft-config.md` is generated from the descriptions below.
+The sections that every training has, and the rules of all of them, are in `raylane.training.config.schema`.
+`docs/reference/sft-config.md` is generated from the descriptions of both modules.
 
 B = rows in a batch, T = `policy.max_total_sequence_length` = the fixed length of a row in tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from raylane.sft.config.policy import Fraction, NaturalInt, PolicyConfig, PositiveFloat, PositiveInt, Section
-from raylane.workers.options import RANK_VARIABLES
+from raylane.training.config.policy import Fraction, NaturalInt, PositiveFloat, PositiveInt, Section
+from raylane.training.config.schema import LoopConfig, TrainingConfig
 
 
 def _one_or_many(value: Any) -> Any:
     return (value,) if isinstance(value, (str, Path)) else value
 
 
-class SftConfig(Section):
+class SftConfig(LoopConfig):
     """Length of the training loop, validation, and the way steps are sent to the workers."""
 
     max_num_steps: PositiveInt | None = None
@@ -47,32 +43,14 @@ class SftConfig(Section):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    seed: Annotated[NaturalInt, Field(lt=2**63)] = 42
-    """Seed of the random initial weights, of dropout, and of the order of the data."""
     feed: Literal["workers", "driver"] = "workers"
     """Process that reads the training data. workers: the driver sends a step number, and each worker reads its own
     rows; driver: the driver reads all rows and sends them. Not in NeMo-RL, which behaves as driver."""
-    steps_in_flight: PositiveInt = 2
-    """Number of steps that the driver sends before it waits for the metrics of the oldest one. 2 keeps the workers busy
-    while the driver reads metrics; 1 waits for each step. Not in NeMo-RL."""
     sample_prompts: Annotated[tuple[str, ...], BeforeValidator(_one_or_many)] = ()
     """Questions that the model answers at every validation; the answers are in metrics.jsonl and in the report. Not in
     NeMo-RL."""
     sample_tokens: PositiveInt = 32
     """Maximum number of tokens in each of these answers. Each token takes one forward pass. Not in NeMo-RL."""
-    skip_nan_grad: bool = False
-    """Leave out steps whose loss or gradient norm is NaN or infinite: weights, optimizer state and learning rate go on
-    as if the step had no gradients. false ends the run at such a step. NeMo has the same key, NeMo-RL has none."""
-    max_skipped_steps: PositiveInt = 10
-    """Number of successive steps that skip_nan_grad may leave out; one more ends the run. Not in NeMo-RL."""
-    log_interval: PositiveInt = 10
-    """Number of steps between two progress lines."""
-    step_timeout_s: PositiveFloat | None = None
-    """Maximum time in seconds that the driver waits for one step, validation or checkpoint; null means no limit, so a
-    worker may be held in a debugger. After the limit the run ends. Not in NeMo-RL."""
-    max_restarts: NaturalInt = 2
-    """Number of times that a run starts its workers again after it lost one, from the last complete checkpoint, until a
-    new checkpoint is complete (then counting begins again). 0 ends the run instead. Not in NeMo-RL."""
 
 
 class TrainFile(Section):
@@ -152,123 +130,19 @@ class DataConfig(Section):
         return self.validation is not None or self.validation_fraction > 0
 
 
-class CheckpointingConfig(Section):
-    """Checkpoints: contents, retention, and the checkpoint to resume from."""
-
-    enabled: bool = True
-    """Save checkpoints."""
-    checkpoint_dir: str = "runs/checkpoints"
-    """Folder that holds the checkpoints, one folder step_N each. A local path (with several nodes on storage that they
-    share), or a URL of storage: file://, s3:// (needs raylane[s3]), or another one that fsspec knows. Nothing prevents
-    two runs from writing to one URL."""
-    metric_name: Literal["val:loss", "train:loss"] = "val:loss"
-    """Metric that keep_top_k compares. NeMo-RL writes val_loss and train_loss, which are accepted too."""
-    higher_is_better: bool = False
-    """Treat a higher value of metric_name as better; false fits a loss."""
-    keep_top_k: NaturalInt = 0
-    """Number of best checkpoints to keep, in addition to the latest ones."""
-    keep_latest_k: PositiveInt = 2
-    """Number of latest checkpoints to keep. 2 leaves an earlier one to resume from if the latest is damaged."""
-    save_period: NaturalInt = 0
-    """Number of steps between two checkpoints; 0 saves only at the end of the run and on SIGTERM."""
-    is_async: bool = False
-    """Write checkpoints while the next steps run. Each worker first copies its weights and optimizer state to CPU
-    memory (12 bytes per parameter that it holds). The last checkpoint of a run, and the one on SIGTERM, are waited for.
-    """
-    save_optimizer: bool = True
-    """Save the optimizer state too. false saves weights only, about one third of the size; the losses of a run resumed
-    from them differ."""
-    save_hf: bool = True
-    """Write the model as a Hugging Face folder at the end of the run. NeMo-RL: save_consolidated."""
-    hf_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of the weights in the Hugging Face folder; null means that of policy.precision. float32 keeps all bits
-    of the master weights. Not in NeMo-RL."""
-    resume: str = "auto"
-    """Checkpoint to resume from. "auto": the newest complete checkpoint in checkpoint_dir, or a new run if there is
-    none; "never": a new run; any other text: path or URL of a checkpoint folder."""
-    allow_other_owner: bool = False
-    """Resume also from checkpoints whose files belong to another user of the machine. false refuses them, because
-    weights are loaded unseen."""
-
-
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    project: str = "raylane"
-    """Name of the project."""
-    name: str | None = None
-    """Name of the run; null lets wandb choose one."""
-
-
-class LoggerConfig(Section):
-    """Destinations of the metrics, in addition to metrics.jsonl, which is always written."""
-
-    log_dir: str = "runs/logs"
-    """Folder of metrics.jsonl, report.html and the TensorBoard files."""
-    tensorboard_enabled: bool = False
-    """Write TensorBoard files too; needs the package tensorboard."""
-    wandb_enabled: bool = False
-    """Send metrics to Weights & Biases too; needs the package wandb."""
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
-    """Settings of Weights & Biases, used if wandb_enabled is true."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of the raylane log messages that are shown."""
-
-
-class ClusterConfig(Section):
-    """The workers: one process each, with one GPU or none."""
-
-    address: str | None = Field(default=None, min_length=1)
-    """Ray cluster to run on. "auto": the cluster that this machine is a node of; host:port: the cluster whose head
-    listens there; "local": a new Ray on this machine that ends with the run; null: the cluster in the environment
-    variable RAY_ADDRESS, or as local if that is not set. Not in NeMo-RL, which has the last behaviour."""
-    num_workers: PositiveInt = 1
-    """Total number of workers. Unset or null: one for each GPU (gpus_per_node x num_nodes), or one for each node
-    without GPUs. Not in NeMo-RL, which always uses one worker for each GPU."""
-    gpus_per_node: NaturalInt = 0
-    """Number of GPUs to use on each node; 0 trains on CPUs."""
-    num_nodes: PositiveInt = 1
-    """Number of nodes to use; each node gets num_workers / num_nodes workers with consecutive ranks."""
-    cpus_per_worker: PositiveInt = 1
-    """Number of logical CPUs that each worker requests from Ray, and number of its torch threads."""
-    start_timeout_s: PositiveFloat = 120.0
-    """Maximum time in seconds for placing and starting all workers."""
-    # YAML reads `NCCL_P2P_DISABLE: 1` as a number, and environment variables are text.
-    env_vars: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(default_factory=dict)
-    """Environment variables to set before Python starts in the workers, e.g. NCCL_DEBUG; an open mapping of text to
-    text. NeMo-RL: policy.dtensor_cfg.env_vars."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_worker_for_each_gpu(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping) or values.get("num_workers") is not None:
-            return values
-        gpus, nodes = values.get("gpus_per_node", 0), values.get("num_nodes", 1)
-        if not all(isinstance(count, int) and not isinstance(count, bool) for count in (gpus, nodes)):
-            return {**values, "num_workers": 1}  # pydantic reports the wrong type at gpus_per_node or num_nodes
-        return {**values, "num_workers": max(1, gpus) * max(1, nodes)}
-
-    @model_validator(mode="after")
-    def _no_rank_variables(self) -> ClusterConfig:
-        if reserved := sorted(set(self.env_vars) & set(RANK_VARIABLES)):
-            raise ValueError(
-                f"env_vars names {', '.join(reserved)}, which raylane sets for each worker; remove them from env_vars"
-            )
-        return self
-
-
-class RunConfig(Section):
+class RunConfig(TrainingConfig):
     """The complete configuration of a fine-tuning run."""
+
+    loop_name: ClassVar[str] = "sft"
+    order: ClassVar[tuple[str, ...]] = ("sft", "policy", "data", "checkpointing", "logger", "cluster")
+    """Names of the sections, in the order of files and documentation."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
     """Training loop."""
-    policy: PolicyConfig
-    """Model, tokenizer and optimization settings."""
     data: DataConfig
     """Conversations to train on."""
-    checkpointing: CheckpointingConfig = Field(default_factory=CheckpointingConfig)
-    """Checkpoints."""
-    logger: LoggerConfig = Field(default_factory=LoggerConfig)
-    """Metrics and logs."""
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """Workers."""
+
+    @property
+    def loop(self) -> SftConfig:
+        """Settings of the training loop."""
+        return self.sft

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.policy import TokenizerConfig
 from raylane.sft.data.messages import Conversation
+from raylane.training.config.policy import TokenizerConfig
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _OWN_TEMPLATES = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import DataError
-from raylane.sft.data import storage
-from raylane.sft.data.storage import Place
+from raylane.training import storage
+from raylane.training.storage import Place
 
 # JSON can hold half of a surrogate pair (a character above U+FFFF). Half a pair is no text, and tokenizers refuse it.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-from raylane.sft.config.policy import PolicyConfig
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.packing import Algorithm, Packs, pack_documents
 from raylane.sft.data.prepare import PreparedData
 from raylane.sft.data.rows import RowSource, TokenCache, WeightedFiles
+from raylane.training.config.policy import PolicyConfig
 
 
 def pack_by_file(

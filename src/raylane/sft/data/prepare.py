@@ -10,21 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from raylane.errors import ConfigError, DataError
-from raylane.sft.config.keys import explain
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data import storage
 from raylane.sft.data.chat import ChatTokenizer, Encoded, template_text
 from raylane.sft.data.messages import Conversation, is_held_out, read_conversations
 from raylane.sft.data.rows import write_cache
+from raylane.training import storage
+from raylane.training.config.keys import explain
+from raylane.training.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +71,34 @@ class DataCounts(FileCounts):
 
 
 @dataclass(frozen=True)
-class PreparedData:
+class PreparedData(Vocabulary):
     """Result of `prepare`: absolute folders, and facts about the tokenizer."""
 
-    tokenizer_dir: Path  # Hugging Face folder of the tokenizer, chat template included
     train: Path  # token cache of the training set
     validation: Path | None  # token cache of the validation set
-    vocab_size: int
-    pad_id: int  # token that fills rows up
-    end_ids: tuple[int, ...]  # tokens that end a turn
     report: dict[str, DataCounts] = field(default_factory=dict)  # statistics of "train" and, if present, "validation"
     files: tuple[FileCounts, ...] = ()  # statistics of each file of data.train, in that order
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Folders that every node of a run needs: one folder holds all data."""
+        return (self.train.parent,)
+
+    def moved(self, path_of: Callable[[Path], Path]) -> Self:
+        """Return the same data with each path replaced by what `path_of` returns for it."""
+        validation = None if self.validation is None else path_of(self.validation)
+        return replace(
+            self, tokenizer_dir=path_of(self.tokenizer_dir), train=path_of(self.train), validation=validation
+        )
 
     def in_folder(self, folder: Path) -> PreparedData:
         """Return the same data with its paths in another folder, which has the same files."""
         validation = None if self.validation is None else folder / "validation"
         return replace(self, tokenizer_dir=folder / "tokenizer", train=folder / "train", validation=validation)
 
+
+NOT_CONFIGURED = ("prepared", "train_weights")
+"""Keys of the configuration in a checkpoint that are not keys of `RunConfig`: hash of the data, weights of files."""
 
 PREPARED: TypeAdapter[PreparedData] = TypeAdapter(PreparedData)
 """Conversion of `PreparedData` to JSON and back; unknown counts are ignored."""

@@ -32,6 +32,7 @@ import numpy as np
 from raylane.errors import DataError
 from raylane.sft.data import order
 from raylane.sft.data.packing import Packs, efficiency
+from raylane.training.labels import IGNORED
 
 
 def write_cache(folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray, int]]) -> None:
@@ -108,10 +109,6 @@ class TokenCache:
             raise IndexError(f"document {index} of {len(self)}")
         part = slice(int(self._offsets[index]), int(self._offsets[index + 1]))
         return self._tokens[part], self._supervised[part]
-
-
-IGNORED = -100
-"""Label of a position without a loss (`ignore_index` of torch.nn.functional.cross_entropy)."""
 
 
 _FIXED = 2**32

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from raylane.errors import ConfigError
-from raylane.sft.config import keys
-from raylane.sft.config.policy import CompiledGraphConfig, PolicyConfig
 from raylane.sft.nemo import translate
+from raylane.training.config import keys
+from raylane.training.config.policy import CompiledGraphConfig, PolicyConfig
 from raylane.workers.compiled import DEFAULT_INFLIGHT, CompiledWorkerGroup
 from raylane.workers.options import WorkerOptions
 from raylane.workers.sharding import NamedSharding

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.config import keys, overrides
-from raylane.sft.config.load import build_config, differences
+from raylane.sft.config.load import build_config
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.nemo import translate
 from raylane.sft.nemo.keys import is_nemo_key, refusal
+from raylane.training.config import keys, overrides
+from raylane.training.config.load import differences
 
 _MISSING = "???"
 _REPORT_WIDTH = 46
@@ -98,10 +99,10 @@ def import_config(path: str | Path, words: Sequence[str] = ()) -> ImportedConfig
         build_config(plain, source=str(path))
     except ConfigError as error:
         to_do.append(str(error).removeprefix(f"{path}: "))
-    changed = differences(plain)
+    changed = differences(plain, RunConfig)
     changed.setdefault("data", {})["train"] = data["train"]
     return ImportedConfig(
-        {key: changed[key] for key in RunConfig.model_fields if key in changed},
+        {key: changed[key] for key in RunConfig.order if key in changed},
         tuple(dict.fromkeys(to_do)),
         tuple(refused),
         translation.notes,

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raylane.errors import ConfigError
-from raylane.sft.config.keys import value_at
-from raylane.sft.config.overrides import interpolate
 from raylane.sft.nemo.keys import DATA_SET_RULES, OTHERWISE, RENAMES, RULES
 from raylane.sft.nemo.schedule import (
     InexactScheduleError,
@@ -23,6 +21,8 @@ from raylane.sft.nemo.schedule import (
     megatron_schedule,
     translate_scheduler,
 )
+from raylane.training.config.keys import value_at
+from raylane.training.config.overrides import interpolate
 
 _PAIRS = ("ResponseDataset",)
 _MESSAGES = ("openai_format", "OpenAIFormatDataset")

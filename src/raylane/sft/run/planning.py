@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raylane.errors import ConfigError
-from raylane.sft.config.layout import check_layout, check_model_folder, micro_batches
+from raylane.sft.config.layout import check_layout
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.mixing import open_rows, open_training_rows
 from raylane.sft.data.order import steps_per_epoch, total_steps, validation_batches
 from raylane.sft.data.prepare import PreparedData, prepare
-from raylane.sft.model.hf_config import ModelShape, model_config, model_shape
-from raylane.sft.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
-from raylane.sft.run.memory import MemoryEstimate, estimate_memory
+from raylane.training.config.layout import check_model_folder, micro_batches
+from raylane.training.model.hf_config import ModelShape, model_config, model_shape
+from raylane.training.parallel.mesh import AXES, DATA_AXES, ParallelDims, shards_parameters
+from raylane.training.run.memory import MemoryEstimate, estimate_memory
 
 GIB = 2**30
 

@@ -1,6 +1,6 @@
-"""Driver-side handle on a model in training: starts the workers, sends steps, and keeps checkpoints.
+"""Driver-side handle on a model in fine-tuning, whose workers read their own rows.
 
-    policy = Policy(config, prepare(config), total_steps=100)
+    policy = SftPolicy(config, prepare(config), total_steps=100)
     policy.train_step(0)                    # each worker reads its own rows; only the step number is sent
     policy.train(batch, loss_fn)            # or the driver sends the rows
 
@@ -9,128 +9,41 @@ Needs an initialised Ray. Called by `trainer`, and by programs that build their 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from raylane.errors import CheckpointError, ConfigError, RaylaneError, WorkerCallError, WorkerLostError
-from raylane.sft.checkpoint import folders, publishing, state
-from raylane.sft.checkpoint.folders import Saved
-from raylane.sft.config.layout import check_batch, check_model_folder, micro_batches, room_for_prompts
-from raylane.sft.config.load import build_config, dump
-from raylane.sft.config.megatron_limits import check_installed
+from raylane.sft.config.layout import room_for_prompts
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data import storage
-from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import IGNORED, RowSource
-from raylane.sft.data.storage import Place
-from raylane.sft.model.loss import LossFunction
-from raylane.sft.parallel.mesh import AXES, COPY_AXES, DATA_AXES, ParallelDims
-from raylane.sft.parallel.passes import passes_of_step
-from raylane.sft.run import delivery
-from raylane.sft.run.worker import SAVE_ENDED, SftWorker
+from raylane.sft.data.prepare import NOT_CONFIGURED, PreparedData
+from raylane.sft.data.rows import RowSource
+from raylane.sft.run.worker import SftWorker
+from raylane.training.run.policy import Policy
 from raylane.workers.batch import BatchDict
-from raylane.workers.compiled import CompiledWorkerGroup
-from raylane.workers.dispatch import Pass
 from raylane.workers.future import GroupFuture
-from raylane.workers.options import WorkerOptions
-
-_log = logging.getLogger(__name__)
 
 
-def worker_options(config: RunConfig) -> WorkerOptions:
-    """Return the resources that each worker requests from Ray: CPUs (also its threads), a GPU if any, and its node."""
-    cluster = config.cluster
-    return WorkerOptions(
-        num_cpus=cluster.cpus_per_worker,
-        num_gpus=1 if cluster.gpus_per_node else 0,
-        env_vars={"TOKENIZERS_PARALLELISM": "false", **cluster.env_vars},
-        workers_per_node=cluster.num_workers // cluster.num_nodes,
-        start_timeout_s=cluster.start_timeout_s,
+class SftPolicy(Policy[RunConfig]):
+    """Workers that hold a model and fine-tune it; the constructor waits until they are ready."""
+
+    more_keys_for_exact_resume: ClassVar[tuple[str, ...]] = (
+        "sft.seed",
+        "sft.max_num_steps",
+        "sft.max_num_epochs",
+        *NOT_CONFIGURED,
+        "data.shuffle",
     )
-
-
-@dataclass(frozen=True)
-class _Unfinished:
-    """Checkpoint that is being written."""
-
-    step: int
-    folder: Place
-    partial: Place
-    metrics: Mapping[str, float]
-
-
-@contextmanager
-def _writing(place: Place | None, failed: str, path: Place) -> Iterator[None]:
-    """Discard a place (None: none yet) after an error in a `with` block; an OSError becomes CheckpointError."""
-    try:
-        yield
-    except (OSError, RaylaneError) as error:
-        if place is not None:
-            publishing.discard(place)  # frees the space again if the disk is full
-        if isinstance(error, RaylaneError):
-            raise
-        text = f"{failed}: {error}. Check its free space and permissions"
-        raise CheckpointError(text, path=str(path)) from error
-
-
-class Policy:
-    """Workers that hold a model and train it; the constructor waits until they are ready.
-
-    `shutdown`, or the end of a `with` block, ends the workers. Methods wait unless their name ends in `_nowait`. A
-    failed worker raises WorkerLostError or WorkerCallError, after which the policy can only be shut down. A
-    ConfigError, DataError or CheckpointError inside a worker is raised unchanged.
-    """
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
-        check_model_folder(config)
-        check_installed(config.policy)
-        self._config = config
-        self._dims = ParallelDims.of(config.policy.dtensor_cfg, config.cluster.num_workers)
+        # The base class already sets the workers up, and a failure there may describe the run.
         self._data_key = prepared.train.parent.name
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""
-        self.next_step = 0
-        """Number of the step that `train` runs next, counted from 0."""
-        self._saving: _Unfinished | None = None
-        """Checkpoint that `save_nowait` has begun; None if there is none."""
-        self.save_ended = False
-        """True if the workers have written the checkpoint that `save_nowait` began, or failed to."""
-        self._losses: dict[str, LossFunction] = {}
-        """Loss functions that the workers have, by name; kept to recognise a function that was sent before."""
-        device = "cuda" if config.cluster.gpus_per_node else "cpu"
-        policy, graph, sharding = config.policy, config.policy.compiled_graph, config.policy.dtensor_cfg
-        self.group = CompiledWorkerGroup(  # public, for direct calls
-            SftWorker,
-            self._dims.named_sharding,
-            init_args=(device, config.cluster.cpus_per_worker),
-            options=worker_options(config),
-            mode=graph.mode,
-            inflight=graph.inflight or config.sft.steps_in_flight,
-        )
-        # Absolute paths: the working directory of the workers is another one.
-        lora = sharding.lora_cfg
-        if lora.adapter_path is not None:
-            lora = lora.model_copy(update={"adapter_path": str(Path(lora.adapter_path).resolve())})
-        name = None if policy.model_name is None else str(Path(policy.model_name).resolve())
-        sharding = sharding.model_copy(update={"lora_cfg": lora})
-        policy = policy.model_copy(update={"model_name": name, "dtensor_cfg": sharding})
-        self._setup = (config.model_copy(update={"policy": policy}), prepared, total_steps)
-        try:
-            self.facts: dict[str, Any] = self._set_up()
-            """Facts about the model for the log, as `SftWorker.setup` returns them."""
-        except BaseException:  # also KeyboardInterrupt: workers must not remain without a handle
-            self.group.shutdown(timeout_s=10)
-            raise
+        super().__init__(SftWorker, config, prepared, total_steps)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of `SftWorker` on all workers, wait, and return the result of one of them."""
-        return self._wait_for(self._send(method, *args))[0]
-
-    # Training -------------------------------------------------------------------------------------------------------
+    def _data_facts(self) -> dict[str, Any]:
+        # Paths of the data may change, e.g. on another machine; the weights of the files matter.
+        weights = list(self._config.data.train_weights)
+        values = (self._data_key, None if set(weights) == {1.0} else weights)
+        return dict(zip(NOT_CONFIGURED, values, strict=True))
 
     def train_step_nowait(self, number: int) -> GroupFuture:
         """Send step `number`; each worker reads its own rows for it. Steps run in the order in which they were sent."""
@@ -141,88 +54,6 @@ class Policy:
     def train_step(self, number: int) -> dict[str, float]:
         """Run step `number` and return its metrics (listed at `SftWorker.train_step`)."""
         return self.result(self.train_step_nowait(number))
-
-    def train_nowait(
-        self,
-        batch: BatchDict,
-        loss_fn: LossFunction | None = None,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> GroupFuture:
-        """Send one step on a batch that the driver made, without waiting; `train` describes the arguments."""
-        if loss_fn is None:
-            # Unshifted labels repeat their own tokens, and the model would learn to copy its input. transformers shifts
-            # labels inside its models, so its users have such labels.
-            ids, labels = batch["input_ids"], batch["labels"]
-            learned = labels != IGNORED
-            unshifted = bool((labels == ids)[learned].all())
-            shifted = bool((labels[:, :-1] == ids[:, 1:])[learned[:, :-1]].all())
-            if bool(learned.any()) and unshifted and not shifted:
-                raise ValueError(
-                    "labels are not shifted: every label is the token at its own position. Pass labels[:, i] = "
-                    "input_ids[:, i + 1], and -100 at positions without a loss"
-                )
-        if gbs is not None and gbs != batch.size:
-            raise ValueError(f"gbs must be the number of rows in the batch ({batch.size}), got {gbs}; leave it out")
-        future = self._send_batch(batch, loss_fn, mbs, eval_mode=eval_mode)
-        if not eval_mode:
-            self.next_step += 1
-        return future
-
-    def _send_batch(self, batch: BatchDict, loss_fn: LossFunction | None, mbs: int | None, **how: bool) -> GroupFuture:
-        micro_batches(batch.size, mbs or self._config.policy.micro_batch_divisor, self._dims.readers)
-        check_batch(self._config, batch, mbs, evaluates=how.get("eval_mode", False))
-        parts = batch.shard(self._dims.readers)
-        passes = () if how.get("eval_mode") else self._passes(batch.size, mbs)
-        loss_name = None  # cross-entropy
-        if loss_fn is not None:
-            # Functions are compared by identity and sent once: pickling one again with every step would be slow.
-            loss_name = next((name for name, sent in self._losses.items() if sent is loss_fn), None)
-            if loss_name is None:
-                loss_name = f"loss-{len(self._losses)}"
-                self.group.get_all_worker_results(
-                    self.group.run_all_workers_single_data("add_loss", loss_name, loss_fn)
-                )
-                self._losses[loss_name] = loss_fn
-        # The group takes one list per axis, outermost first: parts[replica][shard].
-        inner = self._dims.dp_shard
-        return self.group.run_all_workers_sharded_data(
-            "train_batch",
-            in_sharded_axes=DATA_AXES,
-            replicate_on_axes=COPY_AXES,
-            output_is_replicated=AXES,
-            common_kwargs={
-                "number": self.next_step,
-                "loss": loss_name,
-                "micro_batch_size": mbs,
-                "with_passes": bool(passes),
-                **how,
-            },
-            passes=passes,
-            data=[parts[i : i + inner] for i in range(0, len(parts), inner)],
-        )
-
-    def train(
-        self,
-        batch: BatchDict,
-        loss_fn: LossFunction | None = None,
-        *,
-        eval_mode: bool = False,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, float]:
-        """Run one optimizer step on `batch`, the whole global batch; return its metrics.
-
-        `batch`: input_ids, position_ids and labels, int64 [B, T] (labels are shifted, -100 where there is no loss), and
-        any other tensors that `loss_fn` reads. `loss_fn(logits, batch)` returns the loss summed over supervised tokens
-        (`loss.LossFunction`); None means cross-entropy. With `eval_mode` only the loss is computed, without an
-        optimizer step. `mbs`: rows that a worker processes at once (default: as configured). `gbs`, if
-        given, must equal the number of rows. Raises ValueError if the rows do not divide among workers and
-        micro-batches.
-        """
-        return self.result(self.train_nowait(batch, loss_fn, eval_mode=eval_mode, gbs=gbs, mbs=mbs))
 
     def warm_up(self, rows: RowSource) -> dict[str, float] | None:
         """Run one step of the largest size in the way of the real steps, and undo it; return its metrics.
@@ -240,29 +71,6 @@ class Policy:
             return dict(self._wait_for(sent)[0])
         batch = BatchDict.from_arrays(rows.full_rows(count, length))
         return self.result(self._send_batch(batch, None, None, warm_up=True))
-
-    def recover(self) -> None:
-        """Start all workers again after a failure, with the initial weights; wait until they are ready.
-
-        Call `load` next to continue from a checkpoint. Raises the errors of the constructor.
-        """
-        self.group.recover()
-        self._saving, self.save_ended = None, False
-        self._losses.clear()
-        self.next_step = 0
-        self.facts = self._set_up()
-
-    def _set_up(self) -> dict[str, Any]:
-        """Build the model in all workers, after their nodes have the files that they need; return facts for the log."""
-        config, prepared, _ = self._setup
-        copies = delivery.provide(config, prepared, self.group.node_ids)
-        if config.policy.dtensor_cfg.pipeline_edges == "raylane" and self._dims.pp > 1 and not self.group.compiled:
-            _log.warning(
-                "policy.dtensor_cfg.pipeline_edges=raylane has no effect, because this run uses plain Ray calls: torch "
-                "connects the stages"
-            )
-        self.call("use_copies", copies)
-        return dict(self.call("setup", *self._setup))
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss on the validation set and the number of supervised tokens in it."""
@@ -283,213 +91,3 @@ class Policy:
                 )
         answers: list[list[int]] = self.call("answer", prompts)
         return answers
-
-    def result(self, future: GroupFuture, timeout_s: float | None = None) -> dict[str, float]:
-        """Wait for a step that was sent and return its metrics, which are the same on all workers.
-
-        Waits at most `timeout_s` seconds (None: `sft.step_timeout_s`); after WorkerCallError you may wait again.
-        """
-        metrics: dict[str, float] = self._wait_for(future, timeout_s)[0]
-        # Reported with a step, because a call of its own would wait behind the steps in flight.
-        self.save_ended = metrics.pop(SAVE_ENDED, 0.0) > 0 or self.save_ended
-        return metrics
-
-    def publish_weights(self) -> None:
-        """Publish the weights after the last step that was sent, unless that step has published them.
-
-        Readers find them under `policy.publish_weights.name`; ConfigError if it is null. WeightsTimeoutError if a
-        reader holds the oldest version for longer than `policy.publish_weights.timeout_s`.
-        """
-        if self._config.policy.publish_weights.name is None:
-            raise ConfigError(
-                "policy.publish_weights.name=null publishes nothing. Set it to the name under which readers look",
-                key="policy.publish_weights.name",
-            )
-        self.call("publish_weights", self.next_step)
-
-    # Checkpoints ----------------------------------------------------------------------------------------------------
-
-    def save(self, metrics: Mapping[str, float], *, with_hf: bool = False) -> Saved:
-        """Save the state after the last step that was sent, as `checkpointing.checkpoint_dir`/step_N; remove old ones.
-
-        `metrics` decide which checkpoints are the best, e.g. {"val:loss": 4.5}. `with_hf` adds the model as a Hugging
-        Face folder after the state is complete: if that export raises CheckpointError, the checkpoint is still there
-        and can be resumed from.
-        """
-        saved = self._complete(self._begin("save_state", metrics))
-        if with_hf:
-            self.export(saved)
-        return saved
-
-    def save_nowait(self, metrics: Mapping[str, float]) -> None:
-        """Begin to save the state after the last step that was sent, as `save` does, while further steps run.
-
-        Waits only until all workers have copied their state. Call `finish_save` before the next save; `save_ended` is
-        True as soon as it need not wait.
-        """
-        assert self._saving is None, "finish_save comes first"
-        self._saving = self._begin("begin_save", metrics)
-
-    def finish_save(self) -> Saved | None:
-        """Wait until what `save_nowait` began is a complete checkpoint; return it, None if nothing was begun.
-
-        After the loss of a worker the checkpoint is still completed if all workers had written their files by then.
-        """
-        if self._saving is None:
-            return None
-        unfinished, self._saving, self.save_ended = self._saving, None, False
-        try:
-            self.call("finish_save")
-        except RaylaneError:
-            if not state.is_written(unfinished.partial / "state"):
-                publishing.discard(unfinished.partial)
-                raise
-        return self._complete(unfinished)
-
-    def _begin(self, method: str, metrics: Mapping[str, float]) -> _Unfinished:
-        """Let the workers write the state of the current step; on failure remove its partial folder."""
-        folder = storage.at(self._config.checkpointing.checkpoint_dir)
-        failed = f"step {self.next_step} cannot be saved in {folder}"
-        with _writing(None, failed, folder):
-            partial = publishing.begin(folder, self.next_step)
-        with _writing(partial, failed, folder):
-            self.call(method, str(partial / "state"), self.next_step)
-        return _Unfinished(self.next_step, folder, partial, dict(metrics))
-
-    def _complete(self, written: _Unfinished) -> Saved:
-        """Complete a checkpoint whose state is written, then remove old ones."""
-        settings, failed = self._config.checkpointing, f"step {written.step} cannot be saved in {written.folder}"
-        with _writing(written.partial, failed, written.folder):
-            saved = folders.commit(written.partial, written.step, written.metrics, self._description())
-        # Old checkpoints are removed only after the new one is complete.
-        with _writing(None, failed, written.folder):
-            whole, damaged = folders.list_whole(written.folder)
-            for damage in damaged:  # never removed: the user may want to examine the files
-                _log.warning("%s; this checkpoint counts for neither keep_latest_k nor keep_top_k", damage)
-            for old in folders.keep(whole, settings)[1]:
-                publishing.remove(old.path)
-        return saved
-
-    def export(self, saved: Saved) -> Place:
-        """Add the current model to the checkpoint of this step as its folder `hf`; return that folder.
-
-        The folder is written beside the checkpoint and then renamed into it, so it is complete or absent. On failure,
-        CheckpointError states that the checkpoint itself is complete.
-        """
-        partial = publishing.begin_export(saved.path)
-        try:
-            self.call("save_hf", str(partial))
-            return publishing.publish_export(saved.path, partial)
-        except (OSError, RaylaneError) as error:
-            publishing.discard(partial)
-            if isinstance(error, WorkerLostError):  # a trainer starts the workers again
-                raise
-            raise CheckpointError(
-                f"the Hugging Face folder of step {saved.step} could not be written: {error}. The checkpoint "
-                f"{saved.path} is complete: correct the cause and run the same command again, or set "
-                "checkpointing.save_hf=false",
-                path=str(saved.path),
-            ) from error
-
-    def save_hf(self, folder: str | Place) -> None:
-        """Write the model as a Hugging Face folder at any path or URL, independent of checkpoints.
-
-        A local folder is written beside its place, as FOLDER.partial, and then renamed: it is complete or absent.
-        Raises ConfigError if there are files in it already, CheckpointError if it cannot be written.
-        """
-        target = storage.at(folder).resolve()
-        if not isinstance(target, Path):
-            self.call("save_hf", str(target))
-            return
-        if target.exists() and any(target.iterdir()):
-            # Weights of two models would lie side by side.
-            raise ConfigError(f"{target} holds files already. Name a folder that does not exist, or is empty")
-        draft = target.with_name(f"{target.name}.partial")
-        publishing.discard(draft)  # of an interrupted export
-        with _writing(draft, f"{target} could not be written", target):
-            self.call("save_hf", str(draft))
-            draft.rename(target)
-
-    def load(self, path: str | Place) -> int:
-        """Resume from a checkpoint folder (step_N), saved on this or another layout; return the next step.
-
-        Runs no code from the folder. Raises CheckpointDamagedError if its files are incomplete, CheckpointError if they
-        belong to another user (`checkpointing.allow_other_owner`) or to another model.
-        """
-        saved = folders.read(storage.at(path))
-        folders.refuse_other_owner(saved.path, self._config.checkpointing)
-        before = saved.config
-        plain = {key: value for key, value in before.items() if key not in folders.NOT_CONFIGURED}
-        with suppress(ConfigError):  # of a key of an older version that no longer exists
-            # With defaults for keys that did not exist when the checkpoint was written.
-            before = {**dump(build_config(plain)), **{key: before.get(key) for key in folders.NOT_CONFIGURED}}
-        now = self._description()
-        if (change := folders.layout_change(before, now)) is not None:
-            _log.warning("%s", change)
-        for difference in folders.differences(before, now):
-            _log.warning("resuming with a different configuration, so losses will differ: %s", difference)
-        self.next_step = int(self.call("load_state", str((saved.path / "state").resolve())))
-        return self.next_step
-
-    def _description(self) -> dict[str, Any]:
-        # Paths of the data may change, e.g. on another machine; the weights of the files matter.
-        weights = list(self._config.data.train_weights)
-        plain = {
-            **dump(self._config),
-            "prepared": self._data_key,
-            "train_weights": None if set(weights) == {1.0} else weights,
-        }
-        # Environment variables may hold keys of storage, and checkpoints are passed on.
-        plain["cluster"]["env_vars"] = dict.fromkeys(plain["cluster"]["env_vars"], "(hidden)")
-        return plain
-
-    def shutdown(self, timeout_s: float = 30.0) -> bool:
-        """End the workers within `timeout_s` seconds; return True if all ended cleanly. A second call does nothing."""
-        return self.group.shutdown(timeout_s, cleanup_method="teardown")
-
-    def abandon(self) -> None:
-        """Kill the workers at once: after a failure, some may wait forever for workers that have ended."""
-        self.group.shutdown(timeout_s=10)
-
-    def _send(self, method: str, *args: Any, passes: tuple[Pass, ...] = ()) -> GroupFuture:
-        """Call a method on all workers with the same arguments; only one worker sends its result back."""
-        # Only methods of steps take passes.
-        extra = {"with_passes": True} if passes else {}
-        return self.group.run_all_workers_sharded_data(
-            method, *args, replicate_on_axes=AXES, output_is_replicated=AXES, common_kwargs=extra, passes=passes
-        )
-
-    def _passes(self, rows: int, mbs: int | None) -> tuple[Pass, ...]:
-        """Return the passes of a step over so many rows, if the stages of a pipeline are connected by edges."""
-        settings, policy = self._config.policy.dtensor_cfg, self._config.policy
-        if settings.pipeline_edges == "torch" or self._dims.pp == 1 or not self.group.compiled:
-            return ()
-        count = micro_batches(rows, mbs or policy.micro_batch_divisor, self._dims.readers)
-        return passes_of_step(settings.pipeline_schedule, self._dims, settings.stages_per_worker, count)
-
-    def _wait_for(self, future: GroupFuture, timeout_s: float | None = None) -> list[Any]:
-        limit_s = self._config.sft.step_timeout_s
-        try:
-            return self.group.get_all_worker_results(future, limit_s if timeout_s is None else timeout_s)
-        except WorkerCallError as error:
-            if "timeout_s" in error.fields and timeout_s is None:
-                raise WorkerCallError(
-                    f"{future.label} took more than sft.step_timeout_s={limit_s:g} seconds on ranks "
-                    f"{error.fields['ranks']}. Raise sft.step_timeout_s, or set it to null for no limit",
-                    **error.fields,
-                ) from error
-            # WorkerCallError <- Ray's error <- the exception that the method raised. A RaylaneError tells the user
-            # what to do, so it is raised itself instead of a remote traceback that contains it.
-            raised = getattr(error.__cause__, "cause", None)
-            if isinstance(raised, RaylaneError):
-                raise raised from error
-            raise
-
-    def __enter__(self) -> Policy:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.shutdown()
-        else:
-            self.abandon()

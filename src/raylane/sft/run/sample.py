@@ -1,13 +1,7 @@
 """Answers of a model: at every validation (`sft.sample_prompts`), and once of the finished model.
 
-`Prompts` turns the questions of a run into tokens and the answers into text (called by `trainer`); `generate` makes the
-answers in the workers, by greedy decoding, on any layout (called by `worker`, collective). Each new token takes one
-forward pass over whole rows, without a key-value cache: slow for long answers, but it is the very path that training
-uses, divided in the same way. The choice of a token happens inside the loss function, because only there the logits of
-a divided model exist.
-
-    row      prompt | answer so far | filler         every row has room for the longest answer
-    label           one, at the last token           the place whose logits choose the next token
+`Prompts` turns the questions of a run into tokens and the answers into text (called by `trainer`); the workers make the
+answers (`raylane.training.run.generate`).
 
 `answer` loads the Hugging Face folder of the finished model, as any user would. Called by `trainer` if the model is
 small enough for the driver's CPU.
@@ -15,38 +9,24 @@ small enough for the driver's CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from raylane.errors import ConfigError
 from raylane.sft.config.layout import room_for_prompts
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.data.chat import ChatTokenizer
 from raylane.sft.data.prepare import PreparedData
-from raylane.sft.data.rows import IGNORED, TokenCache
-from raylane.sft.model.defaults import with_own_defaults
-from raylane.sft.model.supervised import RunModel
-from raylane.sft.run.micro_batches import FixedRows
-from raylane.sft.run.step import forward_only
-from raylane.workers.batch import BatchDict
+from raylane.sft.data.rows import TokenCache
+from raylane.training.model.defaults import with_own_defaults
+from raylane.training.run.record import Sample
 
 _ROLES = ("user", "system", "tool", "assistant")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and an answer, both without special tokens."""
-
-    prompt: str
-    answer: str
 
 
 def first_prompt(cache: TokenCache) -> np.ndarray:
@@ -119,64 +99,8 @@ class Prompts:
                 )
 
     def answers(self, generate: Callable[[list[list[int]]], list[list[int]]]) -> list[tuple[str, str]]:
-        """Return each question with the answer of the model as it is now; `generate` is `Policy.answer`."""
+        """Return each question with the answer of the model as it is now; `generate` is `SftPolicy.answer`."""
         if not self._texts:
             return []
         answers = [self._tokenizer.text(tokens) for tokens in generate(self._tokens)]
         return list(zip(self._texts, answers, strict=True))
-
-
-class _NextTokens:
-    """Loss function that notes the most probable token at the labelled place of each row, and returns 0."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.chosen = torch.full((rows,), -1, device=device)
-        """Token of each row; -1 where another worker computes it."""
-
-    def __call__(self, logits: Tensor, batch: BatchDict) -> Tensor:
-        labelled = batch["labels"] != IGNORED
-        # With context parallelism the place may be in the part of another worker.
-        is_local = labelled.any(dim=1)
-        self.chosen[batch["row_number"][is_local]] = logits[labelled].argmax(dim=-1)
-        return logits.sum() * 0.0
-
-
-def generate(
-    model: RunModel,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    end_ids: Collection[int],
-    filler: int,
-    device: torch.device,
-) -> list[list[int]]:
-    """Return at most `new_tokens` tokens for each prompt, the same on all workers; an answer stops before an end token.
-
-    All workers pass the same prompts, and all compute all of them.
-    """
-    needed = max(len(prompt) for prompt in prompts) + new_tokens
-    # One length for all passes: a pipeline prepares its buffers for each new one.
-    length = needed + -needed % model.mesh.dims.row_multiple
-    rows = len(prompts)
-    answers: list[list[int]] = [[] for _ in prompts]
-    ended = [False] * rows
-    for _ in range(new_tokens):
-        ids = torch.full((rows, length), filler)
-        labels = torch.full((rows, length), IGNORED)
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            # Filler behind the text changes nothing before it: attention is causal.
-            text = [*prompt, *answer]
-            ids[row, : len(text)] = torch.tensor(text)
-            labels[row, len(text) - 1] = 0  # any label: only its place counts
-        positions = torch.arange(length).expand(rows, length).contiguous()
-        batch = BatchDict(input_ids=ids, labels=labels, position_ids=positions, row_number=torch.arange(rows))
-        chooser = _NextTokens(rows, device)
-        forward_only(model, batch, FixedRows(rows), chooser, device)
-        # Each token is known to the workers that computed its logits; all need it for the next pass.
-        dist.all_reduce(chooser.chosen, dist.ReduceOp.MAX)
-        for row, token in enumerate(chooser.chosen.tolist()):
-            ended[row] = ended[row] or token in end_ids
-            if not ended[row]:
-                answers[row].append(token)
-        if all(ended):
-            break
-    return answers

@@ -36,14 +36,15 @@ from torch import Tensor
 
 from raylane.errors import ConfigError
 from raylane.sft.data.packing import Packs
-from raylane.sft.data.rows import IGNORED, RowSource
-from raylane.sft.model import attention
-from raylane.sft.model.attention import PackedRows
-from raylane.sft.model.loss import CrossEntropy
-from raylane.sft.model.pipeline import PipelinedModel
-from raylane.sft.model.supervised import OnHost, RunModel, release_gathered
-from raylane.sft.run.micro_batches import Division, FixedRows, divide, on_device
-from raylane.sft.run.step import evaluating, forward_only
+from raylane.sft.data.rows import RowSource
+from raylane.training.labels import IGNORED
+from raylane.training.model import attention
+from raylane.training.model.attention import PackedRows
+from raylane.training.model.loss import CrossEntropy
+from raylane.training.model.pipeline import PipelinedModel
+from raylane.training.model.supervised import OnHost, RunModel, release_gathered
+from raylane.training.run.micro_batches import Division, FixedRows, divide, on_device
+from raylane.training.run.step import evaluating, forward_only
 from raylane.workers.batch import BatchDict
 
 # Largest accepted norm of a difference, relative to the norm of the reference. Measured with torch 2.13 on a CPU with

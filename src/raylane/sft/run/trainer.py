@@ -13,31 +13,32 @@ from __future__ import annotations
 
 import itertools
 import logging
-import signal
-import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from raylane.errors import CheckpointDamagedError, CheckpointError, DataError, StepNotFiniteError, WorkerLostError
-from raylane.sft.checkpoint import folders, publishing
-from raylane.sft.checkpoint.folders import Saved
 from raylane.sft.config.schema import RunConfig
-from raylane.sft.data import order, storage
+from raylane.sft.data import order
 from raylane.sft.data.mixing import open_training_rows, rows_of_step
 from raylane.sft.data.prepare import PreparedData, conversations_at, prepare
 from raylane.sft.data.rows import RowSource, TokenCache
-from raylane.sft.data.storage import Place
-from raylane.sft.report.metrics import MetricsLog
-from raylane.sft.run import ray_session, sample
-from raylane.sft.run.places import check_places, fetch_models, lock_folders
-from raylane.sft.run.policy import Policy
-from raylane.sft.run.record import RunRecord
+from raylane.sft.run import sample
+from raylane.sft.run.places import check_places, fetch_models
+from raylane.sft.run.policy import SftPolicy
 from raylane.sft.run.sample import Prompts
-from raylane.sft.run.worker import SKIPPED
+from raylane.training import storage
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.checkpoint.folders import Saved
+from raylane.training.report.metrics import MetricsLog
+from raylane.training.run import ray_session
+from raylane.training.run.places import lock_folders
+from raylane.training.run.record import RunRecord, Sample
+from raylane.training.run.skipped_steps import SkippedSteps
+from raylane.training.run.stopping import StopRequest, block_sigterm
+from raylane.training.run.worker import SKIPPED
+from raylane.training.storage import Place
 from raylane.workers.batch import BatchDict
 from raylane.workers.future import GroupFuture
 
@@ -73,7 +74,7 @@ class RunResult:
     """Folder of the last checkpoint; None if none was saved."""
     hf_dir: Place | None
     """Folder of the model in Hugging Face format; None if it was not written."""
-    sample: sample.Sample | None
+    sample: Sample | None
     """A prompt from the data and the model's answer to it; None if no sample was made."""
     report: Path | None = None
     """Page with plots of the run; None if it was not drawn."""
@@ -137,12 +138,12 @@ def _run_locked(
     """Train with the folders already locked; return the result after all workers have ended."""
     with ExitStack() as stack:
         # A SIGTERM during this block is delivered at its end, when StopRequest handles it.
-        with _block_sigterm():
+        with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
         prompts = Prompts(config, prepared)
         try:
-            with Policy(config, prepared, total) as policy:
+            with SftPolicy(config, prepared, total) as policy:
                 way = "compiled graphs" if policy.group.compiled else "plain Ray calls"
                 _log.info("%d workers ready (%s): %s; a run of %d steps", policy.group.size, way, policy.facts, total)
                 trainer = Trainer(config, policy, rows, log, total, stop, prompts)
@@ -165,7 +166,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        policy: Policy,
+        policy: SftPolicy,
         rows: RowSource,
         log: MetricsLog,
         total_steps: int,
@@ -186,7 +187,7 @@ class Trainer:
         self._restarts = 0
         """Number of restarts of the workers since the last checkpoint was saved."""
         overlaps = config.policy.compiled_graph.overlap_communication
-        self._skipped = SkippedSteps(config.sft.max_skipped_steps)
+        self._skipped = SkippedSteps(config.sft.max_skipped_steps, "sft.max_skipped_steps")
         self._max_in_flight = config.sft.steps_in_flight if overlaps else 1
 
     @property
@@ -392,50 +393,6 @@ class Trainer:
             self._note_saved(self.policy.save(metrics, with_hf=with_hf))
 
 
-class StopRequest:
-    """Request to end the run, set by SIGTERM while the `with` block runs.
-
-    Outside the main thread Python cannot handle signals; there only `ask` sets the request.
-    """
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._before: Any = None
-
-    @property
-    def requested(self) -> bool:
-        """True if the run should end after the steps in flight."""
-        return self._asked.is_set()
-
-    def ask(self) -> None:
-        """Request the end of the run, as SIGTERM does."""
-        self._asked.set()
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, lambda number, frame: self.ask())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-
-
-@contextmanager
-def _block_sigterm() -> Iterator[None]:
-    """Block SIGTERM in this thread and in all processes started in the `with` block; deliver a pending one at its end.
-
-    Batch systems and shells send SIGTERM to all processes of a job, and Ray's processes would end before the checkpoint
-    is saved. They inherit the blocked signal mask and so ignore it; Ray protects its processes from SIGINT in the same
-    way. They still end with the driver, if need be through the kernel's parent-death signal.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunResult:
     """Return the result of a finished run; ask the model for a sample answer."""
     folder = None if trainer.saved is None else publishing.exported(trainer.saved.path)
@@ -461,40 +418,6 @@ def _result(prepared: PreparedData, trainer: Trainer, parameters: int) -> RunRes
 
 _NAMED_LINES = 8
 """Number of lines of data files that an error names."""
-
-
-class SkippedSteps:
-    """Count of the steps that a run has skipped."""
-
-    def __init__(self, limit: int) -> None:
-        """Allow `limit` successive steps."""
-        self._limit = limit
-        self._streak = 0
-        """Number of steps skipped since the last one that changed the weights."""
-        self.total = 0
-        """Number of steps skipped by this process."""
-
-    def add(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Count step `step` (from 1) and return a sentence about it; StepNotFiniteError beyond the limit."""
-        self._streak += 1
-        self.total += 1
-        figures = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
-        if self._streak > self._limit:
-            raise StepNotFiniteError(
-                f"step {step} failed: {figures}, after {self._limit} skipped steps in a row "
-                f"(sft.max_skipped_steps={self._limit}). The weights are those before these steps. Lower "
-                "policy.optimizer.kwargs.lr and resume from an earlier checkpoint, or check the data",
-                step=step,
-                loss=metrics["loss"],
-                grad_norm=metrics["grad_norm"],
-            )
-        text = f"step {step} is skipped: {figures} ({self._streak} in a row, {self.total} in all)"
-        _log.warning("%s", text)
-        return text
-
-    def end_streak(self) -> None:
-        """Note a step that changed the weights."""
-        self._streak = 0
 
 
 def with_rows(error: StepNotFiniteError, config: RunConfig, rows: RowSource) -> StepNotFiniteError:

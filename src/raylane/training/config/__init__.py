@@ -1,0 +1,1 @@
+"""Configuration that every training shares: its sections, files, overrides and checks. No torch, no Ray."""

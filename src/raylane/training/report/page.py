@@ -1,0 +1,298 @@
+"""Report of a run, one HTML page: losses, learning rate, speed, where time went, configuration, warnings, sample.
+
+`write_report` reads the run's folder only (metrics.jsonl, and report.json of `run.record`), so it also works during a
+run and long after it. With matplotlib the page has plots, otherwise tables. Called by `run.record` and `cli`.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from raylane.errors import DataError
+from raylane.training.report.metrics import METRICS_FILE, figure, read_metrics, read_notes, read_samples
+
+REPORT_FILE, FACTS_FILE = "report.html", "report.json"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_MAX_ROWS = 30
+_MAX_ANSWERS = 5
+_COLUMNS = {
+    "train:loss": "training loss",
+    "val:loss": "held-out loss",
+    "train:lr": "learning rate",
+    "train:grad_norm": "gradient norm",
+    "train:tokens_per_s": "tokens/s",
+    "train:step_time_s": "step (s)",
+}
+_EMPTY: dict[str, Any] = {
+    "status": "not known",
+    "config": None,
+    "warnings": [],
+    "more_warnings": 0,
+    "sample": None,
+    "changed": None,
+}
+
+
+def read_facts(run_dir: str | Path) -> dict[str, Any]:
+    """Return the facts that `run.record` kept; empty ones if the file is missing or damaged."""
+    try:
+        stored = json.loads((Path(run_dir) / FACTS_FILE).read_text(encoding="utf-8"))
+        facts = {**_EMPTY, **stored}
+        facts["warnings"] = [
+            {"time": str(warning["time"]), "text": str(warning["text"])} for warning in facts["warnings"]
+        ]
+        facts["more_warnings"] = int(facts["more_warnings"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return dict(_EMPTY)
+    return facts
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of the run in `run_dir` to `out` (default: report.html in it); return the path.
+
+    DataError if there is no metrics.jsonl, or no step in it.
+    """
+    run_dir = Path(run_dir)
+    try:
+        records, notes = read_metrics(run_dir / METRICS_FILE), read_notes(run_dir / METRICS_FILE)
+        answers = read_samples(run_dir / METRICS_FILE)
+    except OSError as error:
+        raise DataError(
+            f"cannot read {run_dir / METRICS_FILE}: {error.strerror or error}. Give the folder logger.log_dir of a run"
+        ) from error
+    if not any("train:loss" in record or "val:loss" in record for record in records):
+        raise DataError(f"cannot draw a report: {run_dir / METRICS_FILE} holds no train:loss and no val:loss")
+    # The folder may have been copied from elsewhere or damaged; the numbers are worth showing without the facts.
+    facts = read_facts(run_dir)
+    document = facts["config"] if isinstance(facts["config"], dict) else None
+    plots, note = _plots(records)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        # Every value is escaped, whoever wrote the template.
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(escape(value)),
+        trim_blocks=True,
+    )
+    page = environment.get_template("page.jinja").render(
+        title=f"Run {run_dir.resolve()}",
+        summary=_summary(records, facts),
+        plots=plots,
+        note=note,
+        steps=[] if plots else _steps(records),
+        columns=[*{**_COLUMNS, **TIMES}.values()],
+        notes=[(figure(step), text) for step, text in notes],
+        facts=facts,
+        answers=_answers(answers),
+        changed=document and facts["changed"] is not None and yaml.safe_dump(facts["changed"], sort_keys=False),
+        whole=document and yaml.safe_dump(document, sort_keys=False),
+    )
+    path = run_dir / REPORT_FILE if out is None else Path(out)
+    write_file(path, page)
+    return path
+
+
+def escape(text: object) -> str:
+    """Return text for use in HTML, with control characters replaced: they could hide or reverse parts of it."""
+    return html.escape(_CONTROL.sub("\ufffd", str(text)))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Replace a file as a whole: readers see the old or the new content, and a symbolic link is replaced itself."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of an earlier process with the same number
+    # O_EXCL also refuses a symbolic link that someone else put there.
+    with open(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "w", encoding="utf-8") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def _summary(records: Records, facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the first table."""
+    train = [record for record in records if "train:loss" in record]
+    val = [record for record in records if math.isfinite(record.get("val:loss", math.nan))]
+    # Facts come from a file that users may edit, so every value is turned into text.
+    rows = [("status", str(facts["status"]))]
+    if train:
+        rows.append(("steps", f"{figure(train[-1]['step'])} (last one logged)"))
+        rows.append(("training loss", f"{figure(train[0]['train:loss'])} to {figure(train[-1]['train:loss'])}"))
+        wrong = sum(not math.isfinite(record["train:loss"]) for record in train)
+        if wrong:
+            rows.append(("steps without a finite loss", figure(wrong)))
+    if val:
+        # The last one may be worse: held-out loss rises when a model begins to overfit.
+        best = min(val, key=lambda record: record["val:loss"])
+        last = val[-1]
+        rows.append(("held-out loss", f"{figure(last['val:loss'])} after step {figure(last['step'])}"))
+        rows.append(("lowest held-out loss", f"{figure(best['val:loss'])} after step {figure(best['step'])}"))
+    if speeds := [record["train:tokens_per_s"] for record in train if "train:tokens_per_s" in record]:
+        rows.append(("tokens/s", f"{figure(statistics.median(speeds))} (median)"))
+    total = math.fsum(record.get("train:step_time_s", 0.0) for record in train)
+    if total > 0:
+        shares = [(name, math.fsum(record.get(key, 0.0) for record in train) / total) for key, name in TIMES.items()]
+        shown = ", ".join(f"{share:.1%} {name}" for name, share in shares)
+        rows.append(("time in steps", f"{figure(round(total, 1))} s: {shown}"))
+    return rows
+
+
+def _plots(records: Records) -> tuple[list[tuple[str, str]], str]:
+    """Return (title, SVG in base64) of each plot and a note; no plots if matplotlib is missing or fails."""
+    try:
+        if importlib.util.find_spec("matplotlib") is None:
+            return [], "Install matplotlib to see plots here: pip install 'raylane[report]', then `raylane report`."
+        drawn = draw({name: thin(records, name) for name in (*_COLUMNS, *TIMES)})
+    except Exception as error:  # an unusable installation; the table shows the same numbers
+        return [], f"matplotlib could not draw the plots: {error!r}"
+    note = f"Each line has at most {MAX_POINTS:,} points: means of groups of steps, with the range as a band."
+    return [(title, base64.b64encode(svg).decode()) for title, svg in drawn], note if len(records) > MAX_POINTS else ""
+
+
+def _steps(records: Records) -> list[list[str]]:
+    """Return the metrics as at most _MAX_ROWS rows, with means over groups of steps."""
+    last = max(record["step"] for record in records)
+    size = max(1, math.ceil(last / _MAX_ROWS))
+    # By step and not by record: validations have records of their own.
+    groups: dict[int, list[dict[str, float]]] = {}
+    for record in records:
+        groups.setdefault(math.ceil(record["step"] / size), []).append(record)
+    rows = []
+    for number, group in sorted(groups.items()):
+        series = [thin(group, name, 1) for name in (*_COLUMNS, *TIMES)]
+        means = ["" if metric is None else figure(metric.mean[0]) for metric in series]
+        rows.append([figure(min(number * size, last)), *means])
+    return rows
+
+
+def _answers(answers: Sequence[tuple[int, str, str]]) -> dict[str, list[tuple[str, str]]]:
+    """Return the answers during the run: for each question the first ones and the last ones."""
+    by_prompt: dict[str, list[tuple[str, str]]] = {}
+    for step, prompt, answer in answers:
+        by_prompt.setdefault(prompt, []).append((figure(step), answer))
+    for rows in by_prompt.values():
+        rows[_MAX_ANSWERS:-_MAX_ANSWERS] = [("...", "")] if len(rows) > 2 * _MAX_ANSWERS else []
+    return by_prompt
+
+
+_BLUE, _RED = "#3b6fb6", "#c0392b"
+_SHADES = ("#d9a441", "#c0392b", "#3b6fb6")
+_FEW = 60
+"""Number of points up to which each point gets a dot."""
+_SINGLE = {
+    "train:lr": ("Learning rate", "learning rate"),
+    "train:grad_norm": ("Gradient norm", "norm before clipping"),
+    "train:tokens_per_s": ("Speed", "tokens/s"),
+}
+
+
+MAX_POINTS = 500
+"""Number of points above which a series is thinned: more cannot be told apart in a plot."""
+TIMES = {"train:data_time_s": "reading rows", "train:dispatch_time_s": "waiting", "train:compute_time_s": "computing"}
+"""Metric -> its name in the report; the three add up to train:step_time_s."""
+
+Records = Sequence[dict[str, float]]
+"""Lines of metrics.jsonl, as `metrics.read_metrics` returns them."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps, thinned: each point stands for the steps since the point before."""
+
+    steps: list[float]
+    """Last step of each group of steps."""
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+    is_thinned: bool
+
+
+def thin(records: Records, name: str, max_points: int = MAX_POINTS) -> Series | None:
+    """Return a metric with at most `max_points` points, None if no record has a finite value of it."""
+    points = [(record["step"], record[name]) for record in records if math.isfinite(record.get(name, math.nan))]
+    if not points:
+        return None
+    count = min(max_points, len(points))
+    # Integer division spreads the remainder, so groups differ by one step at most.
+    edges = [number * len(points) // count for number in range(count + 1)]
+    groups = [points[start:end] for start, end in pairwise(edges)]
+    values = [[value for _, value in group] for group in groups]
+    return Series(
+        steps=[group[-1][0] for group in groups],
+        mean=[statistics.fmean(group) for group in values],
+        low=[min(group) for group in values],
+        high=[max(group) for group in values],
+        is_thinned=len(points) > count,
+    )
+
+
+def draw(series: Mapping[str, Series | None]) -> list[tuple[str, bytes]]:
+    """Return (title, SVG) of each plot that has data. Text is drawn as shapes, so no font is needed to see it."""
+    drawn = []
+    losses = [
+        (series.get(name), label, colour)
+        for name, label, colour in (("train:loss", "training", _BLUE), ("val:loss", "held out", _RED))
+    ]
+    if any(line is not None for line, _, _ in losses):
+        figure, axes = _axes("Loss", "loss (nats per token)")
+        for line, label, colour in losses:
+            if line is not None:
+                _line(axes, line, colour, label)
+        axes.legend()
+        drawn.append(("Loss", _svg(figure)))
+    for name, (title, label) in _SINGLE.items():
+        line = series.get(name)
+        if line is not None:  # metrics of other versions may lack it
+            figure, axes = _axes(title, label)
+            _line(axes, line, _BLUE, None)
+            drawn.append((title, _svg(figure)))
+    times = [series.get(name) for name in TIMES]
+    parts = [line for line in times if line is not None]
+    # Stacking needs the same steps in all parts; a record has all three times or none.
+    if len(parts) == len(TIMES) and all(line.steps == parts[0].steps for line in parts):
+        figure, axes = _axes("Time of a step", "seconds")
+        axes.stackplot(parts[0].steps, *(line.mean for line in parts), labels=list(TIMES.values()), colors=_SHADES)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))  # beside the plot: the areas fill all of it
+        drawn.append(("Time of a step", _svg(figure)))
+    return drawn
+
+
+def _axes(title: str, label: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(9.0, 3.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel(label)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def _line(axes: Any, series: Series, colour: str, label: str | None) -> None:
+    marker = "o" if len(series.steps) <= _FEW else None
+    axes.plot(series.steps, series.mean, color=colour, label=label, marker=marker, markersize=3, linewidth=1.2)
+    # Means hide spikes; the band shows the range within each group of steps.
+    if series.is_thinned:
+        axes.fill_between(series.steps, series.low, series.high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _svg(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    # Without these entries the file would name its creator and the time of drawing.
+    figure.savefig(buffer, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    return buffer.getvalue()

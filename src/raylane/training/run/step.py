@@ -1,0 +1,305 @@
+"""One optimizer step on one worker: micro-batches forward and backward, global mean, clip, update.
+
+Called by `worker`. Collective: all workers run it with the same number of micro-batches.
+
+The gradient of a step is d/dw (sum of losses over all supervised tokens of the global batch / their number), for any
+layout and number of micro-batches. FSDP averages gradients over its workers, so each worker's sum is multiplied by
+their number before the division by the global count.
+
+Workers along pp, cp and tp have the same rows. All count their tokens, so counts are divided by the number of copies;
+tensor-parallel workers have the same loss, context-parallel ones the loss of their part of each row, and of a pipeline
+only the last stage has one.
+
+Two more things belong to a step. `state_kept` keeps weights, optimizer and random generators over a warm-up step, which
+is a real step: it allocates what the largest step needs, opens the connections of the process group, and shows a lack
+of memory before the first real step. `EdgeStep` is the step of a pipeline whose stages exchange tensors over the edges
+of a compiled graph: the graph calls the passes that `passes` planned and carries the results of one stage to the next;
+`pipeline` runs the same stages by torch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raylane.training.labels import IGNORED
+from raylane.training.model.loss import LossFunction
+from raylane.training.model.pipeline import PipelinedModel
+from raylane.training.model.supervised import OnHost, RunModel, SupervisedModel, fsdp, stage_tensors
+from raylane.training.parallel.mesh import ParallelDims
+from raylane.training.parallel.sharded import own_part, whole
+from raylane.training.run.micro_batches import Division, FixedRows, cut_together, divide, on_device
+from raylane.workers.batch import BatchDict
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Token counts of the global batch."""
+
+    supervised: int
+    """Number of tokens with a loss."""
+    tokens: int
+    """Number of tokens of documents, without padding."""
+
+
+def count(batch: BatchDict, device: torch.device, dims: ParallelDims) -> TokenCounts:
+    """Return the token counts of the global batch, by one small all-reduce."""
+    tokens = (batch["document_ids"] >= 0).sum() if "document_ids" in batch else torch.tensor(batch["labels"].numel())
+    both = torch.stack([(batch["labels"] != IGNORED).sum(), tokens]).to(device)
+    dist.all_reduce(both)
+    supervised, tokens = both.tolist()
+    return TokenCounts(int(supervised) // dims.copies, int(tokens) // dims.copies)
+
+
+def backward(
+    model: RunModel,
+    batch: BatchDict,
+    how: Division,
+    loss_fn: LossFunction,
+    counts: TokenCounts,
+    device: torch.device,
+    reduce_each: bool = False,
+) -> float:
+    """Leave the gradients of the global mean loss in `.grad`; return that loss, the same on all workers.
+
+    `how` is the number of rows in a micro-batch, or the limit of its tokens. With `reduce_each` gradients are reduced
+    after every micro-batch, so each worker keeps only its shard of them. Otherwise they are reduced once, after the
+    last one, and each worker keeps whole float32 gradients until then.
+    """
+    mesh = model.mesh
+    if isinstance(model, PipelinedModel):
+        assert isinstance(how, FixedRows), "layout refuses a token budget in a pipeline"
+        scale = mesh.fsdp.size() / max(1, counts.supervised)
+        total = model.run(cut_together(batch, how), how.rows, loss_fn, scale)
+        model.sum_tied_gradients()
+    else:
+        assert isinstance(model, SupervisedModel)
+        total = _backward_each(model, batch, how, loss_fn, counts, device, reduce_each)
+        if model.gradient_sum is not None:
+            model.gradient_sum(model.parameters())
+    return mean_loss(total, counts, mesh.dims)
+
+
+def _backward_each(
+    model: SupervisedModel,
+    batch: BatchDict,
+    how: Division,
+    loss_fn: LossFunction,
+    counts: TokenCounts,
+    device: torch.device,
+    reduce_each: bool,
+) -> Tensor:
+    """Run forward and backward passes of all micro-batches; return the summed loss, float64."""
+    shards = fsdp(model)
+    # FSDP averages the gradients of the workers, `GradientSum` adds them.
+    scale = (1 if shards is None else model.mesh.fsdp.size()) / max(1, counts.supervised)
+    # float64, so that the sum does not depend on the number of micro-batches beyond rounding.
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    parts = divide(batch, how)
+    # Nothing in this loop waits for a GPU: the CPU runs ahead, and the loss stays on the device until the step's end.
+    for i, (part, host) in enumerate(on_device(parts, device)):
+        if shards is not None:
+            # Without this, FSDP would reduce in every backward pass; only the last one needs to.
+            last = i == len(parts) - 1
+            shards.set_requires_gradient_sync(reduce_each or last)
+            shards.set_reshard_after_backward(last or not model.keeps_gathered)
+        loss = model(part, loss_fn, host=OnHost(host))
+        (loss * scale).backward()
+        total += loss.detach()
+    return total
+
+
+def mean_loss(total: Tensor, counts: TokenCounts, dims: ParallelDims) -> float:
+    """Return the loss per supervised token of the global batch from the sums of the workers. Collective."""
+    dist.all_reduce(total)
+    return float(total) / dims.tp / max(1, counts.supervised)
+
+
+def forward_only(
+    model: RunModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
+) -> Tensor:
+    """Return the summed loss over this worker's rows, float64, without gradients, in evaluation mode (no dropout)."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    with torch.no_grad(), evaluating(model):
+        if isinstance(model, PipelinedModel):
+            return model.run(cut_together(batch, how), how.rows, loss_fn, None)
+        for part, host in on_device(divide(batch, how), device):
+            total += model(part, loss_fn, host=OnHost(host))
+    return total
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode for a `with` block, and back into training mode after it."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def clip(model: RunModel, max_norm: float | None) -> float:
+    """Clip the gradients of the whole model to `max_norm` (None: do not clip); return their norm before. Collective."""
+    mesh = model.mesh
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # The same parameter on two workers counts once.
+    copied = None if model.tied_copy is None else model.tied_copy.grad
+    # torch combines only gradients on one device mesh, and tensor parallelism leaves some parameters on another one.
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not copied:  # the first stage counts the embedding, which is the same parameter
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(some) for some in by_mesh.values()]
+    # Of shards a partial norm per worker, which `whole` combines.
+    combined = [whole(norm) for norm in norms]
+    norm = combined[0] if len(combined) == 1 else torch.linalg.vector_norm(torch.stack(combined))
+    if mesh.pp_group is not None:
+        # Each stage has other parameters.
+        squared = norm.square()
+        dist.all_reduce(squared, group=mesh.pp_group)
+        norm = squared.sqrt()
+    # A norm within the limit would multiply every gradient by 1. The comparison is written so that NaN multiplies.
+    if max_norm is not None and not float(norm) + 1e-6 < max_norm:
+        # In place and without DTensor, which would refuse tensors of several meshes.
+        torch._foreach_mul_(
+            [own_part(gradient) for gradient in gradients], torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        )
+    return float(norm)
+
+
+def update(
+    model: RunModel, optimizer: torch.optim.Optimizer, loss: float, max_norm: float | None
+) -> tuple[float, bool]:
+    """Change the weights by the gradients of the global mean loss. Collective.
+
+    Returns the norm of the gradients, and True if loss and norm are finite; otherwise no weight has changed.
+    """
+    norm = clip(model, max_norm)
+    # All workers have the same loss and norm, which are sums over all of them, so all of them decide alike.
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, finite
+
+
+@contextmanager
+def state_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo, at the end of a `with` block, all that the block did to model, optimizer and random generators.
+
+    Keeps a copy of this worker's weights and optimizer state in host memory during the block. Tensors stay the same
+    objects; gradients are dropped. Works after an exception too.
+    """
+    # Frozen weights do not change, and may be most of the model.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = [own_part(tensor) for tensor in (*trained, *model.buffers())]
+    copies = [_copy(tensor) for tensor in tensors]
+    state = {parameter: _copies(values) for parameter, values in optimizer.state.items()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    cpu, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+            _restore_optimizer(optimizer, state)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        optimizer.zero_grad(set_to_none=True)
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[Any, dict[str, Any]]) -> None:
+    for parameter in list(optimizer.state):
+        # Before its first step an optimizer has no state, and creates it in the step.
+        if parameter not in state:
+            del optimizer.state[parameter]
+            continue
+        values = optimizer.state[parameter]
+        for key, before in state[parameter].items():
+            if isinstance(before, Tensor):
+                own_part(values[key]).copy_(before)
+            else:
+                values[key] = before
+
+
+def _copies(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy(own_part(value)) if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory: the device may have no room for a second model."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+class EdgeStep:
+    """A step under way on one worker. Rows of micro-batches may differ in length: nothing here has a fixed shape."""
+
+    def __init__(
+        self, model: PipelinedModel, batch: BatchDict, how: FixedRows, loss_fn: LossFunction, device: torch.device
+    ) -> None:
+        """Count the tokens of the global batch. Collective."""
+        self.counts = count(batch, device, model.mesh.dims)
+        self._model, self._device = model, device
+        self._parts = divide(batch, how)
+        self._scale = model.mesh.fsdp.size() / max(1, self.counts.supervised)
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._waiting: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """Input and output by (own stage, micro-batch), from its forward to its backward pass."""
+        self._remaining = [len(self._parts)] * len(model.own_stages)
+        """Number of backward passes to come, by own stage."""
+        for stage in model.own_stages:
+            stage.loss_fn = loss_fn
+
+    def forward(self, own_stage: int, micro_batch: int, incoming: Tensor | None) -> Tensor | None:
+        """Return the hidden states for the next stage; None from the last one, which adds to the loss."""
+        stage, part = self._model.own_stages[own_stage], self._parts[micro_batch]
+        tensors = stage_tensors(part, self._device)
+        # A copy: `incoming` is memory of the edge, of which a sender has a limited amount. With gpipe it would wait for
+        # some to be returned, while this worker waits for its last micro-batch before it returns any.
+        stage_input = (
+            tensors["input_ids"] if incoming is None else incoming.to(self._device, copy=True).requires_grad_()
+        )
+        out = stage(stage_input, **tensors)
+        self._waiting[own_stage, micro_batch] = stage_input, out
+        if not stage.is_last:
+            return out.detach()  # type: ignore[no-any-return]
+        self._total += out.detach().double().sum()
+        return None
+
+    def backward(self, own_stage: int, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+        """Add to the gradients of the stage; return the gradient of its input, None from the first stage."""
+        stage = self._model.own_stages[own_stage]
+        stage_input, out = self._waiting.pop((own_stage, micro_batch))
+        self._remaining[own_stage] -= 1
+        last = self._remaining[own_stage] == 0
+        if (shards := fsdp(stage)) is not None:
+            # Gradients are reduced once, after the last micro-batch.
+            shards.set_is_last_backward(last)
+            shards.set_requires_gradient_sync(last)
+            shards.set_reshard_after_backward(last or not stage.keeps_gathered)
+        if gradient is None:
+            gradient = torch.full_like(out, self._scale)  # of the loss, which only the last stage has
+        torch.autograd.backward(out, gradient.to(self._device))
+        return stage_input.grad
+
+    def end(self) -> float:
+        """Return the global mean loss, the same on all workers, when all passes have run. Collective."""
+        assert not any(self._remaining), "a worker ends its step after its last backward pass"
+        self._model.sum_tied_gradients()
+        return mean_loss(self._total, self.counts, self._model.mesh.dims)
