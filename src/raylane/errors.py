@@ -25,6 +25,10 @@
     │   ├── WeightsTimeoutError        a wait for ranks, versions or readers passed its deadline (also a TimeoutError)
     │   ├── WeightsLostError           a version, or the process that kept it, is gone; publish again
     │   └── WeightsInvalidError        an update broke off in the middle: the reader has no whole version
+    ├── QueueError
+    │   ├── QueueTimeoutError          a wait for room or for items passed its deadline (also a TimeoutError)
+    │   ├── QueueClosedError           the queue was closed: nothing can be put any more
+    │   └── QueueLostError             the queue's actor, or the host that kept an item, is gone
     ├── ConfigError (also a ValueError)   the configuration cannot be used as written
     ├── DataError (also a ValueError)     the training data cannot be used as it is
     ├── CheckpointError                   a checkpoint cannot be written, read or trusted
@@ -59,6 +63,10 @@ __all__ = [
     "GraphTimeoutError",
     "GraphValueError",
     "ProtocolError",
+    "QueueClosedError",
+    "QueueError",
+    "QueueLostError",
+    "QueueTimeoutError",
     "RaylaneError",
     "SourceLostError",
     "StepNotFiniteError",
@@ -200,6 +208,22 @@ class WeightsLostError(WeightsError):
 
 class WeightsInvalidError(WeightsError):
     """An update broke off while it wrote: the reader holds parts of two versions until the next whole update."""
+
+
+class QueueError(RaylaneError):
+    """An item could not be put into a queue, or taken from it."""
+
+
+class QueueTimeoutError(QueueError, TimeoutError):
+    """A wait passed its deadline; the message says for what. Nothing is lost; try again."""
+
+
+class QueueClosedError(QueueError):
+    """The queue was closed, and takes no more items."""
+
+
+class QueueLostError(QueueError):
+    """The actor of the queue has died, or the shared memory of an item is gone; the message says which."""
 
 
 class ConfigError(RaylaneError, ValueError):

@@ -33,6 +33,14 @@ COMMANDS: dict[str, Command] = {
             "raylane sft examples/sft_docstrings.yaml checkpointing.checkpoint_dir=runs/new  # do not resume",
         ),
     ),
+    "grpo": Command(
+        "raylane.cli.grpo",
+        "train a language model by reinforcement learning",
+        (
+            "raylane grpo examples/grpo_sort.yaml",
+            "raylane grpo examples/grpo_sort.yaml grpo.mode=sync grpo.max_num_steps=20",
+        ),
+    ),
     "import-config": Command(
         "raylane.cli.import_config",
         "turn a NeMo-RL configuration into one of raylane",
@@ -73,7 +81,7 @@ COMMANDS: dict[str, Command] = {
     "data": Command(
         "raylane.cli.data",
         "build an example data set",
-        ("raylane data docstrings --out runs/docstrings/data",),
+        ("raylane data docstrings --out runs/docstrings/data", "raylane data sorting --out runs/grpo/data"),
     ),
     "bench": Command(
         "raylane.cli.bench",

@@ -37,10 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="fraction of the pairs to hold out for validation, 0 <= F < 1 (default: %(default)s)",
     )
+    sorting_summary = "numbers whose digits are to be sorted, for reinforcement learning"
+    sorting = sets.add_parser(
+        "sorting",
+        help=sorting_summary,
+        **describe(sorting_summary, "raylane data sorting --out runs/grpo/data"),
+    )
+    sorting.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for warm_start.jsonl, train.jsonl and validation.jsonl"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the data set and print its size."""
+    if args.set == "sorting":
+        from raylane.rl.sorting import write_sets
+
+        print(", ".join(f"{lines:,} lines in {args.out}/{name}.jsonl" for name, lines in write_sets(args.out).items()))
+        return 0
     from raylane.sft.data.docstrings import collect, write_set
 
     if not 0 <= args.validation_fraction < 1:

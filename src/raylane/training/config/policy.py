@@ -53,9 +53,9 @@ class TokenizerConfig(Section):
     name: str | None = None
     """Path or URL of a Hugging Face tokenizer folder; null means the tokenizer in policy.model_name, or the tokenizer
     that train_vocab_size trains."""
-    train_vocab_size: Annotated[int, Field(ge=300)] | None = None
+    train_vocab_size: Annotated[int, Field(ge=259)] | None = None
     """Number of tokens (special tokens included) of a byte-level BPE tokenizer to train on the training data; null
-    trains none. Not in NeMo-RL."""
+    trains none; 259 are the bytes and special tokens alone. Not in NeMo-RL."""
     chat_template: str | None = None
     """Chat template. null or "default": the tokenizer's own template; "chatml" or "llama3": a template included in
     raylane; text that contains {{ or {%: that text as the template; any other text: path of a Jinja file. The template

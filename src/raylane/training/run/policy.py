@@ -89,11 +89,16 @@ class Policy(Generic[Config]):
     """Keys of the configuration that losses depend on in one kind of training, besides those of `folders`."""
 
     def __init__(
-        self, worker: type[TrainingWorker[Config, Any]], config: Config, vocabulary: Vocabulary, total_steps: int
+        self,
+        worker: type[TrainingWorker[Config, Any]],
+        config: Config,
+        vocabulary: Vocabulary,
+        total_steps: int,
+        *worker_args: Any,
     ) -> None:
         """Start workers of the class `worker` and build the model in them.
 
-        `total_steps` determines the learning rate schedule.
+        `total_steps` determines the learning rate schedule. `worker_args` are the last arguments of their constructor.
         """
         check_model_folder(config)
         check_installed(config.policy)
@@ -112,7 +117,7 @@ class Policy(Generic[Config]):
         self.group = CompiledWorkerGroup(  # public, for direct calls
             worker,
             self._dims.named_sharding,
-            init_args=(device, config.cluster.cpus_per_worker),
+            init_args=(device, config.cluster.cpus_per_worker, *worker_args),
             options=worker_options(config),
             mode=graph.mode,
             inflight=graph.inflight or config.loop.steps_in_flight,

@@ -108,7 +108,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         self._close_published()  # of an earlier setup
         if policy.publish_weights.name is not None:
             self._published = PublishedWeights(self.model, policy)
-        self._loss = CrossEntropy(policy.loss_chunk_tokens)
+        self._loss: LossFunction = self.make_loss()
         parameters = list(self.model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
         counted = [p for p in parameters if p is not self.model.tied_copy]
@@ -120,6 +120,10 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
             "parameters_trained": int(numbers[1]),
             "parameters_held": sum(part.numel() for part in local_parts),
         }
+
+    def make_loss(self) -> LossFunction:
+        """Return the loss of `setup`'s configuration; other kinds of training have others."""
+        return CrossEntropy(self.config.policy.loss_chunk_tokens)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,281 @@
+"""The rollout actors of a run: started, given work, replaced when they die. Called by `trainer`.
+
+`RolloutProcess` is the class of the actors; `Rollouts` is their driver side, with one thread that waits for their
+answers. What is sent when is decided by `schedule`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from raylane.errors import QueueTimeoutError, RaylaneError
+from raylane.rl.config import GrpoRunConfig
+from raylane.rl.prompts import PromptSet, load_tokenizer
+from raylane.rl.queue.book import ItemTicket
+from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rollout import (
+    Engine,
+    Prompt,
+    PromptBatch,
+    RolloutActor,
+    RolloutReport,
+    SamplingOptions,
+    TransformersEngine,
+    load_rewards,
+)
+from raylane.rl.schedule import PromptWork, Schedule, dispatch
+from raylane.training.vocabulary import Vocabulary
+
+_log = logging.getLogger(__name__)
+_LOOK_S = 1.0
+"""Seconds after which a wait for groups looks for errors of the actors."""
+
+
+class RolloutProcess:
+    """Actor that samples; builds engine, tokenizer and rewards in its process."""
+
+    def __init__(
+        self, config: GrpoRunConfig, vocabulary: Vocabulary, number: int, queue: TrajectoryQueue, folder: str
+    ) -> None:
+        """Build engine `number`. Reward functions are found in `folder` too, where the driver runs."""
+        import torch
+
+        torch.set_num_threads(config.rollout.cpus)
+        if folder not in sys.path:
+            sys.path.append(folder)
+        options = SamplingOptions(
+            config.grpo.samples_per_prompt,
+            config.rollout.max_new_tokens,
+            vocabulary.end_ids,
+            vocabulary.pad_id,
+            config.rollout.temperature,
+            config.grpo.seed,
+        )
+        self._actor = RolloutActor(
+            number,
+            make_engine(config),
+            load_tokenizer(config),
+            load_rewards(config.grpo.named_rewards),
+            options,
+            queue,
+            config.rollout.timeout_s,
+        )
+
+    def make(self, batch: PromptBatch) -> RolloutReport:
+        """Sample, score and put groups; see `RolloutActor.make`."""
+        return self._actor.make(batch)
+
+    def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float, int]]:
+        """Return one answer to each prompt; see `RolloutActor.answer`."""
+        return self._actor.answer(prompts, at_least, temperature)
+
+
+def make_engine(config: GrpoRunConfig) -> Engine:
+    """Return the configured engine, which reads the published weights of the run."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    name = config.policy.publish_weights.name
+    assert name is not None, "the configuration gives the weights a name"
+    dtype = getattr(torch, config.policy.precision)
+    model = AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=dtype, local_files_only=True)
+    if config.rollout.gpus:
+        model = model.to("cuda")
+    return TransformersEngine(model, name)
+
+
+class Rollouts:
+    """The rollout actors. Thread-safe; `close` ends them."""
+
+    def __init__(
+        self,
+        config: GrpoRunConfig,
+        vocabulary: Vocabulary,
+        prompts: PromptSet,
+        queue: TrajectoryQueue,
+        note: Callable[[str], None],
+    ) -> None:
+        """Start the actors; `note` is called with a sentence about each death."""
+        self._config, self._vocabulary, self._prompts, self.queue = config, vocabulary, prompts, queue
+        self._note = note
+        grpo = config.grpo
+        self._schedule = Schedule(grpo.prompts_per_step, grpo.max_num_steps, grpo.lag, config.rollout.engines)
+        self._lock = threading.Condition()  # guards all below
+        self._actors = [self._start(number) for number in range(config.rollout.engines)]
+        self._calls: dict[Any, tuple[int, PromptWork]] = {}
+        """Actor and work of each call under way, by its ref."""
+        self._reports: list[RolloutReport] = []
+        self._deaths = 0
+        self._error: Exception | None = None
+        self._closed = False
+        self.stale = 0
+        """Number of groups that were too old, and made again."""
+        self._thread = threading.Thread(target=self._wait_for_calls, name="raylane-rollouts", daemon=True)
+        self._thread.start()
+
+    def begin_at(self, step: int) -> None:
+        """Begin to sample for a step, whose weights are published; groups that were made before count no more."""
+        with self._lock:
+            self._schedule.begin_at(step)
+            self._calls.clear()
+            self._dispatch()
+
+    def stepped(self, steps: int) -> None:
+        """Note that the weights after so many steps are published."""
+        self.queue.set_version(steps)
+        with self._lock:
+            self._schedule.stepped(steps)
+            self._dispatch()
+
+    def take(self, step: int, should_stop: Callable[[], bool]) -> list[list[ItemTicket]]:
+        """Wait for the groups of a step, in the order of their prompts; return fewer after a request to stop."""
+        count, lag = self._config.grpo.prompts_per_step, self._config.grpo.lag
+        taken: list[list[ItemTicket]] = []
+        while len(taken) < count and not should_stop():
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+            try:
+                found = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
+            except QueueTimeoutError:
+                continue
+            refused = []
+            with self._lock:
+                for group in found:
+                    ((key, ((made_by, _), *_)),) = [(ticket.group, ticket.versions) for ticket in group]
+                    if not self._schedule.accepts(key):
+                        refused.append(group)
+                    elif step - made_by > lag:
+                        refused.append(group)
+                        self.stale += 1
+                        self._schedule.make_again(key[1])
+                    else:
+                        taken.append(group)
+                self._dispatch()
+            self.queue.acknowledge(refused)
+        return sorted(taken, key=lambda group: group[0].group)
+
+    def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float, int]]:
+        """Return text, reward and tokens of an answer to each prompt, with the weights after so many steps. Waits."""
+        while True:
+            with self._lock:
+                actors = list(self._actors)
+                if self._error is not None:
+                    raise self._error
+            share = -(-len(prompts) // len(actors))
+            parts = [prompts[i : i + share] for i in range(0, len(prompts), share)]
+            refs = [actor.answer.remote(part, step, temperature) for actor, part in zip(actors, parts, strict=False)]
+            try:
+                return [answer for some in ray.get(refs) for answer in some]
+            except ray.exceptions.RayActorError:
+                self._find_dead()
+
+    def reports(self) -> list[RolloutReport]:
+        """Return the reports that have come since the last call."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+            return reports
+
+    def pids(self) -> list[int]:
+        """Return the process IDs of the actors, for tests."""
+        return list(ray.get([actor.__ray_call__.remote(_pid) for actor in self._actors]))
+
+    def close(self) -> None:
+        """End the actors. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            actors, self._actors = self._actors, []
+            self._calls.clear()
+            self._lock.notify_all()
+        for actor in actors:
+            ray.kill(actor)
+        self._thread.join()
+
+    # Parts of the above
+
+    def _start(self, number: int) -> Any:
+        rollout = self._config.rollout
+        actor = ray.remote(RolloutProcess).options(num_cpus=rollout.cpus, num_gpus=rollout.gpus)
+        return actor.remote(self._config, self._vocabulary, number, self.queue, os.getcwd())
+
+    def _dispatch(self) -> None:
+        if self._closed or self._error is not None:
+            return
+        if dispatch(self._schedule, self._send):
+            self._lock.notify_all()
+
+    def _send(self, engine: int, work: PromptWork) -> None:
+        prompts = [self._prompts.prompt(number) for number in work.prompts]
+        batch = PromptBatch(work.number, self._schedule.epoch, prompts, work.at_least)
+        self._calls[self._actors[engine].make.remote(batch)] = engine, work
+
+    def _wait_for_calls(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._calls or self._closed)
+                if self._closed:
+                    return
+                refs = list(self._calls)
+            ended, _ = ray.wait(refs, timeout=_LOOK_S, fetch_local=False)
+            for ref in ended:
+                self._end_call(ref)
+
+    def _end_call(self, ref: Any) -> None:
+        try:
+            report: RolloutReport | None = ray.get(ref)
+            error: Exception | None = None
+        except Exception as failure:
+            report, error = None, failure
+        with self._lock:
+            call = self._calls.pop(ref, None)
+            if call is None or self._closed:  # of an earlier epoch, or at the end
+                return
+            engine, work = call
+            if report is not None:
+                self._schedule.made(work.number)
+                self._reports.append(report)
+            elif isinstance(error, ray.exceptions.RayActorError):
+                self._replace(engine, error)
+            else:
+                cause = getattr(error, "cause", None)
+                self._error = cause if isinstance(cause, RaylaneError) else error
+                return
+            self._dispatch()
+
+    def _find_dead(self) -> None:
+        """Replace actors that have died while they had no call of `make`."""
+        with self._lock:
+            actors = list(enumerate(self._actors))
+        for engine, actor in actors:
+            try:
+                ray.get(actor.__ray_ready__.remote())
+            except ray.exceptions.RayActorError as error:
+                with self._lock:
+                    if self._actors[engine] is actor:
+                        self._replace(engine, error)
+                        self._dispatch()
+
+    def _replace(self, engine: int, error: ray.exceptions.RayActorError) -> None:
+        """Start an actor in the place of one that has died; its prompts are made again."""
+        again = self._schedule.actor_died(engine)
+        self._calls = {ref: call for ref, call in self._calls.items() if call[0] != engine}
+        self._deaths += 1
+        if self._deaths > self._config.rollout.max_restarts:
+            self._error = RaylaneError(
+                f"rollout actor {engine} died: {error}. {self._deaths} have died in this run "
+                f"(rollout.max_restarts={self._config.rollout.max_restarts})"
+            )
+            return
+        self._actors[engine] = self._start(engine)
+        self._note(f"rollout actor {engine} died and is replaced; {len(again)} prompts are made again")
+
+
+def _pid(_: object) -> int:
+    return os.getpid()

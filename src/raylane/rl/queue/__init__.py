@@ -1,0 +1,1 @@
+"""A bounded queue of trajectories: tickets go through an actor, payloads stay in shared memory of their host."""

@@ -1,0 +1,194 @@
+"""The actor of a queue: keeps the book, waits on behalf of its callers, and learns of deaths.
+
+All decisions are those of `book`; this actor adds deadlines, and the actors of the hosts. Payloads never come here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raylane.errors import QueueClosedError, QueueTimeoutError
+from raylane.rl.queue.book import AnnouncedItem, BlockKey, BlockPlace, ItemTicket, QueueBook, QueueOptions, QueueStats
+from raylane.rl.queue.host import QueueHost
+
+
+class Membership(NamedTuple):
+    """Answer to a process that joins a queue."""
+
+    member: int
+    host: Any
+    """Actor of its host."""
+
+
+class Commit(NamedTuple):
+    """Items of one block that a producer announces."""
+
+    block: int
+    place: BlockPlace
+    entries: Sequence[AnnouncedItem]
+    is_full: bool
+    """True if nothing more comes into the block."""
+
+
+class QueueActor:
+    """Actor with the book of one queue. Its methods are coroutines of one event loop, so they need no lock."""
+
+    def __init__(self, options: QueueOptions) -> None:
+        self._book = QueueBook(options)
+        self._changed = asyncio.Condition()
+        self._hosts: dict[str, Any] = {}
+        """Actor of each host, by Ray's id of its node."""
+        self._members = 0
+        self._ended: set[int] = set()
+        """Members that have left or died."""
+        self._tasks: set[Any] = set()
+        """Tasks under way; an event loop keeps no tasks."""
+        self._closed = False
+
+    async def join(self, host: str, pid: int, ticks: int) -> Membership:
+        """Take a process in, as producer and consumer, until it leaves or ends."""
+        actor = self._host(host)
+        self._members += 1
+        member = self._members
+        self._book.add_producer(member, host)
+        self._start(self._watch_member(member, actor, pid, ticks))
+        return Membership(member, actor)
+
+    async def leave(self, member: int) -> None:
+        """Forget a member; what it has taken and not acknowledged goes to others."""
+        if member in self._ended:
+            return
+        self._ended.add(member)
+        self._book.remove_consumer(member)
+        self._book.remove_producer(member)
+        await self._notify()
+
+    async def commit(self, member: int, commits: Sequence[Commit]) -> list[int]:
+        """Accept items as soon as there is room; return the blocks that the producer may use again.
+
+        QueueClosedError if the queue is closed, also while this waits.
+        """
+        for commit in commits:
+            key, entries = BlockKey(member, commit.block), commit.entries
+            while entries or commit.is_full:
+                room = await self._room(key, commit.place, entries)
+                if self._closed or member in self._ended:
+                    raise QueueClosedError("the queue is closed: the item is not in it")
+                accepted, entries = entries[:room], entries[room:]
+                self._book.add(key, commit.place, accepted, is_full=commit.is_full and not entries)
+                await self._notify()
+                if not entries:
+                    break
+        return self._book.take_free(member)
+
+    async def _room(self, key: BlockKey, place: BlockPlace, entries: Sequence[AnnouncedItem]) -> int:
+        """Wait until one of these items can be accepted, or the queue is closed; return how many can."""
+        room = 0
+
+        def enough() -> bool:
+            nonlocal room
+            room = self._book.room(key, place, entries)
+            return self._closed or not entries or room > 0
+
+        await self._wait(enough)
+        return room
+
+    async def take(self, member: int, count: int, at_least: int, timeout_s: float | None) -> list[list[ItemTicket]]:
+        """Wait for `at_least` groups; hand out up to `count`. Fewer only after the end of a queue that was closed."""
+        ready = self._book.ready
+        await self._wait(
+            lambda: ready() >= at_least or (self._closed and (ready() > 0 or self._book.is_drained())),
+            timeout_s,
+            lambda: f"{ready()} of {at_least} groups are there",
+        )
+        return [] if member in self._ended else self._book.take(member, count)
+
+    async def acknowledge(self, member: int, numbers: Sequence[int]) -> None:
+        """Note that a consumer needs items no more."""
+        self._book.acknowledge(member, numbers)
+        await self._notify()
+
+    async def give_back(self, member: int, numbers: Sequence[int]) -> None:
+        """Note that a consumer will not use items."""
+        self._book.give_back(member, numbers)
+        await self._notify()
+
+    async def lose(self, numbers: Sequence[int]) -> None:
+        """Note that items cannot be read."""
+        self._book.lose(numbers)
+        await self._notify()
+
+    async def set_version(self, version: int) -> None:
+        """Note the newest version of the weights."""
+        self._book.set_version(version)
+        await self._notify()
+
+    async def hosts(self) -> dict[str, Any]:
+        """Return the actors of all hosts."""
+        return dict(self._hosts)
+
+    async def close(self) -> None:
+        """Accept nothing more; consumers get what is there."""
+        self._closed = True
+        self._book.break_groups()
+        await self._notify()
+
+    async def stats(self) -> QueueStats:
+        """Return the figures of the queue."""
+        return self._book.stats()
+
+    # Parts of the above
+
+    def _host(self, host: str) -> Any:
+        """Return the actor of a host, which the first call starts."""
+        if host not in self._hosts:
+            there = NodeAffinitySchedulingStrategy(host, soft=False)
+            actor = (
+                ray.remote(QueueHost).options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=there).remote()
+            )
+            self._hosts[host] = actor
+            self._start(self._watch_host(host, actor))
+        return self._hosts[host]
+
+    async def _watch_member(self, member: int, host: Any, pid: int, ticks: int) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await host.wait_for_end.remote(pid, ticks)
+            await self.leave(member)
+
+    async def _watch_host(self, host: str, actor: Any) -> None:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            await actor.wait.remote()
+        del self._hosts[host]
+        self._book.lose_host(host)
+        await self._notify()
+
+    async def _wait(
+        self, condition: Callable[[], bool], timeout_s: float | None = None, missing: Callable[[], str] | None = None
+    ) -> None:
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(condition)
+        except TimeoutError:
+            text = missing() if missing is not None else "there is no room"
+            raise QueueTimeoutError(f"after {timeout_s:.3g} s {text}. Raise the timeout if that is expected") from None
+
+    async def _notify(self) -> None:
+        by_host: dict[str, list[str]] = {}
+        for place in self._book.abandoned():
+            by_host.setdefault(place.host, []).append(place.path)
+        for host, paths in by_host.items():
+            if host in self._hosts:
+                self._hosts[host].forget.remote(paths)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

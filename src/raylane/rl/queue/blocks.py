@@ -1,0 +1,163 @@
+"""Values of a queue as bytes in shared memory: written by producers, read by consumers.
+
+    block    one segment; its first page has the segment's key, then items follow each other
+    item     header | sizes of the buffers | body | buffers, each aligned to 64 bytes
+
+Bodies and buffers are those of the messages of graphs (`graph.values.message`). Called by `handle`; knows nothing of
+Ray.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from raylane.core.segment import BLOCK_ALIGNMENT, size_class
+from raylane.core.semaphore import Segment
+from raylane.graph.values.message import Encoder, Message, decode
+
+PAGE_BYTES = 4096
+LEAST_BLOCK_BYTES = 1 << 20
+MOST_BLOCKS = 64
+"""Number of blocks that fill a queue, if no item is larger than a block."""
+_HEADER = struct.Struct("<BxxxIQ")
+"""Kind of the message, number of buffers, size of the body."""
+_SIZE = struct.Struct("<Q")
+
+
+def block_bytes(max_bytes: int) -> int:
+    """Return the size of the blocks of a queue of so many bytes."""
+    return max(LEAST_BLOCK_BYTES, size_class(max_bytes // MOST_BLOCKS))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def _encoded_bytes(message: Message, sizes: list[int]) -> int:
+    """Return the bytes of an item in a block."""
+    head = _aligned(_HEADER.size + len(sizes) * _SIZE.size + len(message.body))
+    return head + sum(_aligned(size) for size in sizes)
+
+
+def _write(message: Message, buffers: list[memoryview], target: memoryview) -> None:
+    sizes = [buffer.nbytes for buffer in buffers]
+    _HEADER.pack_into(target, 0, message.kind, len(sizes), len(message.body))
+    at = _HEADER.size
+    struct.pack_into(f"<{len(sizes)}Q", target, at, *sizes)
+    at += len(sizes) * _SIZE.size
+    target[at : at + len(message.body)] = message.body
+    at = _aligned(at + len(message.body))
+    for buffer in buffers:
+        target[at : at + buffer.nbytes] = buffer
+        at = _aligned(at + buffer.nbytes)
+
+
+def read_item(memory: memoryview) -> Any:
+    """Return the value of an item, whose tensors and arrays use `memory` and keep it alive."""
+    kind, count, body_bytes = _HEADER.unpack_from(memory, 0)
+    at = _HEADER.size
+    sizes = struct.unpack_from(f"<{count}Q", memory, at)
+    at += count * _SIZE.size
+    body = memory[at : at + body_bytes]
+    at = _aligned(at + body_bytes)
+    buffers = []
+    for size in sizes:
+        buffers.append(memory[at : at + size])
+        at = _aligned(at + size)
+    return decode(kind, body, buffers)
+
+
+class WrittenItem(NamedTuple):
+    """BlockPlace of an item that was written."""
+
+    block: int
+    offset: int
+    nbytes: int
+
+
+@dataclass
+class _WriteBlock:
+    segment: Segment
+    path: str
+    """Path by which its host holds it."""
+    end: int = PAGE_BYTES
+    """Offset of its free part."""
+    free: bool = False
+    """True if nothing in it is needed."""
+
+
+@dataclass
+class BlockWriter:
+    """Blocks of one producer. For one thread at a time."""
+
+    nbytes: int
+    """Size of a block; an item that is larger gets a block of its own."""
+    limit: int
+    """Size of all blocks from which unused ones are given up for one of another size."""
+    hold: Callable[[str], str]
+    """Lets the host hold a segment of this process; returns its path there. The memory then outlives this process."""
+    forget: Callable[[list[str]], object]
+    """Lets the host give segments up."""
+    blocks: dict[int, _WriteBlock] = field(default_factory=dict)
+    full: list[int] = field(default_factory=list)
+    """Blocks that were filled since the last call of `take_full`."""
+    _current: int | None = None
+    _numbers: int = 0
+    _encoder: Encoder = field(default_factory=Encoder)
+
+    def write(self, value: Any) -> WrittenItem:
+        """Write a value. GraphValueError if it cannot be pickled, OSError if there is no memory for it."""
+        message = self._encoder.encode(value)
+        buffers = [memoryview(buffer).cast("B") for buffer in message.buffers]
+        nbytes = _encoded_bytes(message, [buffer.nbytes for buffer in buffers])
+        number = self._block_for(nbytes)
+        block = self.blocks[number]
+        offset, block.end = block.end, block.end + nbytes
+        _write(message, buffers, block.segment.view[offset : offset + nbytes])
+        return WrittenItem(number, offset, nbytes)
+
+    def take_full(self) -> list[int]:
+        """Return the blocks that were filled since the last call."""
+        full, self.full = self.full, []
+        return full
+
+    def release(self, numbers: list[int]) -> None:
+        """Note blocks whose items have all ended."""
+        for number in numbers:
+            self.blocks[number].free = True
+            self.blocks[number].end = PAGE_BYTES
+
+    def close(self) -> None:
+        """Forget all blocks. Their memory stays as long as the host holds it."""
+        self.blocks.clear()
+
+    def _block_for(self, nbytes: int) -> int:
+        """Return a block with room for an item."""
+        if self._current is not None:
+            block = self.blocks[self._current]
+            if block.end + nbytes <= block.segment.nbytes:
+                return self._current
+            self.full.append(self._current)
+            self._current = None
+        size = max(self.nbytes, size_class(nbytes + PAGE_BYTES))
+        fitting = [at for at, block in self.blocks.items() if block.free and block.segment.nbytes == size]
+        number = fitting[-1] if fitting else self._new_block(size)
+        self.blocks[number].free = False
+        self._current = number
+        return number
+
+    def _new_block(self, size: int) -> int:
+        unused = [number for number, block in self.blocks.items() if block.free]
+        while unused and size + sum(block.segment.nbytes for block in self.blocks.values()) > self.limit:
+            self.forget([self.blocks.pop(unused.pop(0)).path])
+        segment = Segment.make(size)
+        try:
+            path = self.hold(segment.path)
+        finally:
+            segment.close_fd()  # the host has a descriptor of its own
+        self._numbers += 1
+        self.blocks[self._numbers] = _WriteBlock(segment, path)
+        return self._numbers

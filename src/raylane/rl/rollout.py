@@ -1,0 +1,207 @@
+"""Rollout actor: samples answers to prompts with the newest weights, scores them, and puts them into the queue.
+
+A plain class; the loop runs it in a Ray actor. Its engine is transformers' model with `generation.generate`, or a vLLM
+(`engine="vllm"`); both take weights by name from `raylane.weights`.
+
+G = samples of each prompt, R = tokens of the longest answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from raylane import weights
+from raylane.rl.generation import Answers, generate
+from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rewards import Reward, load_reward, score
+
+
+class Prompt(NamedTuple):
+    """A prompt of a run."""
+
+    number: int
+    """Place in the order of the run, from 0."""
+    tokens: list[int]
+    row: Mapping[str, Any]
+    """Line of the data file."""
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Way of sampling."""
+
+    samples: int
+    new_tokens: int
+    end_ids: tuple[int, ...]
+    pad_id: int
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """PromptSet for one call of a rollout actor."""
+
+    number: int
+    """Number of the batch in this run."""
+    epoch: int
+    """Number of the times that the trainer went back to a checkpoint: groups of an earlier epoch are not used."""
+    prompts: Sequence[Prompt]
+    at_least: int
+    """Oldest step whose weights may be used; the actor waits for them."""
+
+
+@dataclass(frozen=True)
+class RolloutReport:
+    """Figures of one call, for the log and the timeline."""
+
+    engine: int
+    batch: int
+    step: int
+    """Optimizer steps in the weights that were used."""
+    began_s: float
+    """Time of the system clock, in seconds, when sampling began, after the update of the weights."""
+    ended_s: float
+    update_s: float
+    """Seconds that the update of the weights took, without the wait for the trainer."""
+    waited_s: float
+    """Seconds that the actor waited for weights or for room in the queue."""
+    tokens: int
+    """Sampled tokens."""
+    rewards: tuple[float, ...] = ()
+    """Mean of each reward."""
+
+
+class Engine(Protocol):
+    """Engine of a rollout actor."""
+
+    step: int
+    """Optimizer steps in its weights."""
+
+    def update(self, at_least: int, timeout_s: float) -> float:
+        """Wait for the weights after so many steps or more, and take the newest; return the seconds of the update."""
+
+    def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
+        """Return one answer to each prompt."""
+
+
+class TransformersEngine:
+    """transformers' model in this process."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        """Read the weights `name`. The model is on the device that samples."""
+        self._model = model.eval()
+        self._subscriber = weights.Subscriber(name, model)
+        self.step = -1
+
+    def update(self, at_least: int, timeout_s: float) -> float:
+        """Wait for weights that are new enough, and take the newest."""
+        while True:
+            newest = self._subscriber.update(timeout=timeout_s)
+            self.step = newest.step
+            if newest.step >= at_least:
+                return newest.seconds if newest.changed else 0.0
+            self._subscriber.prefetch(newest.version + 1, timeout=timeout_s)
+
+    def sample(self, prompts: Sequence[Sequence[int]], options: SamplingOptions, seed: int) -> Answers:
+        """Return one answer to each prompt."""
+        generator = torch.Generator(device=next(self._model.parameters()).device).manual_seed(seed)
+        return generate(
+            self._model,
+            prompts,
+            options.new_tokens,
+            options.end_ids,
+            options.pad_id,
+            temperature=options.temperature,
+            generator=generator,
+        )
+
+
+@dataclass
+class RolloutActor:
+    """Engine, rewards and queue of one rollout actor. One call at a time."""
+
+    number: int
+    engine: Engine
+    tokenizer: Any
+    rewards: list[Reward]
+    options: SamplingOptions
+    queue: TrajectoryQueue
+    timeout_s: float = 600.0
+    _ready: bool = field(default=False)
+
+    def make(self, batch: PromptBatch) -> RolloutReport:
+        """Sample and score answers to prompts, and put a group for each prompt into the queue; return its figures."""
+        called = time.time()
+        update_s = self.engine.update(batch.at_least, self.timeout_s)
+        began, samples = time.time(), self.options.samples
+        repeated = [prompt.tokens for prompt in batch.prompts for _ in range(samples)]
+        first = batch.prompts[0].number
+        answers = self.engine.sample(repeated, self.options, seed_of(self.options.seed, batch.epoch, first))
+        sums = np.zeros(len(self.rewards))
+        lengths = answers.lengths.tolist()
+        texts = self._texts(answers)
+        groups = []
+        for i, prompt in enumerate(batch.prompts):
+            at = slice(i * samples, (i + 1) * samples)
+            scores = [score(self.rewards, text, prompt.row) for text in texts[at]]
+            sums += np.sum([each for _, each in scores], axis=0)
+            longest = max(lengths[at])
+            group = {
+                "prompt": torch.tensor(prompt.tokens),
+                "tokens": answers.tokens[at, :longest].cpu(),
+                "logprobs": answers.logprobs[at, :longest].cpu(),
+                "lengths": answers.lengths[at].cpu(),
+                "rewards": torch.tensor([total for total, _ in scores]),
+                "step": self.engine.step,
+                "number": prompt.number,
+            }
+            groups.append((group, (batch.epoch, prompt.number), sum(lengths[at])))
+        ended = time.time()
+        for group, key, tokens in groups:
+            self.queue.put(group, group=key, versions=((self.engine.step, tokens),), timeout=self.timeout_s)
+        self.queue.flush(timeout=self.timeout_s)
+        waited = began - called - update_s + time.time() - ended
+        means = tuple((sums / len(repeated)).tolist())
+        return RolloutReport(
+            self.number, batch.number, self.engine.step, began, ended, update_s, waited, sum(lengths), means
+        )
+
+    def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float, int]]:
+        """Return text, reward and tokens of one answer to each prompt, with weights of so many steps or more."""
+        self.engine.update(at_least, self.timeout_s)
+        options = SamplingOptions(
+            1, self.options.new_tokens, self.options.end_ids, self.options.pad_id, temperature, self.options.seed
+        )
+        answers = self.engine.sample([prompt.tokens for prompt in prompts], options, seed_of(options.seed, 0, 0))
+        texts = self._texts(answers)
+        return [
+            (text, score(self.rewards, text, prompt.row)[0], int(length))
+            for text, prompt, length in zip(texts, prompts, answers.lengths, strict=True)
+        ]
+
+    def _texts(self, answers: Answers) -> list[str]:
+        """Return the answers as text, without their end tokens."""
+        rows = [
+            tokens[:length] for tokens, length in zip(answers.tokens.tolist(), answers.lengths.tolist(), strict=True)
+        ]
+        ends = set(self.options.end_ids)
+        trimmed = [row[:-1] if row and row[-1] in ends else row for row in rows]
+        texts: list[str] = self.tokenizer.batch_decode(trimmed)
+        return texts
+
+
+def seed_of(seed: int, epoch: int, number: int) -> int:
+    """Return a seed that is distinct for every batch of a run, and equal on every machine."""
+    return (seed * 1_000_003 + epoch * 7_919 + number * 65_537 + 1) % 2**63
+
+
+def load_rewards(names: Sequence[tuple[str, float]]) -> list[Reward]:
+    """Return reward functions by name and weight."""
+    return [load_reward(name, weight) for name, weight in names]

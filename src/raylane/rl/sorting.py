@@ -1,0 +1,58 @@
+"""Example task of `make grpo`: sort the digits of a number. Writes its data; the reward is in `examples`."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from raylane.errors import DataError
+
+DIGITS = 5
+HELD_OUT_OF = 10
+"""One number in so many is held out."""
+
+
+def is_held_out(number: str) -> bool:
+    """Return True for numbers that are never trained on: the same ones on every machine."""
+    return int(number) * 7919 % 1_000_003 % HELD_OUT_OF == 0
+
+
+def write_sets(folder: str | Path, count: int = 20_000, held_out: int = 500, seed: int = 0) -> dict[str, int]:
+    """Write warm_start.jsonl (conversations), train.jsonl and validation.jsonl (prompts); return the lines in each.
+
+    DataError if the files cannot be written.
+    """
+    chance = random.Random(seed)
+    numbers = [f"{number:0{DIGITS}d}" for number in range(10**DIGITS)]
+    chance.shuffle(numbers)
+    trained = [number for number in numbers if not is_held_out(number)]
+    tested = [number for number in numbers if is_held_out(number)][:held_out]
+    sets: dict[str, Iterable[dict[str, Any]]] = {
+        "warm_start": [
+            {"messages": [{"role": "user", "content": number}, {"role": "assistant", "content": _sorted(number)}]}
+            for number in trained[:count]
+        ],
+        "train": [{"prompt": number, "answer": _sorted(number)} for number in trained[count : 2 * count]],
+        "validation": [{"prompt": number, "answer": _sorted(number)} for number in tested],
+    }
+    folder, lines = Path(folder), {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, rows in sets.items():
+            texts = [json.dumps(row) + "\n" for row in rows]
+            draft = folder / f"{name}.jsonl.draft"
+            draft.write_text("".join(texts), encoding="utf-8")
+            draft.replace(folder / f"{name}.jsonl")
+            lines[name] = len(texts)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder}: {error}. Choose another folder with --out", path=str(folder)
+        ) from error
+    return lines
+
+
+def _sorted(number: str) -> str:
+    return "".join(sorted(number))

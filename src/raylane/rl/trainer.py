@@ -1,0 +1,313 @@
+"""The run behind `raylane grpo`: set up, loop, step.
+
+    driver      take tickets of step k ──> send step k ──> read its metrics ──> let the engines begin step k + 1 + lag
+    engines     sample, score, put groups into the queue ...
+    workers                                [-- payloads from the queue, step k, publish weights k + 1 --]
+
+The driver sees tickets and metrics only. Synchronous and asynchronous modes differ in one number: how many steps the
+engines may be ahead (`schedule`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from raylane import weights
+from raylane.core import trace_file
+from raylane.errors import CheckpointDamagedError, WorkerLostError
+from raylane.rl.config import GrpoRunConfig
+from raylane.rl.engines import Rollouts
+from raylane.rl.policy import GrpoPolicy
+from raylane.rl.prompts import PromptSet, load_tokenizer, vocabulary_of
+from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rollout import Prompt
+from raylane.rl.timeline import Timeline
+from raylane.training import storage
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.checkpoint.folders import Saved
+from raylane.training.report.metrics import MetricsLog
+from raylane.training.run import ray_session
+from raylane.training.run.places import lock_folders
+from raylane.training.run.record import RunRecord
+from raylane.training.run.skipped_steps import SkippedSteps
+from raylane.training.run.stopping import StopRequest, block_sigterm
+from raylane.training.run.worker import SKIPPED
+from raylane.training.storage import Place
+
+_log = logging.getLogger(__name__)
+
+TIMELINE_FILE = "timeline.json"
+_PROGRESS_METRICS = ("reward", "length", "entropy", "sampling_kl", "lag", "step_time_s", "trainer_busy", "engines_busy")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Result of a validation."""
+
+    greedy: float
+    """Mean reward of the most probable answers to held-out prompts."""
+    sampled: float
+    """Mean reward of sampled answers."""
+
+
+@dataclass(frozen=True)
+class GrpoResult:
+    """Result of a run."""
+
+    steps: int
+    stopped: bool
+    """True if SIGTERM ended the run before its last step."""
+    first: Accuracy | None
+    """Validation before the first step of this process."""
+    last: Accuracy | None
+    checkpoint: Place | None
+    hf_dir: Place | None
+    report: Path | None = None
+
+
+def run(config: GrpoRunConfig) -> GrpoResult:
+    """Train as configured, from the checkpoint that `checkpointing.resume` names; wait until the run ends.
+
+    Connects to Ray as `raylane sft` does. SIGTERM ends the run after the step under way, with a checkpoint. Raises
+    ConfigError and DataError before anything is started; WorkerLostError, WeightsError, QueueError and the errors of
+    rewards (DataError) during the run; all actors have ended by then.
+    """
+    tokenizer = load_tokenizer(config)
+    prompts = PromptSet.read(config.data.train, config, tokenizer)
+    held_out: list[Prompt] = []
+    if config.data.validation is not None:
+        held_out = PromptSet.read(config.data.validation, config, tokenizer).first(config.data.val_prompts)
+    settings = config.checkpointing
+    to_lock = {"logger.log_dir": config.logger.log_dir}
+    if settings.enabled and not storage.is_url(settings.checkpoint_dir):
+        to_lock["checkpointing.checkpoint_dir"] = str(storage.at(settings.checkpoint_dir))
+    with (
+        RunRecord(config) as record,
+        lock_folders(to_lock),
+        MetricsLog(config.logger, config.logger.log_dir) as log,
+        ExitStack() as stack,
+    ):
+        resumed = None
+        if settings.enabled:
+            for path in publishing.recover(storage.at(settings.checkpoint_dir)):
+                _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+            resumed = folders.find(settings)
+            folders.refuse_later(settings, resumed.step if resumed else 0)
+        record.open(log.run_dir, resumes=resumed is not None)
+        with block_sigterm():
+            stack.enter_context(ray_session.connect(config.cluster))
+            stop = stack.enter_context(StopRequest())
+        source = config.policy.tokenizer.name or config.policy.model_name
+        assert source is not None, "the configuration names a model"
+        vocabulary = vocabulary_of(tokenizer, source)
+        queue = TrajectoryQueue(max_items=1 << 20, max_bytes=config.rollout.queue_bytes)
+        policy = stack.enter_context(GrpoPolicy(config, vocabulary, config.grpo.max_num_steps, queue))
+        stack.callback(weights.drop, config.policy.publish_weights.name or "")
+        trainer = GrpoTrainer(config, policy, log, stop, held_out)
+        rollouts = Rollouts(config, vocabulary, prompts, queue, trainer.note)
+        stack.callback(rollouts.close)
+        trainer.rollouts = rollouts
+        trainer.resume_from(resumed)
+        trainer.fit()
+        stopped = trainer.done < config.grpo.max_num_steps
+        trace_file.save(log.run_dir / TIMELINE_FILE, trainer.timeline.trace())
+        report = record.finish("ended on SIGTERM" if stopped else "finished", None)
+    saved = trainer.saved
+    return GrpoResult(
+        trainer.done,
+        stopped,
+        trainer.first,
+        trainer.last,
+        None if saved is None else saved.path,
+        None if saved is None else publishing.exported(saved.path),
+        report,
+    )
+
+
+class GrpoTrainer:
+    """Loop over the steps of one run. Set `rollouts`, call `resume_from` once, then `fit` once."""
+
+    rollouts: Rollouts
+
+    def __init__(
+        self, config: GrpoRunConfig, policy: GrpoPolicy, log: MetricsLog, stop: StopRequest, held_out: Sequence[Prompt]
+    ) -> None:
+        self._config, self.policy, self._log, self._stop, self._held_out = config, policy, log, stop, held_out
+        self.timeline = Timeline()
+        self.saved: Saved | None = None
+        """Last checkpoint of this run, or the checkpoint that the run resumed from."""
+        self.first: Accuracy | None = None
+        self.last: Accuracy | None = None
+        self._validated: set[int] = set()
+        self._restarts = 0
+        """Number of restarts of the workers since the last checkpoint was saved."""
+        self._skipped = SkippedSteps(config.grpo.max_skipped_steps, "grpo.max_skipped_steps")
+        self._step_ended_s = time.time()
+
+    @property
+    def done(self) -> int:
+        """Number of steps done."""
+        return self.policy.next_step
+
+    def note(self, text: str) -> None:
+        """Log an event."""
+        _log.warning("%s", text)
+        self._log.note(self.done, text)
+
+    def resume_from(self, saved: Saved | None) -> None:
+        """Load a checkpoint (None starts a new run), publish its weights, and let the engines begin."""
+        while saved is not None:
+            try:
+                self.policy.load(saved.path)
+                break
+            except CheckpointDamagedError as damage:
+                saved = folders.fall_back(saved, self._config.checkpointing, damage)
+        if saved is not None:
+            self.saved = saved
+            _log.info("resuming from %s, step %d of %d", saved.path, self.done, self._config.grpo.max_num_steps)
+            self._log.rewind(self.done)
+        elif (aside := self._log.begin_anew()) is not None:
+            _log.info("the metrics of an earlier run were moved to %s", aside)
+        if self._config.checkpointing.enabled:
+            publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir))
+        self.policy.publish_weights()
+        self.rollouts.begin_at(self.done)
+
+    def fit(self) -> None:
+        """Run all remaining steps. After the loss of a worker all workers are started again; the engines go on."""
+        grpo = self._config.grpo
+        lost: WorkerLostError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self._restart(lost)
+                    lost = None
+                if grpo.val_at_start and self.done == 0:
+                    self._validate()
+                while self.done < grpo.max_num_steps and not self._stop.requested:
+                    self._step()
+                if grpo.val_at_end and self.done >= grpo.max_num_steps:
+                    self._validate()
+                if self._config.checkpointing.enabled:
+                    self._save(with_hf=self.done >= grpo.max_num_steps and self._config.checkpointing.save_hf)
+                return
+            except WorkerLostError as error:
+                if self._restarts >= grpo.max_restarts or self._stop.requested:
+                    raise
+                self._restarts += 1
+                lost = error
+
+    def _restart(self, lost: WorkerLostError) -> None:
+        """Start the workers again, and go back to the last checkpoint, or to the first step."""
+        reason = str(lost.fields.get("reason", lost))
+        source = (
+            f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
+        )
+        self.note(
+            f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.grpo.max_restarts})"
+        )
+        self.policy.recover()
+        if self.saved is None:
+            self._log.rewind(0)
+        self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
+        self.resume_from(self.saved)
+
+    def _step(self) -> None:
+        """Run one step on the groups that have come, and validate or save after it if that is due."""
+        number = self.done
+        tickets = self.rollouts.take(number, lambda: self._stop.requested)
+        if len(tickets) < self._config.grpo.prompts_per_step:  # a request to stop
+            self.rollouts.queue.give_back(tickets)
+            return
+        taken_s = time.time()
+        metrics = self.policy.train_groups(number, tickets)
+        ended_s = time.time()
+        self.rollouts.queue.acknowledge(tickets)
+        self.rollouts.stepped(self.done)
+        self.timeline.add("trainer", f"step {number + 1}", taken_s, ended_s)
+        self._record(metrics, ended_s)
+        self._step_ended_s = ended_s
+        if self.done == self._config.grpo.max_num_steps:
+            return  # `fit` validates and saves
+        if self._is_due(self._config.grpo.val_period):
+            self._validate()
+        if self._config.checkpointing.enabled and self._is_due(self._config.checkpointing.save_period):
+            self._save(with_hf=False)
+
+    def _record(self, metrics: dict[str, float], ended_s: float) -> None:
+        """Write the metrics of a step, with those of the engines since the step before."""
+        step, grpo = self.done, self._config.grpo
+        if SKIPPED in metrics:
+            self._log.note(step, self._skipped.add(step, metrics))
+        else:
+            self._skipped.end_streak()
+        reports = self.rollouts.reports()
+        for report in reports:
+            name = f"sample with weights {report.step}"
+            self.timeline.add(f"engine {report.engine}", name, report.began_s, report.ended_s)
+        engines = [f"engine {number}" for number in range(self._config.rollout.engines)]
+        since = self._step_ended_s
+        seconds = ended_s - since
+        busy = [self.timeline.busy(engine, since, ended_s) for engine in engines]
+        metrics = {
+            **metrics,
+            "trainer_busy": self.timeline.busy("trainer", since, ended_s),
+            "engines_busy": sum(busy) / len(busy),
+            "rollout_tokens_per_s": sum(report.tokens for report in reports) / seconds,
+            "engine_pause_s": sum(report.update_s for report in reports) / max(1, len(reports)),
+            "stale_groups": self.rollouts.stale,
+            "driver_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "loop_time_s": seconds,
+        }
+        rewards = [report.rewards for report in reports]
+        for number, (name, _) in enumerate(grpo.named_rewards if rewards and len(grpo.named_rewards) > 1 else ()):
+            metrics[f"reward_{name.rpartition(':')[2]}"] = sum(each[number] for each in rewards) / len(rewards)
+        self._log.log(step, metrics, "train")
+        shown = {name: metrics[name] for name in _PROGRESS_METRICS}
+        if step % grpo.log_interval == 0 or step == grpo.max_num_steps:
+            self._log.progress(step, grpo.max_num_steps, shown)
+        else:
+            self._log.live(step, grpo.max_num_steps, shown)
+
+    def _is_due(self, period: int) -> bool:
+        return period > 0 and self.done % period == 0
+
+    def _validate(self) -> None:
+        """Answer the held-out prompts with the present weights, once for each step."""
+        if not self._held_out or self.done in self._validated:
+            return
+        self._validated.add(self.done)
+        began = time.time()
+        greedy = self.rollouts.answers(self._held_out, self.done, 0.0)
+        sampled = self.rollouts.answers(self._held_out, self.done, self._config.rollout.temperature)
+        means = [sum(reward for _, reward, _ in answers) / len(answers) for answers in (greedy, sampled)]
+        accuracy = Accuracy(*means)
+        self.first, self.last = self.first or accuracy, accuracy
+        self.timeline.add("driver", "validation", began, time.time())
+        self._log.log(self.done, {"reward_greedy": accuracy.greedy, "reward_sampled": accuracy.sampled}, "val")
+        self._log.progress(
+            self.done,
+            self._config.grpo.max_num_steps,
+            {"val_greedy": accuracy.greedy, "val_sampled": accuracy.sampled},
+        )
+        for prompt, (text, _, _) in list(zip(self._held_out, greedy, strict=True))[: self._config.grpo.shown_answers]:
+            asked = prompt.row[self._config.data.prompt_key]
+            self._log.sample(self.done, asked if isinstance(asked, str) else json.dumps(asked), text)
+
+    def _save(self, *, with_hf: bool) -> None:
+        """Save a checkpoint of the present step."""
+        if self.saved is not None and self.saved.step == self.done:
+            if with_hf and publishing.exported(self.saved.path) is None:
+                self.policy.export(self.saved)
+            return
+        metrics = {} if self.last is None else {"val:reward": self.last.greedy}
+        self.saved = self.policy.save(metrics, with_hf=with_hf)
+        self._restarts = 0
+        _log.info("saved %s", self.saved.path)

@@ -1,0 +1,170 @@
+"""Worker of a GRPO run: one rank of the trainer, which takes the payloads of its rows out of the queue itself.
+
+The driver sends tickets; every method is collective, as in `training.run.worker`. Called by `policy`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raylane.rl.config import GrpoRunConfig
+from raylane.rl.loss import GrpoLoss, GrpoOptions, LogprobRecorder, LossSums, named_sums
+from raylane.rl.queue.book import ItemTicket
+from raylane.rl.queue.handle import TrajectoryQueue
+from raylane.rl.rows import AnswerCounts, RowOptions, answer_rows, batch_of
+from raylane.training.model.build import build_model
+from raylane.training.model.defaults import with_own_defaults_in_methods
+from raylane.training.model.hf_config import model_config
+from raylane.training.model.supervised import RunModel, release_gathered
+from raylane.training.run import step
+from raylane.training.run.micro_batches import FixedRows, division
+from raylane.training.run.worker import TrainingWorker
+from raylane.training.vocabulary import Vocabulary
+from raylane.workers.batch import BatchDict
+
+
+@with_own_defaults_in_methods
+class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
+    """Model, optimizer and loss of one rank."""
+
+    def __init__(self, device_type: str, num_threads: int, queue: TrajectoryQueue) -> None:
+        """Join the process group, as `TrainingWorker` does; take payloads from `queue`."""
+        super().__init__(device_type, num_threads)
+        self._queue = queue
+
+    def setup(self, config: GrpoRunConfig, vocabulary: Vocabulary, total_steps: int) -> dict[str, Any]:
+        """Build model, optimizer and loss, and with `grpo.kl_coef` the reference model. Replaces an earlier setup."""
+        facts = super().setup(config, vocabulary, total_steps)
+        grpo, policy = self.config.grpo, self.config.policy
+        self._reference: RunModel | None = None
+        if grpo.kl_coef:
+            hf_config = model_config(policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
+            self._reference = build_model(hf_config, policy, self.mesh, self.device, grpo.seed)
+        self._step_metrics: dict[str, float] = {}
+        """Metrics of the rows of the step that is under way."""
+        return facts
+
+    def make_loss(self) -> GrpoLoss:
+        """Return the loss that the configuration describes."""
+        grpo, temperature = self.config.grpo, self.config.rollout.temperature
+        clips = grpo.clip_low, grpo.clip_high
+        options = GrpoOptions(*clips, grpo.ratio, grpo.importance, grpo.importance_cap, grpo.kl_coef, temperature)
+        self._sums = LossSums()
+        return GrpoLoss(options, self._sums)
+
+    def train_groups(
+        self, number: int, tickets: Sequence[Sequence[ItemTicket]], with_passes: bool = False
+    ) -> dict[str, float]:
+        """Run step `number` on groups of answers, of which this worker reads its part; return the metrics of the step.
+
+        Metrics are those of `TrainingWorker.train_batch`, and reward, reward_std (within groups), length, signal (share
+        of groups with different rewards), lag (steps between the weights that sampled and these), clipped, entropy,
+        sampling_kl and reference_kl (means over the tokens that are trained on).
+        """
+        started = time.perf_counter()
+        reader, readers = self.mesh.reader, self.mesh.dims.readers
+        share = len(tickets) // readers
+        own = tickets[reader * share : (reader + 1) * share]
+        groups = [group for (group,) in self._queue.open(own, copy=False)]
+        batch = self._batch(groups, number, whole=with_passes)
+        if self._reference is not None:
+            batch["reference_logprobs"] = self._logprobs(self._reference, batch)
+        metrics = self._step(batch, number, self._loss, division(self.config.policy), started, with_passes)
+        return metrics if with_passes else {**metrics, **self._more_metrics()}
+
+    def end_step(self) -> dict[str, float]:
+        """End the step whose passes have run; return its metrics."""
+        return {**super().end_step(), **self._more_metrics()}
+
+    def logprobs(self, tickets: Sequence[Sequence[ItemTicket]]) -> list[torch.Tensor]:
+        """Return the log-probability of every token of every answer [G, R] with the present weights. For checks."""
+        groups = [group for (group,) in self._queue.open(tickets)]
+        options = self._row_options(keeps_all=True)
+        rows, counts = answer_rows(groups, options)
+        size = self.config.policy.train_micro_batch_size
+        batch = batch_of(rows, -(-len(rows) // size) * size, counts, options)
+        found = self._logprobs(self.model, batch)
+        results, row = [], 0
+        for group in groups:
+            first = len(group["prompt"]) - 1
+            count, longest = group["tokens"].shape
+            results.append(found[row : row + count, first : first + longest].clone())
+            row += count
+        self._end_other_work()
+        return results
+
+    def _batch(self, groups: Sequence[dict[str, Any]], number: int, *, whole: bool) -> BatchDict:
+        """Return this worker's rows, equally many on all workers; note their metrics. Collective."""
+        keeps_all = whole or self.config.grpo.kl_coef > 0
+        options = self._row_options(keeps_all=keeps_all)
+        rows, own = answer_rows(groups, options)
+        rewards = torch.stack([group["rewards"] for group in groups])
+        lags = [float(number - group["step"]) for group in groups]
+        sums = torch.tensor(
+            [
+                *map(float, (own.answers, own.tokens, own.kept, own.kept_tokens)),
+                float(rewards.sum()),
+                float(rewards.std(dim=1, correction=0).sum()),
+                float((rewards.max(dim=1).values > rewards.min(dim=1).values).sum()),
+                sum(lags),
+                float(len(groups)),
+            ],
+            dtype=torch.float64,
+        )
+        dist.all_reduce(sums)
+        sums /= self.mesh.dims.copies
+        answers, tokens, kept, kept_tokens, reward, deviation, signals, lag, count = sums.tolist()
+        self._step_metrics = {
+            "reward": reward / answers,
+            "reward_std": deviation / count,
+            "length": tokens / answers,
+            "signal": signals / count,
+            "lag": lag / count,
+            "sampled_tokens": tokens,
+        }
+        size = self.config.policy.train_micro_batch_size
+        most = torch.tensor(max(1, -(-len(rows) // size)))
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        counts = AnswerCounts(int(answers), int(tokens), int(kept), int(kept_tokens))
+        return batch_of(rows, int(most) * size, counts, options)
+
+    def _row_options(self, *, keeps_all: bool) -> RowOptions:
+        grpo, policy = self.config.grpo, self.config.policy
+        return RowOptions(
+            policy.max_total_sequence_length,
+            self.vocabulary.pad_id,
+            grpo.baseline,
+            grpo.scale_advantages,
+            grpo.average,
+            keeps_all,
+        )
+
+    def _logprobs(self, model: RunModel, batch: BatchDict) -> torch.Tensor:
+        """Return the log-probabilities of the labels of this worker's rows, float32 [B, T]; 0 without a label."""
+        rows, tokens = batch["labels"].shape
+        readers = self.mesh.dims.readers
+        first = self.mesh.reader * rows
+        recorder = LogprobRecorder(
+            torch.full((rows * readers, tokens), -torch.inf, device=self.device), self.config.rollout.temperature
+        )
+        places = BatchDict(batch)
+        places["row_number"] = torch.arange(first, first + rows)[:, None].expand(rows, tokens).contiguous()
+        places["place"] = torch.arange(tokens).expand(rows, tokens).contiguous()
+        how = FixedRows(self.config.policy.train_micro_batch_size)
+        step.forward_only(model, places, how, recorder, self.device)
+        # Workers that share rows have different tokens or stages of them.
+        dist.all_reduce(recorder.logprobs, dist.ReduceOp.MAX)
+        release_gathered(model)
+        own = recorder.logprobs[first : first + rows].cpu()
+        return torch.where(own.isinf(), 0.0, own)
+
+    def _more_metrics(self) -> dict[str, float]:
+        """Return the metrics of the rows and of the loss of the step that has ended. Collective."""
+        sums = torch.tensor(self._sums.take(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        return {**self._step_metrics, **dict(named_sums(LossSums(*sums.tolist())))}

@@ -1,0 +1,239 @@
+"""Producers and consumers of a queue in actors of a real Ray, and their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raylane.errors import GraphValueError, QueueClosedError, QueueLostError, QueueTimeoutError
+from raylane.rl import TrajectoryQueue
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+class Member:
+    """Producer and consumer."""
+
+    def __init__(self, queue: TrajectoryQueue) -> None:
+        self.queue = queue
+        self.batch: Any = None
+
+    def put(self, numbers: list[int], elements: int = 100, group: Hashable = None, flush: bool = True) -> None:
+        for number in numbers:
+            value = {"number": number, "tokens": torch.full((elements,), number)}
+            self.queue.put(value, group=group, versions=((number, 3),), timeout=30)
+        if flush:
+            self.queue.flush(timeout=30)
+
+    def take(self, count: int, copy: bool = True) -> list[int]:
+        self.batch = self.queue.take(count, copy=copy, timeout=30)
+        for value in self.batch.items:
+            assert set(value["tokens"].tolist()) == {value["number"]}
+        return [value["number"] for value in self.batch.items]
+
+    def acknowledge(self) -> None:
+        self.batch.acknowledge()
+        self.batch = None
+
+    async def consume(self, count: int) -> tuple[list[int], int]:
+        """Return the numbers of all items, and the growth of this process in bytes."""
+        numbers, before = [], 0
+        async for batch in self.queue.batches(count, at_least=1):
+            numbers += [value["number"] for value in batch.items]
+            before = before or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return numbers, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def member(queue: TrajectoryQueue) -> Any:
+    return ray.remote(num_cpus=0)(Member).remote(queue)
+
+
+def kill(actor: Any) -> None:
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.pid.remote(), timeout=30)
+
+
+def numbers(queue: TrajectoryQueue, count: int) -> list[int]:
+    batch = queue.take(count, timeout=30)
+    batch.acknowledge()
+    return [value["number"] for value in batch.items]
+
+
+def test_items_go_from_producers_to_consumers() -> None:
+    queue = TrajectoryQueue(max_items=64)
+    producers, consumers = [member(queue) for _ in range(2)], [member(queue) for _ in range(2)]
+    consuming = [consumer.consume.remote(16) for consumer in consumers]
+    ray.get([producer.put.remote(list(range(i, 400, 2))) for i, producer in enumerate(producers)], timeout=60)
+    queue.close()
+    taken = [number for found, _ in ray.get(consuming, timeout=60) for number in found]
+    assert sorted(taken) == list(range(400))
+    stats = queue.stats()
+    assert (stats.put, stats.done, stats.lost, stats.returned) == (400, 400, 0, 0)
+    assert stats.tokens == dict.fromkeys(range(400), 3)
+
+
+def test_full_queue_makes_its_producer_wait(eventually: Callable[..., None]) -> None:
+    queue = TrajectoryQueue(max_items=4)
+    queue.put_many(range(6))
+    eventually(lambda: queue.stats().ready == 4)
+    with pytest.raises(QueueTimeoutError, match=r"after 0.2 s the queue is full. Take from it, or raise the timeout"):
+        queue.flush(timeout=0.2)
+    first = queue.take(4)
+    assert first.items == [0, 1, 2, 3]
+    assert queue.stats().ready == 0
+    first.acknowledge()
+    queue.flush(timeout=30)
+    queue.take(2).acknowledge()
+
+
+def test_take_says_how_many_are_missing() -> None:
+    queue = TrajectoryQueue()
+    queue.put("one")
+    queue.flush()
+    with pytest.raises(QueueTimeoutError, match=r"after 0.2 s 1 of 2 groups are there"):
+        queue.take(2, timeout=0.2)
+    assert queue.take(2, at_least=1, copy=False).items == ["one"]
+    with pytest.raises(ValueError, match="at_least must be from 1 to count=2, got 3"):
+        queue.take(2, at_least=3)
+
+
+def test_closed_queue_is_emptied_and_takes_nothing() -> None:
+    queue = TrajectoryQueue(group_size=2)
+    other = member(queue)
+    queue.put_many(["a", "b", "c"], group="g")
+    queue.close()
+
+    async def all_items() -> list[Any]:
+        return [batch.groups async for batch in queue.batches(4)]
+
+    assert asyncio.run(all_items()) == [[["a", "b"]]]
+    queue.put("late", group="g")
+    with pytest.raises(QueueClosedError, match="the queue is closed: the item is not in it"):
+        queue.flush()
+    with pytest.raises(ray.exceptions.RayTaskError, match="the queue is closed"):
+        ray.get(other.put.remote([1], group="g"))
+
+
+def test_group_must_fit_the_queue() -> None:
+    grouped = TrajectoryQueue(group_size=2)
+    with pytest.raises(ValueError, match="a queue of group_size=2 needs the group of each item"):
+        grouped.put("a")
+    with pytest.raises(ValueError, match="versions must have one entry for each of 2 values, got 1"):
+        grouped.put_many(["a", "b"], group="g", versions=[()])
+
+
+def test_ref_inside_is_refused() -> None:
+    queue = TrajectoryQueue()
+    with pytest.raises(GraphValueError, match="ObjectRef"):
+        queue.put({"ref": ray.put(1)})
+
+
+def test_loop_that_fails_gives_its_batch_back(eventually: Callable[..., None]) -> None:
+    queue = TrajectoryQueue()
+    queue.put_many(range(3))
+    queue.flush()
+
+    async def fail() -> None:
+        async for batch in queue.batches(2):
+            raise KeyError(batch.items[1])
+
+    with pytest.raises(KeyError):
+        asyncio.run(fail())
+    gc.collect()  # the generator
+    eventually(lambda: queue.stats().ready == 3)
+    assert queue.take(3).items == [0, 1, 2]
+
+
+def test_dead_producer_loses_nothing_that_was_accepted() -> None:
+    queue = TrajectoryQueue()
+    producer, other = member(queue), member(queue)
+    ray.get(other.put.remote([7]))
+    ray.get(producer.put.remote([1, 2, 3], 500_000))
+    kill(producer)
+    assert sorted(numbers(queue, 4)) == [1, 2, 3, 7]
+
+
+def test_dead_consumer_hands_its_items_on() -> None:
+    queue = TrajectoryQueue()
+    queue.put_many({"number": i, "tokens": torch.tensor([i])} for i in range(4))
+    queue.flush()
+    consumer = member(queue)
+    assert ray.get(consumer.take.remote(2)) == [0, 1]
+    kill(consumer)
+    assert numbers(queue, 4) == [0, 1, 2, 3]
+    assert queue.stats().returned == 2
+
+
+def test_at_most_once_loses_what_a_dead_consumer_had(eventually: Callable[..., None]) -> None:
+    queue = TrajectoryQueue(delivery="at_most_once")
+    queue.put_many({"number": i, "tokens": torch.tensor([i])} for i in range(4))
+    queue.flush()
+    consumer = member(queue)
+    assert ray.get(consumer.take.remote(2, False)) == [0, 1]
+    kill(consumer)
+    eventually(lambda: queue.stats().lost == 2)
+    assert numbers(queue, 2) == [2, 3]
+
+
+def test_memory_of_old_items_is_written_again() -> None:
+    queue = TrajectoryQueue(max_bytes=8 << 20)
+    producer, consumer = member(queue), member(queue)
+    consuming = consumer.consume.remote(4)
+    ray.get(producer.put.remote(list(range(200)), 50_000), timeout=60)
+    queue.close()
+    found, grown = ray.get(consuming, timeout=60)
+    assert found == list(range(200))
+    assert grown < 40 << 20  # of 80 MB that have passed
+
+
+def test_tickets_are_opened_by_other_processes() -> None:
+    queue = TrajectoryQueue()
+    queue.put_many(torch.full((3,), i) for i in range(4))
+    queue.flush()
+    tickets = queue.take_tickets(4)
+
+    @ray.remote(num_cpus=0)
+    def total(queue: TrajectoryQueue, tickets: Any) -> int:
+        return int(sum(value.sum() for group in queue.open(tickets) for value in group))
+
+    assert ray.get(total.remote(queue, tickets), timeout=30) == 18
+    queue.acknowledge(tickets)
+
+
+def test_dead_queue_is_told_to_everybody() -> None:
+    queue = TrajectoryQueue()
+    queue.put(1)
+    queue.flush()
+    ray.kill(queue._actor)
+    with pytest.raises(QueueLostError, match=r"(?s)the actor of the queue has ended: .* Make a new queue"):
+        queue.take(1)
+    queue.put(2)
+    with pytest.raises(QueueLostError):
+        queue.flush()
+
+
+def test_dead_host_actor_is_told_and_replaced(eventually: Callable[..., None]) -> None:
+    queue = TrajectoryQueue()
+    queue.put(1)
+    queue.flush()
+    (host,) = ray.get(queue._actor.hosts.remote()).values()
+    tickets = queue.take_tickets(1)
+    ray.kill(host)
+    eventually(lambda: queue.stats().lost == 1)
+    producer = member(queue)
+    ray.get(producer.put.remote([5]), timeout=60)
+    assert numbers(queue, 1) == [5]
+    del tickets
