@@ -24,12 +24,17 @@ PRELOADED = ["raylane.sft.run.worker", *(f"transformers.models.{name}.modeling_{
 _server = Server(PRELOADED)
 
 
-def _serve(rank: int, world: int, port: int, pipe: Any) -> None:
-    """Run functions that arrive on `pipe` in a process that is one rank."""
-    os.environ.update(_variables(rank, world, port))
+def sft_worker() -> Any:
+    """Return the worker of this process for fine-tuning."""
     from raylane.sft.run.worker import SftWorker
 
-    worker = SftWorker("cpu")
+    return SftWorker("cpu")
+
+
+def _serve(rank: int, world: int, port: int, pipe: Any, make: Callable[[], Any]) -> None:
+    """Run functions that arrive on `pipe` in a process that is one rank."""
+    os.environ.update(_variables(rank, world, port))
+    worker = make()
     while (task := pipe.recv()) is not None:
         function, args = task
         try:
@@ -67,12 +72,12 @@ def _variables(rank: int, world: int, port: int) -> dict[str, str]:
 class Ranks:
     """`world` processes, each with one worker; a context manager that ends them."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, make: Callable[[], Any] = sft_worker) -> None:
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         pipes = [CONTEXT.Pipe() for _ in range(world)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            _server.start(_serve, rank, world, self._store.port, theirs) for rank, (_, theirs) in enumerate(pipes)
+            _server.start(_serve, rank, world, self._store.port, theirs, make) for rank, (_, theirs) in enumerate(pipes)
         ]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:

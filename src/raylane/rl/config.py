@@ -109,6 +109,8 @@ class RolloutConfig(Section):
     """Maximum time in seconds that an engine waits for weights, or for room in the queue."""
     max_restarts: NaturalInt = 10
     """Number of rollout actors that may die during a run; each is replaced."""
+    kill_after_step: PositiveInt | None = None
+    """Kill a rollout actor after this step, in the middle of its work, to show that the run goes on; null: none."""
 
 
 class PromptsConfig(Section):

@@ -234,6 +234,8 @@ class GrpoTrainer:
         self.timeline.add("trainer", f"step {number + 1}", taken_s, ended_s)
         self._record(metrics, ended_s)
         self._step_ended_s = ended_s
+        if self.done == self._config.rollout.kill_after_step:
+            self.rollouts.kill_one()
         if self.done == self._config.grpo.max_num_steps:
             return  # `fit` validates and saves
         if self._is_due(self._config.grpo.val_period):

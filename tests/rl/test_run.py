@@ -1,0 +1,120 @@
+"""Whole GRPO runs of a tiny model on a real Ray: modes, resume, and deaths."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rl import tiny
+
+from raylane.errors import DataError
+from raylane.rl import trainer
+from raylane.rl.config import GrpoRunConfig
+from raylane.rl.trainer import GrpoTrainer
+from raylane.training.report.metrics import read_metrics, read_notes, read_samples
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo-model")
+    tiny.write_model(folder)
+    return folder
+
+
+def config_in(folder: Path, model: Path, **changes: Any) -> GrpoRunConfig:
+    data = {name: str(model / "data" / f"{name}.jsonl") for name in ("train", "validation")}
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    own = {f"data.{name}": path for name, path in data.items()}
+    return tiny.config_of(folder, {**own, "policy.model_name": str(model / "model"), **dotted})
+
+
+def train_records(config: GrpoRunConfig) -> list[dict[str, float]]:
+    records = read_metrics(Path(config.logger.log_dir) / "metrics.jsonl")
+    return [record for record in records if "train:loss" in record]
+
+
+def losses(config: GrpoRunConfig) -> list[float]:
+    return [record["train:loss"] for record in train_records(config)]
+
+
+def after_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[GrpoTrainer], None]) -> None:
+    """Do something once, after a step, while the engines go on."""
+    record, done = GrpoTrainer._record, []
+
+    def then(self: GrpoTrainer, metrics: dict[str, float], ended_s: float) -> None:
+        record(self, metrics, ended_s)
+        if self.done == step and not done:
+            done.append(step)
+            action(self)
+
+    monkeypatch.setattr(GrpoTrainer, "_record", then)
+
+
+def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = config_in(tmp_path / "whole", model)
+    result = trainer.run(whole)
+    assert (result.steps, result.stopped) == (4, False)
+    assert result.first is not None
+    assert result.first != result.last
+    records = train_records(whole)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:
+        assert record["train:lag"] == 0
+        # The weights that sampled are those that are trained, so their log-probabilities are equal.
+        assert abs(record["train:sampling_kl"]) < 1e-6
+        assert record["train:clipped"] == 0
+        assert 0 < record["train:entropy"] < math.log(260)
+        assert record["train:length"] <= 6
+    assert len(read_samples(Path(whole.logger.log_dir) / "metrics.jsonl")) == 2 * 2
+    trace = json.loads((Path(whole.logger.log_dir) / "timeline.json").read_text())
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert names >= {"trainer", "engine 0", "driver"}
+
+    parts = config_in(tmp_path / "parts", model)
+    after_step(monkeypatch, 2, lambda one: one._stop.ask())
+    assert trainer.run(parts).steps == 2
+    monkeypatch.undo()
+    assert trainer.run(parts).steps == 4
+    assert losses(parts) == pytest.approx(losses(whole), abs=1e-6)
+
+
+def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) -> None:
+    config = config_in(
+        tmp_path, model, grpo__mode="async", grpo__max_lag=2, rollout__engines=2, rollout__kill_after_step=1
+    )
+    result = trainer.run(config)
+    assert result.steps == 4
+    assert max(record["train:lag"] for record in train_records(config)) <= 2
+    (note,) = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
+    assert note.startswith("rollout actor 0 died and is replaced; ")
+
+
+def test_dead_rank_goes_back_to_the_last_checkpoint(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(tmp_path, model, checkpointing__save_period=1, cluster__num_workers=2, grpo__mode="one_step")
+
+    def kill(one: GrpoTrainer) -> None:
+        group = one.policy.group
+        pids = group.get_all_worker_results(group.run_all_workers_single_data("process_id"))
+        os.kill(pids[1], signal.SIGKILL)
+
+    after_step(monkeypatch, 2, kill)
+    assert trainer.run(config).steps == 4
+    assert [record["step"] for record in train_records(config)] == [1, 2, 3, 4]
+    (note,) = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
+    assert "Starting all workers again from" in note
+
+
+def test_reward_that_fails_ends_the_run(tmp_path: Path, model: Path) -> None:
+    config = config_in(tmp_path, model, grpo__rewards="json:dumps", grpo__val_at_start=False)
+    with pytest.raises(DataError, match="the reward json:dumps failed for the answer"):
+        trainer.run(config)
