@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.rl import tiny
+from tests.sft.config_page import reference_markdown
 from transformers import AutoModelForCausalLM
 
 from raylane.errors import ConfigError, DataError
 from raylane.rl.advantages import group_advantages
-from raylane.rl.config import load_config
+from raylane.rl.config import GrpoRunConfig, load_config
 from raylane.rl.generation import generate
 from raylane.rl.prompts import PromptSet, load_tokenizer, read_rows, vocabulary_of
 from raylane.rl.rewards import Reward, load_reward, score
@@ -205,6 +206,11 @@ def test_modes_differ_in_their_lag() -> None:
     assert lags == {"sync": 0, "one_step": 1, "async": 3}
     config = load_config(path)
     assert (config.policy.publish_weights.name, config.policy.publish_weights.every) == ("policy", 1)
+
+
+def test_reference_page_is_what_the_schema_says() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "grpo-config.md"
+    assert page.read_text() == reference_markdown(GrpoRunConfig), "run: python tests/sft/config_page.py grpo"
 
 
 # Timeline

@@ -1,7 +1,7 @@
-"""Page docs/reference/sft-config.md, made from the schema, so that the page is never out of date.
+"""Pages docs/reference/sft-config.md and grpo-config.md, made from the schemas, so that they are never out of date.
 
-`python tests/sft/config_page.py > docs/reference/sft-config.md` writes the page; a test compares the file with the
-output.
+`python tests/sft/config_page.py > docs/reference/sft-config.md` writes the first page, with the argument grpo the
+second; tests compare the files with the output.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from raylane.rl.config import GrpoRunConfig
 from raylane.sft.config.schema import RunConfig
 from raylane.sft.nemo.keys import RENAMES, RULES
 
@@ -43,9 +44,19 @@ NeMo-RL are understood: see [Move from NeMo-RL](../howto/from-nemo-rl.md).
 """
 
 
-def reference_markdown() -> str:
-    """Return the whole page."""
-    return "\n".join([HEAD, *_sections(RunConfig, "")]).rstrip() + "\n"
+GRPO_HEAD = """# Configuration of a GRPO run
+
+Generated from the code by `python tests/sft/config_page.py grpo`; do not edit.
+
+A run is one YAML file; overrides, `defaults:` and `${...}` work as [in fine-tuning](sft-config.md). The sections `policy`,
+`checkpointing`, `logger` and `cluster` are those of fine-tuning too. A micro-batch has `policy.train_micro_batch_size`
+answers; `policy.train_global_batch_size` is not used, but must divide as in fine-tuning.
+"""
+
+
+def reference_markdown(root: type[BaseModel] = RunConfig) -> str:
+    """Return the whole page of a kind of run."""
+    return "\n".join([HEAD if root is RunConfig else GRPO_HEAD, *_sections(root, "")]).rstrip() + "\n"
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
@@ -68,7 +79,7 @@ def _sections(model: type[BaseModel], path: str) -> Iterator[str]:
 def _in_order(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of a section; those of its base class last."""
     own = [name for name in model.model_fields if name in vars(model)["__annotations__"]]
-    first = RunConfig.order if model is RunConfig else own
+    first = model.order if model in (RunConfig, GrpoRunConfig) else own  # type: ignore[attr-defined]
     return {name: model.model_fields[name] for name in dict.fromkeys([*first, *model.model_fields])}
 
 
@@ -132,4 +143,4 @@ def rules_markdown() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(reference_markdown())
+    sys.stdout.write(reference_markdown(GrpoRunConfig if sys.argv[1:] == ["grpo"] else RunConfig))

@@ -134,6 +134,8 @@ class GrpoRunConfig(TrainingConfig):
     """The complete configuration of a GRPO run."""
 
     loop_name: ClassVar[str] = "grpo"
+    order: ClassVar[tuple[str, ...]] = ("grpo", "rollout", "policy", "data", "checkpointing", "logger", "cluster")
+    """Order of the sections on the page of the reference."""
 
     grpo: GrpoConfig
     """Loop and loss."""
