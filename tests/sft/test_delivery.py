@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from raylane.sft.data.prepare import PreparedData
 from raylane.training.run import delivery
-from raylane.training.run.delivery import FolderReceiver, list_files
+from raylane.training.run.delivery import FolderCopies, FolderReceiver, list_files
+from sft import tiny_run
 
 
 @pytest.fixture
@@ -100,3 +104,19 @@ def test_drafts_of_ended_processes_are_removed(folder):
     (left / "weights").write_bytes(b"a" * 1000)
     copy(folder, listing)
     assert not left.exists()
+
+
+def test_folder_copies_replace_paths_inside_delivered_folders(monkeypatch, tmp_path):
+    node = SimpleNamespace(get_node_id=lambda: "second")
+    monkeypatch.setattr(delivery.ray, "get_runtime_context", lambda: node)
+    config = tiny_run.config_of(
+        tmp_path, {"policy.model_name": "/driver/model", "policy.tokenizer": {"name": "tokenizer"}}
+    )
+    data = Path("/driver/data")
+    prepared = PreparedData(data / "tokenizer", 9, 0, (1,), train=data / "train", validation=None)
+    copies = FolderCopies({"first": {}, "second": {"/driver/data": "/copy", "/driver/model": "/copied-model"}})
+    moved_config, moved = copies.on_this_node(config, prepared)
+    assert (moved.tokenizer_dir, moved.train, moved.validation) == (Path("/copy/tokenizer"), Path("/copy/train"), None)
+    assert moved_config.policy.model_name == "/copied-model"
+    assert prepared.folders == (data,)
+    assert FolderCopies({"second": {}}).on_this_node(config, prepared) == (config, prepared)

@@ -34,7 +34,6 @@ class SftPolicy(Policy[RunConfig]):
 
     def __init__(self, config: RunConfig, prepared: PreparedData, total_steps: int) -> None:
         """Start the workers and build the model in them; `total_steps` determines the learning rate schedule."""
-        # The base class already sets the workers up, and a failure there may describe the run.
         self._data_key = prepared.train.parent.name
         """Hash of data, tokenizer and template, taken from the name of the cache folder."""
         super().__init__(SftWorker, config, prepared, total_steps)
@@ -52,7 +51,7 @@ class SftPolicy(Policy[RunConfig]):
         return self._send("train_step", number, passes=passes)
 
     def train_step(self, number: int) -> dict[str, float]:
-        """Run step `number` and return its metrics (listed at `SftWorker.train_step`)."""
+        """Run step `number` and return its metrics (listed at `TrainingWorker.train_batch`)."""
         return self.result(self.train_step_nowait(number))
 
     def warm_up(self, rows: RowSource) -> dict[str, float] | None:
@@ -66,6 +65,7 @@ class SftPolicy(Policy[RunConfig]):
         if not count or not self.group.compiled:
             return None
         length = settings.warmup_seq_len or policy.max_total_sequence_length
+        # In the way of the real steps: a graph of the other way would be compiled for the warm-up alone.
         if self._config.sft.feed == "workers":
             sent = self._send("warm_up", count // self._dims.readers, length, passes=self._passes(count, None))
             return dict(self._wait_for(sent)[0])

@@ -49,6 +49,7 @@ class SftWorker(TrainingWorker[RunConfig, PreparedData]):
         )
         if self._read_ahead is not None:  # of an earlier setup
             self._read_ahead.close()
+        # Rows are read while the device computes the step before.
         self._read_ahead = ReadAhead(self._rows_to_move, total_steps)
         selfcheck.check_model(self.model, self.train_rows, self.device, policy.precision, division(policy))
         return {**facts, "train_rows": self.train_rows.num_rows}
@@ -63,9 +64,7 @@ class SftWorker(TrainingWorker[RunConfig, PreparedData]):
     def train_step(self, number: int, with_passes: bool = False) -> dict[str, float]:
         """Run step `number` on this worker's own rows of its global batch; return the metrics of the step.
 
-        `with_passes`: only begin the step; `forward_pass`, `backward_pass` and `end_step` follow in the same graph.
-
-        `train_batch` describes the metrics.
+        `train_batch` describes `with_passes` and the metrics.
         """
         started = time.perf_counter()
         assert self._read_ahead is not None, "setup comes first"

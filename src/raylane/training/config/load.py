@@ -71,6 +71,7 @@ def make_config(document: Mapping[str, Any], root: type[Config], source: str = "
 
     Raises ConfigError for unknown keys and values of a wrong type; `source` names the configuration in it.
     """
+    # Before pydantic, whose message for an unknown key has no suggestion.
     keys.refuse_unknown(document, root, source=source)
     try:
         return root.model_validate(dict(document))

@@ -111,6 +111,7 @@ class TrainingWorker(Generic[Config, AnyVocabulary]):
         self._loss: LossFunction = self.make_loss()
         parameters = list(self.model.parameters())
         local_parts = [own_part(parameter) for parameter in parameters]
+        # The copy of a tied weight in the last pipeline stage is not a second parameter.
         counted = [p for p in parameters if p is not self.model.tied_copy]
         numbers = torch.tensor([sum(p.numel() for p in counted), sum(p.numel() for p in counted if p.requires_grad)])
         if self.mesh.pp_group is not None:
