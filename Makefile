@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What the native module replaces, and the runs and faults of graphs, which use it.
 PURE   := tests/core tests/graph/test_run.py tests/faults/test_graph_faults.py
 
-.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft docs clean
+.PHONY: setup check test test-fast test-all test-matrix test-pure test-vllm faults gpu bench figures sft grpo docs clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,11 @@ sft: setup
 	$(BIN)/raylane sft examples/sft_docstrings.yaml $(ARGS)
 
 # The site goes to ./site. Its tools are installed on the first `make docs` only, so that `make setup` stays quick.
+grpo: setup
+	$(BIN)/raylane data sorting --out runs/grpo/data
+	$(BIN)/raylane sft examples/grpo_sort_warm_start.yaml
+	$(BIN)/raylane grpo examples/grpo_sort.yaml $(ARGS)
+
 docs: $(VENV)/.docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 	@echo "open site/index.html"

@@ -63,7 +63,10 @@ def test_help_example_is_accepted(example: str, capsys: pytest.CaptureFixture[st
     args = build_parser(words).parse_args(words)
     assert args.command == words[0]
     if hasattr(args, "config"):
-        from raylane.sft.config.load import load_config
+        if args.command == "grpo":
+            from raylane.rl.config import load_config
+        else:
+            from raylane.sft.config.load import load_config
 
         load_config(ROOT / args.config, args.overrides)
 

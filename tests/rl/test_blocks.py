@@ -106,7 +106,7 @@ def test_large_item_has_a_block_of_its_own(host: Host) -> None:
     assert len(host.held) == len(host.writer.blocks)
 
 
-def test_what_cannot_be_pickled_is_refused(host: Host) -> None:
+def test_values_that_cannot_be_pickled_are_refused(host: Host) -> None:
     with pytest.raises(GraphValueError):
         host.writer.write(threading.Lock())
     assert host.read(host.writer.write("next")) == "next"

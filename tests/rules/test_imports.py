@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src" / "raylane"
-LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "bench", "cli")
+LAYERS = ("core", "transport", "graph", "workers", "weights", "training", "sft", "rl", "bench", "cli")
 """Each may import what stands to its left."""
 BASE = {"errors", "_ray"}
 KINDS_OF_TRAINING = ("sft", "rl")

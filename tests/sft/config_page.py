@@ -48,9 +48,10 @@ GRPO_HEAD = """# Configuration of a GRPO run
 
 Generated from the code by `python tests/sft/config_page.py grpo`; do not edit.
 
-A run is one YAML file; overrides, `defaults:` and `${...}` work as [in fine-tuning](sft-config.md). The sections `policy`,
-`checkpointing`, `logger` and `cluster` are those of fine-tuning too. A micro-batch has `policy.train_micro_batch_size`
-answers; `policy.train_global_batch_size` is not used, but must divide as in fine-tuning.
+A run is one YAML file; overrides, `defaults:` and `${...}` work as [in fine-tuning](sft-config.md). The sections
+`policy`, `checkpointing`, `logger` and `cluster` are those of fine-tuning too. A micro-batch has
+`policy.train_micro_batch_size` answers; `policy.train_global_batch_size` is not used, but must divide as in
+fine-tuning.
 """
 
 

@@ -93,8 +93,6 @@ class RolloutConfig(Section):
 
     engines: PositiveInt = 1
     """Number of rollout actors."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """transformers: the model's own class, with raylane's loop; vllm: a vLLM in each actor (needs the package)."""
     max_new_tokens: PositiveInt = 32
     """Largest number of tokens of an answer."""
     temperature: PositiveFloat = 1.0

@@ -1,7 +1,7 @@
 """Rollout actor: samples answers to prompts with the newest weights, scores them, and puts them into the queue.
 
-A plain class; the loop runs it in a Ray actor. Its engine is transformers' model with `generation.generate`, or a vLLM
-(`engine="vllm"`); both take weights by name from `raylane.weights`.
+A plain class; the loop runs it in a Ray actor. Its engine is transformers' model with `generation.generate`, which
+takes weights by name from `raylane.weights`.
 
 G = samples of each prompt, R = tokens of the longest answer.
 """

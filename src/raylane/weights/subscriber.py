@@ -138,8 +138,7 @@ class Subscriber:
         """Regions of the tensors into which the pieces of the plan go."""
         self._layout = layout_of(self._tensors.distinct(), places, None) if mapping is None else {}
         self._catalogue = CatalogueClient(detached=detached, job=job)
-        self._host = ray.get_runtime_context().get_node_id()
-        self._key = key_of_reader(name, self._host)
+        self._key = key_of_reader(name, ray.get_runtime_context().get_node_id())
         self._turn = 0
         """Number of updates that the catalogue was told of."""
         self._plan: Plan | None = None
@@ -337,7 +336,7 @@ class Subscriber:
         """
         assert self._plan is not None
         needed = self._plan.bytes_by_host
-        paths = {self._host: offer.path} if offer.path is not None and self._host in needed else {}
+        paths = {self._key.host: offer.path} if offer.path is not None and self._key.host in needed else {}
         wanted = {}
         for part in needed:
             if part not in paths:
@@ -345,7 +344,7 @@ class Subscriber:
                     self._chunks[part] = self._plan.chunks(part)
                 wanted[part] = self._chunks[part]
         if wanted:
-            arguments = self.name, offer.number, self._host, wanted, deadline.left_s()
+            arguments = self.name, offer.number, self._key.host, wanted, deadline.left_s()
             copied = self._catalogue.call("copy", *arguments, deadline=deadline)
             if copied is None:
                 raise StaleSlot

@@ -24,6 +24,9 @@ def _one_or_many(value: Any) -> Any:
 class SftConfig(LoopConfig):
     """Length of the training loop, validation, and the way steps are sent to the workers."""
 
+    steps_in_flight: PositiveInt = 2
+    """Number of steps that the driver sends before it waits for the metrics of the oldest one. 2 keeps the workers busy
+    while the driver reads metrics; 1 waits for each step. Not in NeMo-RL."""
     max_num_steps: PositiveInt | None = None
     """Maximum number of optimizer steps; null means no limit. The run ends at the first of the two limits, this one and
     max_num_epochs."""
@@ -141,6 +144,11 @@ class RunConfig(TrainingConfig):
     """Training loop."""
     data: DataConfig
     """Conversations to train on."""
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps that the driver sends before it waits for the metrics of the oldest one."""
+        return self.sft.steps_in_flight
 
     @property
     def loop(self) -> SftConfig:

@@ -286,7 +286,7 @@ def length_problems(policy: PolicyConfig) -> list[str]:
 
 def graph_problems(config: TrainingConfig) -> list[str]:
     """Return warm-up sizes that no real step has, and a graph with too few slots for the steps in flight."""
-    graph, policy, in_flight = config.policy.compiled_graph, config.policy, config.loop.steps_in_flight
+    graph, policy, in_flight = config.policy.compiled_graph, config.policy, config.steps_in_flight
     if graph.mode == "off":
         return []
     per_round = policy.micro_batch_divisor * readers(config)

@@ -25,9 +25,6 @@ class LoopConfig(Section):
 
     seed: Annotated[NaturalInt, Field(lt=2**63)] = 42
     """Seed of the random initial weights, of dropout, and of the order of the data."""
-    steps_in_flight: PositiveInt = 2
-    """Number of steps that the driver sends before it waits for the metrics of the oldest one. 2 keeps the workers busy
-    while the driver reads metrics; 1 waits for each step. Not in NeMo-RL."""
     skip_nan_grad: bool = False
     """Leave out steps whose loss or gradient norm is NaN or infinite: weights, optimizer state and learning rate go on
     as if the step had no gradients. false ends the run at such a step. NeMo has the same key, NeMo-RL has none."""
@@ -162,6 +159,11 @@ class TrainingConfig(Section):
     """Metrics and logs."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Workers."""
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of steps that the driver sends before it waits for the metrics of the oldest one."""
+        return 1
 
     @property
     @abstractmethod

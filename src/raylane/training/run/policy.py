@@ -120,7 +120,7 @@ class Policy(Generic[Config]):
             init_args=(device, config.cluster.cpus_per_worker, *worker_args),
             options=worker_options(config),
             mode=graph.mode,
-            inflight=graph.inflight or config.loop.steps_in_flight,
+            inflight=graph.inflight or config.steps_in_flight,
         )
         # Absolute paths: the working directory of the workers is another one.
         lora = sharding.lora_cfg
