@@ -219,7 +219,7 @@ def test_dead_queue_is_told_to_everybody() -> None:
     queue.flush()
     ray.kill(queue._actor)
     with pytest.raises(QueueLostError, match=r"(?s)the actor of the queue has ended: .* Make a new queue"):
-        queue.take(1)
+        queue.take(2)  # waits for the second item
     queue.put(2)
     with pytest.raises(QueueLostError):
         queue.flush()
@@ -233,7 +233,11 @@ def test_dead_host_actor_is_told_and_replaced(eventually: Callable[..., None]) -
     tickets = queue.take_tickets(1)
     ray.kill(host)
     eventually(lambda: queue.stats().lost == 1)
+    with pytest.raises(QueueLostError, match="the actor that held the queue's memory on this host has died"):
+        queue.take(1)
+    queue.acknowledge(tickets)  # by the new member, which does not have them
     producer = member(queue)
     ray.get(producer.put.remote([5]), timeout=60)
     assert numbers(queue, 1) == [5]
-    del tickets
+    queue.put({"number": 6})
+    assert numbers(queue, 1) == [6]

@@ -140,7 +140,7 @@ class GrpoRunConfig(TrainingConfig):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Engines."""
     data: PromptsConfig
-    """PromptSet."""
+    """Prompts."""
 
     @property
     def loop(self) -> LoopConfig:

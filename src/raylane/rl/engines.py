@@ -109,6 +109,13 @@ class Rollouts:
         self._schedule = Schedule(grpo.prompts_per_step, grpo.max_num_steps, grpo.lag, config.rollout.engines)
         self._lock = threading.Condition()  # guards all below
         self._actors = [self._start(number) for number in range(config.rollout.engines)]
+        try:
+            # An actor that cannot be built, for example for lack of memory, could not be replaced either.
+            ray.get([actor.__ray_ready__.remote() for actor in self._actors])
+        except BaseException:
+            for actor in self._actors:
+                ray.kill(actor)
+            raise
         self._calls: dict[Any, tuple[int, PromptWork]] = {}
         """Actor and work of each call under way, by its ref."""
         self._reports: list[RolloutReport] = []
@@ -143,6 +150,7 @@ class Rollouts:
                 if self._error is not None:
                     raise self._error
             try:
+                # A short wait, again and again: an error of the actors must end it.
                 found = self.queue.take_tickets(count - len(taken), at_least=1, timeout=_LOOK_S)
             except QueueTimeoutError:
                 continue
@@ -159,7 +167,9 @@ class Rollouts:
                     else:
                         taken.append(group)
                 self._dispatch()
+            # Their memory is free again; nobody will ask for them.
             self.queue.acknowledge(refused)
+        # By prompt, not by arrival: with lag 0 a run is exact.
         return sorted(taken, key=lambda group: group[0].group)
 
     def answers(self, prompts: Sequence[Prompt], step: int, temperature: float) -> list[tuple[str, float, int]]:
@@ -175,6 +185,7 @@ class Rollouts:
             try:
                 return [answer for some in ray.get(refs) for answer in some]
             except ray.exceptions.RayActorError:
+                # The thread notices deaths by calls of `make` only, and there may be none.
                 self._find_dead()
 
     def reports(self) -> list[RolloutReport]:
@@ -198,6 +209,7 @@ class Rollouts:
             self._lock.notify_all()
         for actor in actors:
             ray.kill(actor)
+        # It may be in `ray.wait`, which ends with the calls of the dead actors, or after a second.
         self._thread.join()
 
     # Parts of the above
@@ -225,6 +237,7 @@ class Rollouts:
                 if self._closed:
                     return
                 refs = list(self._calls)
+            # Calls that are sent meanwhile are seen in the next round.
             ended, _ = ray.wait(refs, timeout=_LOOK_S, fetch_local=False)
             for ref in ended:
                 self._end_call(ref)
@@ -246,6 +259,7 @@ class Rollouts:
             elif isinstance(error, ray.exceptions.RayActorError):
                 self._replace(engine, error)
             else:
+                # Raised in the thread that takes groups: this one must not end the run by itself.
                 cause = getattr(error, "cause", None)
                 self._error = cause if isinstance(cause, RaylaneError) else error
                 return
@@ -266,6 +280,7 @@ class Rollouts:
 
     def _replace(self, engine: int, error: ray.exceptions.RayActorError) -> None:
         """Start an actor in the place of one that has died; its prompts are made again."""
+        # All of its calls fail; the first one that is noticed counts for all.
         again = self._schedule.actor_died(engine)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != engine}
         self._deaths += 1

@@ -1,4 +1,4 @@
-"""PromptSet of a run: read from JSON Lines, tokenised with the model's chat template, in the order of the run."""
+"""Prompts of a run: read from JSON Lines, tokenised with the model's chat template, in the order of the run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def vocabulary_of(tokenizer: Any, folder: str) -> Vocabulary:
 
 @dataclass
 class PromptSet:
-    """PromptSet by number in the order of the run, which has as many epochs as it needs."""
+    """Prompts by number in the order of the run, which has as many epochs as it needs."""
 
     rows: Sequence[Mapping[str, Any]]
     tokens: Sequence[list[int]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +31,8 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         raise ConfigError(f"a reward must be named as module:function, got {name!r}", key="grpo.rewards")
+    if os.getcwd() not in sys.path:  # the `raylane` command does not search it by itself
+        sys.path.append(os.getcwd())
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -46,7 +46,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """PromptSet for one call of a rollout actor."""
+    """Prompts for one call of a rollout actor."""
 
     number: int
     """Number of the batch in this run."""
@@ -103,6 +103,7 @@ class TransformersEngine:
     def update(self, at_least: int, timeout_s: float) -> float:
         """Wait for weights that are new enough, and take the newest."""
         while True:
+            # The newest weights, also where older ones would do: fresher answers are worth more.
             newest = self._subscriber.update(timeout=timeout_s)
             self.step = newest.step
             if newest.step >= at_least:
@@ -143,6 +144,7 @@ class RolloutActor:
         began, samples = time.time(), self.options.samples
         repeated = [prompt.tokens for prompt in batch.prompts for _ in range(samples)]
         first = batch.prompts[0].number
+        # By the first prompt and not by the actor or the call: a batch that is made again gives the same answers.
         answers = self.engine.sample(repeated, self.options, seed_of(self.options.seed, batch.epoch, first))
         sums = np.zeros(len(self.rewards))
         lengths = answers.lengths.tolist()
@@ -166,6 +168,7 @@ class RolloutActor:
         ended = time.time()
         for group, key, tokens in groups:
             self.queue.put(group, group=key, versions=((self.engine.step, tokens),), timeout=self.timeout_s)
+        # Before the answer: the driver counts this batch as made, and would not notice what is lost with this process.
         self.queue.flush(timeout=self.timeout_s)
         waited = began - called - update_s + time.time() - ended
         means = tuple((sums / len(repeated)).tolist())

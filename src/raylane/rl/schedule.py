@@ -1,6 +1,6 @@
 """Which prompts are sampled when, and which groups count. Pure: no clock, no Ray.
 
-Step k trains on `prompts_per_step` groups, and makes the weights of step k + 1. PromptSet for step k may be sampled as
+Step k trains on `prompts_per_step` groups, and makes the weights of step k + 1. Prompts for step k may be sampled as
 soon as the weights of step k - lag are there:
 
     lag 0     sample k with weights k      trainer and engines take turns
@@ -9,7 +9,7 @@ soon as the weights of step k - lag are there:
 
     batch    SENT to an actor ──its groups are in the queue──> MADE
                │  the actor died
-               └──────────────────────────────> its prompts that have not come are sent again
+               └──────────────────────────────> sent again, unless all of its groups have come
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PromptWork:
 
 @dataclass
 class Schedule:
-    """PromptSet of a run, cut into batches for `engines` actors."""
+    """Prompts of a run, cut into batches for `engines` actors."""
 
     prompts_per_step: int
     steps: int
@@ -51,10 +51,12 @@ class Schedule:
     """Number of prompts that were sent again after a death."""
     _next: int = 0
     """Next prompt."""
-    _again: list[int] = field(default_factory=list)
-    """PromptSet of batches whose actor has died."""
+    _again: list[tuple[int, ...]] = field(default_factory=list)
+    """Batches whose actor has died, and groups that were too old."""
     _open: set[int] = field(default_factory=set)
-    """PromptSet that were sent, and whose groups have not been taken."""
+    """Prompts that were sent, and whose groups have not been taken."""
+    _taken: set[int] = field(default_factory=set)
+    """Prompts of this epoch whose groups were taken."""
     _numbers: int = 0
 
     def begin_at(self, step: int) -> None:
@@ -64,9 +66,11 @@ class Schedule:
         self.sent.clear()
         self._again.clear()
         self._open.clear()
+        self._taken.clear()
 
     def next_work(self) -> tuple[int, PromptWork] | None:
         """Return the actor that gets work next, and the work; None if there is none for now. Note it as sent."""
+        # The actor with the fewest calls, and the first of those: the order does not depend on chance.
         busy = [sum(actor == engine for actor, _ in self.sent.values()) for engine in range(self.engines)]
         engine = busy.index(min(busy))
         if busy[engine] >= self.calls_ahead:
@@ -78,14 +82,16 @@ class Schedule:
         at_least = max(0, min(prompts) // self.prompts_per_step - self.lag)
         work = PromptWork(self._numbers, prompts, at_least)
         self.sent[work.number] = engine, work
-        self._open |= set(prompts)
+        self._open |= set(prompts) - self._taken
         return engine, work
 
     def _choose(self) -> tuple[int, ...]:
         size = -(-self.prompts_per_step // self.engines)
-        if self._again:
-            prompts, self._again = tuple(self._again[:size]), self._again[size:]
-            return prompts
+        while self._again:
+            prompts = self._again.pop(0)
+            if self._open.intersection(prompts):  # else all of its groups came before the death
+                return prompts
+        # No batch reaches into the next step, whose weights may not be there yet.
         end_of_step = (self._next // self.prompts_per_step + 1) * self.prompts_per_step
         end = min(self._next + size, end_of_step, self.steps * self.prompts_per_step)
         if self._next >= end or self._next // self.prompts_per_step > self.done + self.lag:
@@ -101,15 +107,18 @@ class Schedule:
     def actor_died(self, engine: int) -> list[int]:
         """Note the death of an actor; return the prompts that will be made again."""
         lost = [number for number, (actor, _) in self.sent.items() if actor == engine]
-        again = [prompt for number in lost for prompt in self.sent.pop(number)[1].prompts if prompt in self._open]
-        self._again += again
+        # Whole batches: what an actor samples depends on the batch, so the answers are those that were lost.
+        batches = [self.sent.pop(number)[1].prompts for number in lost]
+        self._again += batches
+        again = [prompt for batch in batches for prompt in batch if prompt in self._open]
         self.made_again += len(again)
         return again
 
     def make_again(self, prompt: int) -> None:
         """Note that the group of a prompt cannot be used; call after `accepts`."""
+        self._taken.discard(prompt)
         self._open.add(prompt)
-        self._again.append(prompt)
+        self._again.append((prompt,))
         self.made_again += 1
 
     def accepts(self, key: GroupKey) -> bool:
@@ -118,8 +127,7 @@ class Schedule:
         if epoch != self.epoch or prompt not in self._open:
             return False
         self._open.discard(prompt)
-        if prompt in self._again:  # its actor died after it had put the group
-            self._again.remove(prompt)
+        self._taken.add(prompt)
         return True
 
     def stepped(self, steps: int) -> None:

@@ -27,14 +27,15 @@ from raylane.rl.engines import Rollouts
 from raylane.rl.policy import GrpoPolicy
 from raylane.rl.prompts import PromptSet, load_tokenizer, vocabulary_of
 from raylane.rl.queue.handle import TrajectoryQueue
-from raylane.rl.rollout import Prompt
+from raylane.rl.rollout import Prompt, load_rewards
 from raylane.rl.timeline import Timeline
 from raylane.training import storage
 from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.run import ray_session
-from raylane.training.run.places import lock_folders
+from raylane.training.run.opening import open_folders
+from raylane.training.run.places import check_places, fetch_models
 from raylane.training.run.record import RunRecord
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -79,28 +80,16 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     ConfigError and DataError before anything is started; WorkerLostError, WeightsError, QueueError and the errors of
     rewards (DataError) during the run; all actors have ended by then.
     """
+    check_places(config)
+    config = fetch_models(config, config.data.cache_dir)
+    # Everything that can be wrong in data and configuration is found before a process is started.
     tokenizer = load_tokenizer(config)
     prompts = PromptSet.read(config.data.train, config, tokenizer)
     held_out: list[Prompt] = []
     if config.data.validation is not None:
         held_out = PromptSet.read(config.data.validation, config, tokenizer).first(config.data.val_prompts)
-    settings = config.checkpointing
-    to_lock = {"logger.log_dir": config.logger.log_dir}
-    if settings.enabled and not storage.is_url(settings.checkpoint_dir):
-        to_lock["checkpointing.checkpoint_dir"] = str(storage.at(settings.checkpoint_dir))
-    with (
-        RunRecord(config) as record,
-        lock_folders(to_lock),
-        MetricsLog(config.logger, config.logger.log_dir) as log,
-        ExitStack() as stack,
-    ):
-        resumed = None
-        if settings.enabled:
-            for path in publishing.recover(storage.at(settings.checkpoint_dir)):
-                _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
-            resumed = folders.find(settings)
-            folders.refuse_later(settings, resumed.step if resumed else 0)
-        record.open(log.run_dir, resumes=resumed is not None)
+    load_rewards(config.grpo.named_rewards)  # an error of their names is clearer here than in an actor
+    with RunRecord(config) as record, open_folders(config, record) as (log, resumed), ExitStack() as stack:
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
@@ -108,6 +97,7 @@ def run(config: GrpoRunConfig) -> GrpoResult:
         assert source is not None, "the configuration names a model"
         vocabulary = vocabulary_of(tokenizer, source)
         queue = TrajectoryQueue(max_items=1 << 20, max_bytes=config.rollout.queue_bytes)
+        # The stack ends what was started last first: engines, then the weights that they read, then the workers.
         policy = stack.enter_context(GrpoPolicy(config, vocabulary, config.grpo.max_num_steps, queue))
         stack.callback(weights.drop, config.policy.publish_weights.name or "")
         trainer = GrpoTrainer(config, policy, log, stop, held_out)
@@ -177,6 +167,7 @@ class GrpoTrainer:
             _log.info("the metrics of an earlier run were moved to %s", aside)
         if self._config.checkpointing.enabled:
             publishing.discard_partial(storage.at(self._config.checkpointing.checkpoint_dir))
+        # The first weights: those of later steps are published by the steps themselves.
         self.policy.publish_weights()
         self.rollouts.begin_at(self.done)
 
@@ -214,6 +205,7 @@ class GrpoTrainer:
             f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.grpo.max_restarts})"
         )
         self.policy.recover()
+        # `resume_from` begins a new epoch of the schedule: what the engines have made since is not used.
         if self.saved is None:
             self._log.rewind(0)
         self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
@@ -229,6 +221,7 @@ class GrpoTrainer:
         taken_s = time.time()
         metrics = self.policy.train_groups(number, tickets)
         ended_s = time.time()
+        # Only now: the workers read the payloads in place, and a dead worker's step is made again with other groups.
         self.rollouts.queue.acknowledge(tickets)
         self.rollouts.stepped(self.done)
         self.timeline.add("trainer", f"step {number + 1}", taken_s, ended_s)
@@ -287,6 +280,7 @@ class GrpoTrainer:
             return
         self._validated.add(self.done)
         began = time.time()
+        # The trainer waits here, so the newest weights that the engines can take are those of this step.
         greedy = self.rollouts.answers(self._held_out, self.done, 0.0)
         sampled = self.rollouts.answers(self._held_out, self.done, self._config.rollout.temperature)
         means = [sum(reward for _, reward, _ in answers) / len(answers) for answers in (greedy, sampled)]

@@ -41,6 +41,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         """Build model, optimizer and loss, and with `grpo.kl_coef` the reference model. Replaces an earlier setup."""
         facts = super().setup(config, vocabulary, total_steps)
         grpo, policy = self.config.grpo, self.config.policy
+        # Built from the same folder; checkpoints change only the model that is trained.
         self._reference: RunModel | None = None
         if grpo.kl_coef:
             hf_config = model_config(policy, vocabulary.vocab_size, vocabulary.pad_id, vocabulary.end_id)
@@ -70,6 +71,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         reader, readers = self.mesh.reader, self.mesh.dims.readers
         share = len(tickets) // readers
         own = tickets[reader * share : (reader + 1) * share]
+        # Without a copy: `batch_of` copies into padded rows, and the driver acknowledges after the step.
         groups = [group for (group,) in self._queue.open(own, copy=False)]
         batch = self._batch(groups, number, whole=with_passes)
         if self._reference is not None:
@@ -100,6 +102,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
 
     def _batch(self, groups: Sequence[dict[str, Any]], number: int, *, whole: bool) -> BatchDict:
         """Return this worker's rows, equally many on all workers; note their metrics. Collective."""
+        # Edges of a pipeline are planned for a fixed number of micro-batches, so no answer may be left out there.
         keeps_all = whole or self.config.grpo.kl_coef > 0
         options = self._row_options(keeps_all=keeps_all)
         rows, own = answer_rows(groups, options)
@@ -116,6 +119,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
             ],
             dtype=torch.float64,
         )
+        # Workers that share rows have counted the same answers.
         dist.all_reduce(sums)
         sums /= self.mesh.dims.copies
         answers, tokens, kept, kept_tokens, reward, deviation, signals, lag, count = sums.tolist()
@@ -128,6 +132,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
             "sampled_tokens": tokens,
         }
         size = self.config.policy.train_micro_batch_size
+        # Every micro-batch has collectives, so workers with fewer answers add rows without labels.
         most = torch.tensor(max(1, -(-len(rows) // size)))
         dist.all_reduce(most, dist.ReduceOp.MAX)
         counts = AnswerCounts(int(answers), int(tokens), int(kept), int(kept_tokens))
@@ -165,6 +170,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
 
     def _more_metrics(self) -> dict[str, float]:
         """Return the metrics of the rows and of the loss of the step that has ended. Collective."""
+        # Of copies with the same tokens sums and their divisor grow alike, so nothing has to be divided here.
         sums = torch.tensor(self._sums.take(), dtype=torch.float64)
         dist.all_reduce(sums)
         return {**self._step_metrics, **dict(named_sums(LossSums(*sums.tolist())))}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raylane.errors import QueueClosedError, QueueTimeoutError
+from raylane.errors import QueueClosedError, QueueLostError, QueueTimeoutError
 from raylane.rl.queue.book import AnnouncedItem, BlockKey, BlockPlace, ItemTicket, QueueBook, QueueOptions, QueueStats
 from raylane.rl.queue.host import QueueHost
 
@@ -45,8 +45,12 @@ class QueueActor:
         self._hosts: dict[str, Any] = {}
         """Actor of each host, by Ray's id of its node."""
         self._members = 0
+        self._host_of: dict[int, str] = {}
+        """Host of each member."""
         self._ended: set[int] = set()
         """Members that have left or died."""
+        self._stranded: set[int] = set()
+        """Members whose host's actor has died; they have to join again."""
         self._tasks: set[Any] = set()
         """Tasks under way; an event loop keeps no tasks."""
         self._closed = False
@@ -56,6 +60,7 @@ class QueueActor:
         actor = self._host(host)
         self._members += 1
         member = self._members
+        self._host_of[member] = host
         self._book.add_producer(member, host)
         self._start(self._watch_member(member, actor, pid, ticks))
         return Membership(member, actor)
@@ -64,6 +69,7 @@ class QueueActor:
         """Forget a member; what it has taken and not acknowledged goes to others."""
         if member in self._ended:
             return
+        # Remembered: calls of this member may arrive later, as Ray keeps no order.
         self._ended.add(member)
         self._book.remove_consumer(member)
         self._book.remove_producer(member)
@@ -78,6 +84,7 @@ class QueueActor:
             key, entries = BlockKey(member, commit.block), commit.entries
             while entries or commit.is_full:
                 room = await self._room(key, commit.place, entries)
+                self._check(member)
                 if self._closed or member in self._ended:
                     raise QueueClosedError("the queue is closed: the item is not in it")
                 accepted, entries = entries[:room], entries[room:]
@@ -107,6 +114,8 @@ class QueueActor:
             timeout_s,
             lambda: f"{ready()} of {at_least} groups are there",
         )
+        self._check(member)
+        # A consumer that died while it waited must not get anything: nobody would take it back.
         return [] if member in self._ended else self._book.take(member, count)
 
     async def acknowledge(self, member: int, numbers: Sequence[int]) -> None:
@@ -145,6 +154,13 @@ class QueueActor:
 
     # Parts of the above
 
+    def _check(self, member: int) -> None:
+        if member in self._stranded:
+            raise QueueLostError(
+                "the actor that held the queue's memory on this host has died: what was put here and not taken is "
+                "lost. Put it again"
+            )
+
     def _host(self, host: str) -> Any:
         """Return the actor of a host, which the first call starts."""
         if host not in self._hosts:
@@ -164,7 +180,9 @@ class QueueActor:
     async def _watch_host(self, host: str, actor: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayActorError):
             await actor.wait.remote()
+        # The memory of its members is gone, and nobody watches them any more: they must join again.
         del self._hosts[host]
+        self._stranded |= {member for member, its_host in self._host_of.items() if its_host == host} - self._ended
         self._book.lose_host(host)
         await self._notify()
 

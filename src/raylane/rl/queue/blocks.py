@@ -71,7 +71,7 @@ def read_item(memory: memoryview) -> Any:
 
 
 class WrittenItem(NamedTuple):
-    """BlockPlace of an item that was written."""
+    """Place of an item that was written."""
 
     block: int
     offset: int

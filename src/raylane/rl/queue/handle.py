@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -150,12 +151,21 @@ class TrajectoryQueue:
         if versions is not None and len(versions) != len(values):
             raise ValueError(f"versions must have one entry for each of {len(values)} values, got {len(versions)}")
         spans = versions or [()] * len(values)
-        self._joined().sender.put(values, group, [tuple(span) for span in spans], Deadline.of_call(timeout))
+        try:
+            self._joined().sender.put(values, group, [tuple(span) for span in spans], Deadline.of_call(timeout))
+        except QueueLostError:
+            self._forget_member()
+            raise
 
     def flush(self, *, timeout: float | None = None) -> None:
         """Wait until the queue has accepted all that this process has put. Raises the errors of `put`."""
-        if self._member is not None:
-            self._member.sender.flush(Deadline.of_call(timeout))
+        member = self._member
+        if member is not None:
+            try:
+                member.sender.flush(Deadline.of_call(timeout))
+            except QueueLostError:
+                self._forget_member()
+                raise
 
     # Consumers
 
@@ -186,11 +196,12 @@ class TrajectoryQueue:
 
         The items stay taken by this process.
         """
+        # Checked here: an error in the actor would come with a traceback of another process.
         least = count if at_least is None else at_least
         if not 1 <= least <= count:
             raise ValueError(f"at_least must be from 1 to count={count}, got {least}")
         member, deadline = self._joined(), Deadline.of_call(timeout)
-        tickets: list[list[ItemTicket]] = self._call(
+        tickets: list[list[ItemTicket]] = self._member_call(
             "take", member.number, count, least, deadline.left_s(), deadline=deadline
         )
         return tickets
@@ -218,6 +229,7 @@ class TrajectoryQueue:
                 return
             try:
                 yield batch
+            # Also the GeneratorExit of a loop that was left by `break` or by an error.
             except BaseException:
                 batch.give_back()
                 raise
@@ -256,6 +268,20 @@ class TrajectoryQueue:
 
     # Parts of the above
 
+    def _member_call(self, method: str, *args: Any, deadline: Deadline) -> Any:
+        try:
+            return self._call(method, *args, deadline=deadline)
+        except QueueLostError:
+            self._forget_member()
+            raise
+
+    def _forget_member(self) -> None:
+        """Join again with the next call: the actor of this host has died, and another one takes its place."""
+        with self._lock:
+            member, self._member = self._member, None
+        if member is not None:
+            member.leave()
+
     def _joined(self) -> _QueueMember:
         with self._lock:
             if self._member is None:
@@ -263,10 +289,11 @@ class TrajectoryQueue:
                 arguments = node, place.pid, place.start_ticks
                 number, host = self._call("join", *arguments, deadline=Deadline.of_call(None))
                 self._member = _QueueMember(self._actor, number, host, node, self.options.max_bytes)
-                weakref.finalize(self, self._member.sender.end)
+                self._member.leave = weakref.finalize(self, self._member.sender.end)
             return self._member
 
     def _tell(self, method: str, tickets: Sequence[Sequence[ItemTicket]]) -> None:
+        # Ray may run these calls in any order, which is no harm: each names its items.
         numbers = [ticket.number for group in tickets for ticket in group]
         if numbers:
             getattr(self._actor, method).remote(self._joined().number, numbers)
@@ -300,6 +327,8 @@ class _QueueMember:
 
     def __init__(self, actor: Any, number: int, host: Any, node: str, max_bytes: int) -> None:
         self.number = number
+        self.leave: Callable[[], Any] = lambda: None
+        """Ends the membership; also called when the last handle of this process is gone."""
         self.reader = _ItemReader(actor, node)
         self.sender = _ItemSender(actor, number, host, node, max_bytes)
 
@@ -380,15 +409,24 @@ def _copied(view: memoryview) -> memoryview:
     return copied
 
 
+def _hold(host: Any, path: str) -> str:
+    """Let the actor of this host hold a segment of this process; return its path there."""
+    try:
+        return str(ray.get(host.hold.remote(path)))
+    except ray.exceptions.RayActorError as error:
+        raise QueueLostError(f"the actor of the queue on this host has ended: {error}. Put again") from error
+
+
 class _ItemSender:
     """Writes items of this process, and announces them on a thread."""
 
     def __init__(self, actor: Any, member: int, host: Any, node: str, max_bytes: int) -> None:
-        self._actor, self._member, self._node, self._max_bytes = actor, member, node, max_bytes
+        self._actor, self._member, self._node = actor, member, node
         self._writer = BlockWriter(
             block_bytes(max_bytes),
             max_bytes,
-            lambda path: str(ray.get(host.hold.remote(path))),
+            # Not a method: in a cycle with this object, the handle of the queue would stay until garbage is collected.
+            functools.partial(_hold, host),
             lambda paths: host.forget.remote(paths),
         )
         self._changed = threading.Condition()  # guards all below
@@ -407,6 +445,7 @@ class _ItemSender:
         with self._changed:
             for value, span in zip(values, versions, strict=True):
                 self._wait(lambda: self._pending_bytes < WINDOW_BYTES, deadline, "the queue is full")
+                # Under the lock: the thread frees blocks that this call may write to.
                 item = self._writer.write(value)
                 self._pending.setdefault(item.block, []).append(AnnouncedItem(item.offset, item.nbytes, group, span))
                 self._pending_bytes += item.nbytes
@@ -447,6 +486,7 @@ class _ItemSender:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._ended)
                 if not self._pending:
+                    # The last handle of this process is gone, and all that it has put is announced.
                     self._leave()
                     return
                 commits = self._take_pending()

@@ -33,7 +33,7 @@ from raylane.training.checkpoint import folders, publishing
 from raylane.training.checkpoint.folders import Saved
 from raylane.training.report.metrics import MetricsLog
 from raylane.training.run import ray_session
-from raylane.training.run.places import lock_folders
+from raylane.training.run.opening import open_folders
 from raylane.training.run.record import RunRecord, Sample
 from raylane.training.run.skipped_steps import SkippedSteps
 from raylane.training.run.stopping import StopRequest, block_sigterm
@@ -97,20 +97,7 @@ def run(config: RunConfig) -> RunResult:
         total = order.total_steps(
             rows.num_rows, config.policy.train_global_batch_size, config.sft.max_num_steps, config.sft.max_num_epochs
         )
-        settings = config.checkpointing
-        to_lock = {"logger.log_dir": config.logger.log_dir}
-        # Storage behind a URL has no locks.
-        if settings.enabled and not storage.is_url(settings.checkpoint_dir):
-            to_lock["checkpointing.checkpoint_dir"] = str(storage.at(settings.checkpoint_dir))
-        # The folders are locked before the search for a checkpoint: another run must not replace it in between.
-        with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
-            resumed = None
-            if settings.enabled:
-                for path in publishing.recover(storage.at(settings.checkpoint_dir)):
-                    _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
-                resumed = folders.find(settings)
-                folders.refuse_later(settings, resumed.step if resumed else 0)
-            record.open(log.run_dir, resumes=resumed is not None)
+        with open_folders(config, record) as (log, resumed):
             result = _run_locked(config, prepared, rows, total, resumed, log)
             report = record.finish("ended on SIGTERM" if result.stopped else "finished", result.sample)
             return replace(result, report=report)

@@ -1,0 +1,43 @@
+"""Folders of a run: locked, cleaned of what an earlier run left, and searched for the checkpoint to resume from.
+
+Called by the trainers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raylane.training import storage
+from raylane.training.checkpoint import folders, publishing
+from raylane.training.checkpoint.folders import Saved
+from raylane.training.config.schema import TrainingConfig
+from raylane.training.report.metrics import MetricsLog
+from raylane.training.run.places import lock_folders
+from raylane.training.run.record import RunRecord
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_folders(config: TrainingConfig, record: RunRecord) -> Iterator[tuple[MetricsLog, Saved | None]]:
+    """Lock the folders of a run for a `with` block; yield its log, and the checkpoint to resume from (None: a new run).
+
+    The facts of `record` are in the folder of the log from then on. ConfigError if another run uses the same folders.
+    """
+    settings = config.checkpointing
+    to_lock = {"logger.log_dir": config.logger.log_dir}
+    # Storage behind a URL has no locks.
+    if settings.enabled and not storage.is_url(settings.checkpoint_dir):
+        to_lock["checkpointing.checkpoint_dir"] = str(storage.at(settings.checkpoint_dir))
+    # The folders are locked before the search for a checkpoint: another run must not replace it in between.
+    with lock_folders(to_lock), MetricsLog(config.logger, config.logger.log_dir) as log:
+        resumed = None
+        if settings.enabled:
+            for path in publishing.recover(storage.at(settings.checkpoint_dir)):
+                _log.warning("recovered %s: a run ended while it replaced this checkpoint", path)
+            resumed = folders.find(settings)
+            folders.refuse_later(settings, resumed.step if resumed else 0)
+        record.open(log.run_dir, resumes=resumed is not None)
+        yield log, resumed
