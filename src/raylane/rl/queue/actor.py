@@ -101,7 +101,7 @@ class QueueActor:
         def enough() -> bool:
             nonlocal room
             room = self._book.room(key, place, entries)
-            return self._closed or not entries or room > 0
+            return self._closed or key.producer in self._stranded or not entries or room > 0
 
         await self._wait(enough)
         return room
@@ -110,7 +110,11 @@ class QueueActor:
         """Wait for `at_least` groups; hand out up to `count`. Fewer only after the end of a queue that was closed."""
         ready = self._book.ready
         await self._wait(
-            lambda: ready() >= at_least or (self._closed and (ready() > 0 or self._book.is_drained())),
+            lambda: (
+                ready() >= at_least
+                or member in self._stranded
+                or (self._closed and (ready() > 0 or self._book.is_drained()))
+            ),
             timeout_s,
             lambda: f"{ready()} of {at_least} groups are there",
         )
