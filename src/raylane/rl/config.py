@@ -150,6 +150,7 @@ class GrpoRunConfig(TrainingConfig):
     @model_validator(mode="after")
     def _weights_have_a_name(self) -> GrpoRunConfig:
         # Engines read the weights by their name; every step publishes.
+        # Set here and not by the trainer, so that every process that reads this configuration finds the same name.
         published = self.policy.publish_weights
         if published.name is None or published.every != 1:
             update = {"name": published.name or "policy", "every": 1}

@@ -84,6 +84,7 @@ def make_engine(config: GrpoRunConfig) -> Engine:
 
     name = config.policy.publish_weights.name
     assert name is not None, "the configuration gives the weights a name"
+    # The precision of the trainer: with another one, log-probabilities would differ from those of the trainer.
     dtype = getattr(torch, config.policy.precision)
     model = AutoModelForCausalLM.from_pretrained(config.policy.model_name, dtype=dtype, local_files_only=True)
     if config.rollout.gpus:
@@ -179,6 +180,7 @@ class Rollouts:
                 actors = list(self._actors)
                 if self._error is not None:
                     raise self._error
+            # Each actor answers a part of them; the order stays that of the prompts.
             share = -(-len(prompts) // len(actors))
             parts = [prompts[i : i + share] for i in range(0, len(prompts), share)]
             refs = [actor.answer.remote(part, step, temperature) for actor, part in zip(actors, parts, strict=False)]

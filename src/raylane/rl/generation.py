@@ -44,6 +44,7 @@ def generate(
     """
     from transformers import DynamicCache
 
+    # Prompts are padded on the left, so that all sequences get their next token at the same place.
     device, rows = next(model.parameters()).device, len(prompts)
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.full((rows, longest), filler, device=device)
@@ -61,6 +62,7 @@ def generate(
         inputs = {"input_ids": ids, "position_ids": places, "past_key_values": cache, "use_cache": True}
         logits = model(**inputs, attention_mask=mask, logits_to_keep=1).logits[:, -1].float()
         chosen, logprob = _choose(logits, temperature, generator)
+        # Sequences that have ended go on with filler, which costs less than to take them out of the cache.
         chosen = torch.where(ended, filler, chosen)
         tokens.append(chosen)
         logprobs.append(torch.where(ended, 0.0, logprob))

@@ -81,6 +81,7 @@ class GrpoLoss:
         if not bool(sampled.any()):
             return logits.sum() * 0.0  # every worker must use every parameter
         options = self.options
+        # In float32 and at the temperature of sampling: ratios compare the same distribution before and after.
         distribution = F.log_softmax(logits[sampled].float() / options.temperature, dim=-1)
         logprobs = distribution.gather(1, batch["labels"][sampled][:, None]).squeeze(1)
         old, advantages, weights = (batch[name][sampled] for name in ("old_logprobs", "advantages", "weights"))
@@ -88,12 +89,14 @@ class GrpoLoss:
         if options.ratio == "sequence":
             difference = self._sequence_means(difference, sampled)
         if options.importance == "clip":
+            # The minimum is pessimistic: it bounds what a step gains, and not what it repairs.
             ratio = difference.exp()
             bounded = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
             gains, bounded_gains = ratio * advantages, bounded * advantages
             clipped = bounded_gains < gains
             losses = -torch.minimum(gains, bounded_gains)
         else:
+            # REINFORCE with a weight: the last factor is 1, and its gradient that of the log-probability.
             weight = difference.detach().exp()
             clipped = weight > options.cap
             losses = -weight.clamp(max=options.cap) * advantages * (logprobs - logprobs.detach()).exp()

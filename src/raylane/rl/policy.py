@@ -25,6 +25,7 @@ class GrpoPolicy(Policy[GrpoRunConfig]):
 
     def train_groups_nowait(self, number: int, tickets: Sequence[Sequence[ItemTicket]]) -> GroupFuture:
         """Send step `number` on groups of answers: only their tickets. Acknowledge them after the step has ended."""
+        # Tickets only: the payloads lie in shared memory, and each worker reads its part of them.
         self.next_step = number + 1
         grpo = self._config.grpo
         passes = self._passes(grpo.prompts_per_step * grpo.samples_per_prompt, None)

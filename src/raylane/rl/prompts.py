@@ -95,6 +95,7 @@ class PromptSet:
 
     def prompt(self, number: int) -> Prompt:
         """Return prompt `number` of the run."""
+        # A pure function of the number, so a resumed run or a new actor gets the same prompt.
         epoch, place = divmod(number, len(self.rows))
         row = int(self._order(epoch)[place]) if self.shuffle else place
         return Prompt(number, self.tokens[row], self.rows[row])
@@ -105,6 +106,7 @@ class PromptSet:
         return [Prompt(number, self.tokens[number], self.rows[number]) for number in range(count)]
 
     def _order(self, epoch: int) -> np.ndarray:
+        # Kept for one epoch: the prompts of a step are nearly always of the same one.
         if getattr(self, "_epoch", None) != epoch:
             self._epoch, self._permutation = (
                 epoch,

@@ -57,6 +57,7 @@ def score(rewards: Sequence[Reward], answer: str, row: Mapping[str, Any]) -> tup
                 f"the reward {reward.name} failed for the answer {answer!r:.200} to the line {dict(row)!r:.200}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        # A NaN would make the advantages of the whole group NaN, and then the weights.
         if not math.isfinite(value):
             raise DataError(
                 f"the reward {reward.name} returned {value} for the answer {answer!r:.200}; it must be a finite number"

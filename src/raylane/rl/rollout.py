@@ -171,6 +171,7 @@ class RolloutActor:
         # Before the answer: the driver counts this batch as made, and would not notice what is lost with this process.
         self.queue.flush(timeout=self.timeout_s)
         waited = began - called - update_s + time.time() - ended
+        # Plain numbers: reports go through Ray's control messages.
         means = tuple((sums / len(repeated)).tolist())
         return RolloutReport(
             self.number, batch.number, self.engine.step, began, ended, update_s, waited, sum(lengths), means

@@ -67,6 +67,7 @@ def answer_rows(groups: Sequence[dict[str, Any]], options: RowOptions) -> tuple[
     """
     rows, tokens, answers = [], 0, 0
     for group in groups:
+        # Per group: the number of answers may differ between groups of other engines.
         (advantages,) = group_advantages(group["rewards"][None], baseline=options.baseline, scale=options.scale)
         for i, length in enumerate(group["lengths"].tolist()):
             tokens, answers = tokens + length, answers + 1
@@ -85,6 +86,7 @@ def batch_of(rows: Sequence[AnswerRow], size: int, counts: AnswerCounts, options
     documents = torch.full(shape, -1)
     old, advantages, weights = (torch.zeros(shape) for _ in range(3))
     for number, row in enumerate(rows):
+        # The last token predicts nothing, so it is no input.
         whole = torch.cat([row.prompt, row.tokens])
         end, first = len(whole) - 1, len(row.prompt) - 1
         ids[number, :end] = whole[:-1]

@@ -27,6 +27,7 @@ def write_sets(folder: str | Path, count: int = 20_000, held_out: int = 500, see
     """
     chance = random.Random(seed)
     numbers = [f"{number:0{DIGITS}d}" for number in range(10**DIGITS)]
+    # Each number is in one set at most, so nothing that is rewarded was shown in the warm start.
     chance.shuffle(numbers)
     trained = [number for number in numbers if not is_held_out(number)]
     tested = [number for number in numbers if is_held_out(number)][:held_out]

@@ -63,6 +63,7 @@ class Timeline:
 def union(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals; those that end before they begin count nothing."""
     total, reached = 0.0, float("-inf")
+    # In order of their beginnings, so only the part behind what was counted so far is new.
     for begin, end in sorted(intervals):
         begin = max(begin, reached)
         if end > begin:

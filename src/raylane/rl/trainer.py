@@ -243,6 +243,7 @@ class GrpoTrainer:
             self._log.note(step, self._skipped.add(step, metrics))
         else:
             self._skipped.end_streak()
+        # Of all calls that ended since the step before; those under way are counted with a later step.
         reports = self.rollouts.reports()
         for report in reports:
             name = f"sample with weights {report.step}"
@@ -303,6 +304,7 @@ class GrpoTrainer:
             if with_hf and publishing.exported(self.saved.path) is None:
                 self.policy.export(self.saved)
             return
+        # Of the last validation, which may be that of an earlier step.
         metrics = {} if self.last is None else {"val:reward": self.last.greedy}
         self.saved = self.policy.save(metrics, with_hf=with_hf)
         self._restarts = 0

@@ -157,6 +157,7 @@ class GrpoWorker(TrainingWorker[GrpoRunConfig, Vocabulary]):
         recorder = LogprobRecorder(
             torch.full((rows * readers, tokens), -torch.inf, device=self.device), self.config.rollout.temperature
         )
+        # Where each value belongs: with context parallelism a worker sees parts of rows only.
         places = BatchDict(batch)
         places["row_number"] = torch.arange(first, first + rows)[:, None].expand(rows, tokens).contiguous()
         places["place"] = torch.arange(tokens).expand(rows, tokens).contiguous()

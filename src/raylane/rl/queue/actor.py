@@ -148,6 +148,7 @@ class QueueActor:
 
     async def close(self) -> None:
         """Accept nothing more; consumers get what is there."""
+        # Producers that wait for room are woken by `_notify`, and get the error.
         self._closed = True
         self._book.break_groups()
         await self._notify()
@@ -201,6 +202,7 @@ class QueueActor:
             raise QueueTimeoutError(f"after {timeout_s:.3g} s {text}. Raise the timeout if that is expected") from None
 
     async def _notify(self) -> None:
+        # Here, because each change of the book ends with this call.
         by_host: dict[str, list[str]] = {}
         for place in self._book.abandoned():
             by_host.setdefault(place.host, []).append(place.path)

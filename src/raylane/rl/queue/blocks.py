@@ -136,12 +136,14 @@ class BlockWriter:
 
     def _block_for(self, nbytes: int) -> int:
         """Return a block with room for an item."""
+        # Items follow each other without gaps but those of alignment; a block is left when the next item does not fit.
         if self._current is not None:
             block = self.blocks[self._current]
             if block.end + nbytes <= block.segment.nbytes:
                 return self._current
             self.full.append(self._current)
             self._current = None
+        # Classes of sizes, so that the block of a large item fits the next one of about the same size.
         size = max(self.nbytes, size_class(nbytes + PAGE_BYTES))
         fitting = [at for at, block in self.blocks.items() if block.free and block.segment.nbytes == size]
         number = fitting[-1] if fitting else self._new_block(size)
@@ -153,6 +155,7 @@ class BlockWriter:
         unused = [number for number, block in self.blocks.items() if block.free]
         while unused and size + sum(block.segment.nbytes for block in self.blocks.values()) > self.limit:
             self.forget([self.blocks.pop(unused.pop(0)).path])
+        # Pages take memory when they are touched, so a block that is hardly used costs little.
         segment = Segment.make(size)
         try:
             path = self.hold(segment.path)

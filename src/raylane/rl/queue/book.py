@@ -248,6 +248,7 @@ class QueueBook:
 
     def add(self, key: BlockKey, place: BlockPlace, entries: Iterable[AnnouncedItem], *, is_full: bool) -> None:
         """Accept items that lie in a block; `is_full` if nothing more comes into it."""
+        # Items are never refused here: `room` has decided, and the actor runs nothing in between.
         if key not in self._blocks:
             self._blocks[key] = _Block(place)
             self.nbytes += place.nbytes
@@ -266,6 +267,7 @@ class QueueBook:
         """Put an item to its group; hand the group on if that is complete."""
         group, size = item.ticket.group, self.options.group_size
         members = [item]
+        # Without groups an item is a group of its own, whatever its label.
         if size > 1:
             members = self._waiting.setdefault(group, [])
             members.append(item)
@@ -299,6 +301,7 @@ class QueueBook:
             del self._waiting[members[0].ticket.group]
             self._end(members, ItemEvent.GROUP_BROKEN)
         for key in [key for key in self._blocks if key.producer == producer]:
+            # Nobody writes to it any more, so it ends with its last item.
             self._blocks[key].is_full = True
             self._free_if_unused(key)
 
@@ -342,6 +345,7 @@ class QueueBook:
 
     def remove_consumer(self, consumer: int) -> None:
         """Note that a consumer has left or died: what it had goes to others, or is lost with at_most_once."""
+        # A consumer that has left normally has acknowledged or given back what it had; this is for the others.
         held = [item for item in self._items.values() if item.consumer == consumer]
         if self.options.delivery == "at_most_once":
             self._end(held, ItemEvent.MEMORY_LOST)
@@ -350,6 +354,7 @@ class QueueBook:
 
     def lose(self, numbers: Iterable[int]) -> None:
         """Note that the memory of items is gone; the others of their groups are lost with them."""
+        # First a list: ending one item may end others of it.
         gone = [self._items[number] for number in numbers if number in self._items]
         for item in gone:
             if item.ticket.number in self._items:  # not ended with another one of its group
@@ -366,6 +371,7 @@ class QueueBook:
         self.version = max(self.version, version)
         if self.options.max_lag is None:
             return
+        # All of them: the order of the queue may be another one than that of versions.
         groups, self._ready = self._ready, []
         for _, _, members in groups:
             if self._is_stale(members):
@@ -401,6 +407,7 @@ class QueueBook:
         return any(version is not None and self.version - version > self.options.max_lag for version in oldest)
 
     def _push(self, members: list[_Item]) -> None:
+        # The number breaks ties, so equal ranks come in the order in which they were put.
         number = members[0].ticket.number
         rank = 0
         if self.options.order == "newest":
@@ -421,6 +428,7 @@ class QueueBook:
         for members in groups.values():
             if self._is_stale(members):
                 self._end(members, ItemEvent.TOO_OLD)
+            # The others were acknowledged: a part of a group is of no use to anybody.
             elif len(members) < self.options.group_size:
                 self._end(members, ItemEvent.GROUP_BROKEN)
             else:
@@ -454,6 +462,7 @@ class QueueBook:
             return
         del self._blocks[key]
         self.nbytes -= block.place.nbytes
+        # A producer keeps its mapping of the block; without a producer, its host gives the memory up.
         if key.producer in self._producers:
             self._free[key.producer].append(key.number)
         else:

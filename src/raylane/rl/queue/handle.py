@@ -358,6 +358,7 @@ class _ItemReader:
             for ticket in group:
                 if ticket.host != self._node:
                     far.setdefault(ticket.host, []).append(ticket)
+        # One call for all items of a host.
         values: dict[int, Any] = {}
         for host, some in far.items():
             values |= self._fetch(host, some)
@@ -367,6 +368,7 @@ class _ItemReader:
         ]
 
     def _here(self, ticket: ItemTicket, copy: bool) -> Any:
+        # A segment that is mapped already can be read even if its host's actor has died.
         try:
             segment = self._segment(ticket.path)
         except FileNotFoundError as error:
@@ -378,6 +380,7 @@ class _ItemReader:
         with self._lock:
             segment = self._segments.pop(path, None)
             if segment is None:
+                # Values that still use the oldest one keep its mapping.
                 if len(self._segments) == MOST_SEGMENTS:
                     del self._segments[next(iter(self._segments))]
                 segment = Segment.open(path)
@@ -506,6 +509,7 @@ class _ItemSender:
                     return
 
     def _take_pending(self) -> list[Commit]:
+        # Blocks that became full after their last item was announced are told of too, else they would never be free.
         full = set(self._writer.take_full())
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         blocks = self._writer.blocks

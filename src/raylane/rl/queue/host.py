@@ -37,6 +37,7 @@ class QueueHost:
         segment = Segment.open(path, keep_fd=True)
         assert segment.fd is not None
         held = f"/proc/{os.getpid()}/fd/{segment.fd}#{path.partition('#')[2]}"
+        # The key is that of the maker: it lies in the segment, and every reader compares it.
         self._segments[held] = segment
         return held
 
