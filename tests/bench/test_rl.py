@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +120,9 @@ def test_unknown_case_is_answered_with_the_known_ones() -> None:
 
 
 @pytest.fixture
-def few_samples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a round of 40 samples, or of one step."""
     monkeypatch.setattr(rl, "blocks_of", lambda case, quick: Blocks(2, 40 if case.workload == QUEUE else 1))
-    yield
 
 
 @pytest.mark.ray
