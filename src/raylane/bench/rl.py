@@ -68,7 +68,7 @@ def run_case(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     """Run one case on the Ray that this process is connected to; return the record of each contender."""
     began, blocks, first_us = time.perf_counter(), blocks_of(case, quick=quick), {}
     with contextlib.ExitStack() as stack:
-        contenders = _start(case, stack)
+        contenders = start(case, stack)
         print(f"{case.name}: {time.perf_counter() - began:.1f} s to get ready", flush=True)
         for contender in contenders:
             first_us[contender.name] = measure.timed(contender.warm)
@@ -90,7 +90,7 @@ def run_case(case: Case, *, quick: bool) -> list[dict[str, Any]]:
     return [measure.record(case.name, name, tally, first_us[name]) for name, tally in tallies.items()]
 
 
-def _start(case: Case, stack: contextlib.ExitStack) -> Sequence[Contender]:
+def start(case: Case, stack: contextlib.ExitStack) -> Sequence[Contender]:
     """Start the contenders of a case; `stack` ends them."""
     if case.workload == QUEUE:
         return start_queues(case, stack)

@@ -68,12 +68,12 @@ class RaylaneWay:
             self.queue.put(sample)
         self.queue.flush()
 
-    def take(self, wanted: int) -> Iterator[Sample]:
+    def take(self, number: int) -> Iterator[Sample]:
         """Yield so many samples, in batches of those that are there."""
-        while wanted:
-            batch = self.queue.take(min(wanted, AHEAD), at_least=1, copy=self.copy)
+        while number:
+            batch = self.queue.take(min(number, AHEAD), at_least=1, copy=self.copy)
             yield from batch.items
-            wanted -= len(batch.groups)
+            number -= len(batch.groups)
             batch.acknowledge()
 
 
@@ -88,9 +88,9 @@ class RayQueueWay:
         for sample in samples:
             self.queue.put(sample)
 
-    def take(self, wanted: int) -> Iterator[Sample]:
+    def take(self, number: int) -> Iterator[Sample]:
         """Yield so many samples."""
-        for _ in range(wanted):
+        for _ in range(number):
             yield self.queue.get()
 
 
@@ -109,10 +109,10 @@ class ListActorWay:
                 ray.get(calls.popleft())
         ray.get(list(calls))
 
-    def take(self, wanted: int) -> Iterator[Sample]:
+    def take(self, number: int) -> Iterator[Sample]:
         """Yield so many samples."""
         calls: deque[Any] = deque()
-        for _ in range(wanted):
+        for _ in range(number):
             calls.append(self.actor.get.remote())
             if len(calls) == self.ahead:
                 yield ray.get(calls.popleft())

@@ -98,10 +98,12 @@ def goals(records: Sequence[Mapping[str, Any]]) -> list[Goal]:
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in records:
         rows.setdefault(row["case"], {})[row["contender"]] = row
-    return [goal for case, by_name in rows.items() for goal in (*_queue_goals(case, by_name), *_loop_goals(by_name))]
+    return [goal for case, by_name in rows.items() for goal in (*queue_goals(case, by_name), *loop_goals(by_name))]
 
 
-def _queue_goals(case: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+def queue_goals(case: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+    """Return the goal of a case of queues, from its records by contender."""
+    # RAY_AHEAD is in the table only: the goal is against the calls that programs make, one sample at a time.
     others = [name for name in (RAY_QUEUE, RAY_ACTOR) if name in rows]
     if RAYLANE not in rows or not others or case not in QUEUE_FACTORS:
         return []
@@ -110,7 +112,8 @@ def _queue_goals(case: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]
     return [Goal(case, f"samples/s, of the better of Ray's, {best}", factor, QUEUE_FACTORS[case], "x", True)]
 
 
-def _loop_goals(rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+def loop_goals(rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
+    """Return the goals of a case of loops, from its records by contender."""
     reached = []
     if ASYNC in rows and PLAIN in rows:
         case, factor = rows[ASYNC]["case"], rate(rows[ASYNC]) / rate(rows[PLAIN])

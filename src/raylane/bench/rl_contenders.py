@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ def start_queues(case: Case, stack: contextlib.ExitStack) -> list[QueueContender
     """Start queues, producers and consumers; `stack` ends them."""
     start = ray.remote(num_cpus=0)
     limit = limit_of(case)
+    # The same limits for all, so that no contender buys its speed with memory.
     queue = TrajectoryQueue(max_items=limit, max_bytes=rl_actors.LIMIT_BYTES)
     store = ray.util.queue.Queue(limit, actor_options={"num_cpus": 0})
     holder = start(rl_actors.ListActor).remote(limit)
@@ -97,6 +99,7 @@ class QueueContender:
     def move(self, count: int) -> None:
         """Move so many samples from the producers to the consumers. RuntimeError if one is missing or came twice."""
         produced, consumed = count // PRODUCERS, count // CONSUMERS
+        # Consumers first: they wait, and no contender gains by samples that are put before anyone takes them.
         sums = [consumer.consume.remote(self.name, consumed) for consumer in self._consumers]
         ray.get([producer.produce.remote(self.name, produced) for producer in self._producers])
         total, expected = sum(ray.get(sums)), PRODUCERS * produced * (produced - 1) // 2
@@ -206,6 +209,8 @@ class LoopParts:
         return stack.enter_context(GrpoPolicy(self.config, self.vocabulary, MAX_STEPS, queue))
 
 
+# The actors of published weights serve all loops of raylane. They are in the list of each of them, so they run whenever
+# one of these loops runs, and their CPU time counts for it.
 def services_of(queue: TrajectoryQueue) -> list[int]:
     """Return the processes of a queue, and those that hold published weights, which all loops of raylane share."""
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -231,14 +236,13 @@ def start_loop(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopConten
         return tokens_of(path)
 
     step()  # the queue has its actors, the trainer has published
+    # The loop is ahead by one batch at the end of a round as at its beginning, because `warm` runs a step before it.
     pids = [*process_ids(policy.group._actors), *trainer.rollouts.pids(), *services_of(queue)]
     return [LoopContender(parts.label, parts.case, pids, step)]
 
 
 def tokens_of(path: Path) -> tuple[float, float]:
     """Return the tokens sampled and trained on in the last step of a metrics file."""
-    import json
-
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         metrics = json.loads(file.readlines()[-1])
@@ -263,11 +267,12 @@ def start_halves(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopCont
 
     sent = [0]
     send()
-    taken = queue.take_tickets(case.prompts)
+    # Never acknowledged, so their memory stays as it is.
+    tickets_to_train = queue.take_tickets(case.prompts)
     ray.get(calls.pop())
 
     def train() -> tuple[float, float]:
-        metrics = policy.train_groups(policy.next_step, taken)
+        metrics = policy.train_groups(policy.next_step, tickets_to_train)
         return metrics["sampled_tokens"], metrics["supervised_tokens"]
 
     def sample() -> tuple[float, float]:
@@ -296,6 +301,7 @@ def start_plain(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopConte
         first = steps[0] * number
         steps[0] += 1
         chosen = [prompts.prompt(first + i) for i in range(number)]
+        # The weights go from actor to actor by their ref; the groups come to the driver, as in most such loops.
         groups = ray.get(engine.sample.remote(trainer.weights.remote(), chosen))
         tokens: tuple[float, float] = ray.get(trainer.train.remote(groups))
         return tokens
