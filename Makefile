@@ -87,6 +87,7 @@ bench: setup
 	$(BIN)/raylane bench graph --json benchmarks/results/graph-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench sft --json benchmarks/results/sft-$$(date +%F).json $(ARGS)
 	$(BIN)/raylane bench weights --json benchmarks/results/weights-$$(date +%F).json $(ARGS)
+	$(BIN)/raylane bench rl --json benchmarks/results/rl-$$(date +%F).json $(ARGS)
 
 # The figures of the newest runs, into the README and the docs.
 figures: setup

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from raylane.bench.weights_cases import goals
+from raylane.bench import rl_cases
+from raylane.bench.weights_cases import Goal, goals
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/reference/figures.md")
@@ -227,8 +228,29 @@ def weights() -> str:
 
 def weights_goals() -> str:
     """Return the table of goals of weights, with what was reached."""
+    return goal_table(goals(list(Run("weights").records.values())))
+
+
+def rl() -> str:
+    """Return the table of reinforcement learning: samples per second, and times of one sample or step."""
+    run = Run("rl")
+    lines = [row(["case", "contender", "samples/s", "p50 / p99", "CPU"]), row(["---"] * 5)]
+    for (case, contender), record in run.records.items():
+        cpu = time(record["cpu_s"] / record["n"] * 1e6)
+        rate = f"{record['samples_per_s']:,.0f}"
+        lines.append(row([case, contender, rate, run.times(case, contender), cpu]))
+    return "\n".join(lines)
+
+
+def rl_goals() -> str:
+    """Return the table of goals of reinforcement learning, with what was reached."""
+    return goal_table(rl_cases.goals(list(Run("rl").records.values())))
+
+
+def goal_table(reached: Iterable[Goal]) -> str:
+    """Return goals as a table."""
     lines = [row(["case", "figure", "measured", "goal", ""]), row(["---"] * 5)]
-    for goal in goals(list(Run("weights").records.values())):
+    for goal in reached:
         bound = "at least" if goal.at_least else "at most"
         verdict = "reached" if goal.reached else "**missed**"
         measured = f"{goal.value:.2f} {goal.unit}"
@@ -245,6 +267,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "graphs": graphs,
     "weights": weights,
     "weights_goals": weights_goals,
+    "rl": rl,
+    "rl_goals": rl_goals,
 }
 
 

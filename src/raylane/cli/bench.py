@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raylane.bench import environment, graph_cases, sft_cases, transfer_cases, weights_cases
+from raylane.bench import environment, graph_cases, rl_cases, sft_cases, transfer_cases, weights_cases
 from raylane.cli.help import describe
 
 
@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     notes = f"cases: {', '.join(case.name for case in weights_cases.cases(large=True, only=None))}"
     published = commands.add_parser("weights", help=summary, **describe(summary, *examples, notes=notes))
     published.add_argument("--large", action="store_true", help="include 1 GB of weights (needs about 16 GB of memory)")
-    for command in (transfer, graph, sft, published):
+    summary = "samples through a queue, and the loop of GRPO, against queues and a plain loop on Ray"
+    examples = ("raylane bench rl --only queue-4KB", "raylane bench rl --quick --json rl.json")
+    notes = f"cases: {', '.join(rl_cases.CASES)}"
+    rl = commands.add_parser("rl", help=summary, **describe(summary, *examples, notes=notes))
+    for command in (transfer, graph, sft, published, rl):
         command.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions and records to FILE")
         command.add_argument(
             "--quick", action="store_true", help="make few calls: a test that it runs; the results mean nothing"
@@ -58,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "graph": lambda: graph_cases.cases(args.only),
         "sft": lambda: sft_cases.cases(args.only),
         "weights": lambda: weights_cases.cases(large=args.large, only=args.only),
+        "rl": lambda: rl_cases.cases(args.only),
     }
     try:
         chosen = choose[args.benchmark]()

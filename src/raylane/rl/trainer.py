@@ -183,7 +183,7 @@ class GrpoTrainer:
                 if grpo.val_at_start and self.done == 0:
                     self._validate()
                 while self.done < grpo.max_num_steps and not self._stop.requested:
-                    self._step()
+                    self.step()
                 if grpo.val_at_end and self.done >= grpo.max_num_steps:
                     self._validate()
                 if self._config.checkpointing.enabled:
@@ -211,7 +211,7 @@ class GrpoTrainer:
         self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
         self.resume_from(self.saved)
 
-    def _step(self) -> None:
+    def step(self) -> None:
         """Run one step on the groups that have come, and validate or save after it if that is due."""
         number = self.done
         tickets = self.rollouts.take(number, lambda: self._stop.requested)
