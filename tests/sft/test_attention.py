@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +112,26 @@ def test_chunks_are_cut_out_of_rows() -> None:
     rows = torch.arange(12).view(1, 12)
     assert take_chunks(rows, [(0, 12)]) is rows
     assert take_chunks(rows, [(0, 3), (9, 12)]).tolist() == [[0, 1, 2, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"sliding_window": 3}, {"softcap": 5.0}, {"s_aux": torch.arange(4.0)}])
+def test_rows_alike_are_computed_as_each_alone(arguments: dict[str, Any]) -> None:
+    """Rows with documents of the same lengths go through one kernel; the others through one each."""
+    torch.manual_seed(0)
+    alike = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 3)
+    query, key, value = (torch.randn(3, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2))
+    results = []
+    for rows in (PackedRows.of(alike), PackedRows.of(alike[:1])):
+        single = len(rows.lengths) == 1
+        parts = [slice(i, i + 1) for i in range(3)] if single else [slice(None)]
+        out = torch.cat(
+            [
+                attend(SimpleNamespace(), query[i], key[i], value[i], None, packed_rows=rows, **arguments)[0]
+                for i in parts
+            ]
+        )
+        results.append((out, *torch.autograd.grad(out.square().sum(), (query, key, value))))
+    assert PackedRows.of(alike).alike
+    assert not PackedRows.of(torch.tensor([[0, 1, 2], [0, 1, 0]])).alike
+    for together, alone in zip(*results, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)

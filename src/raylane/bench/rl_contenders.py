@@ -237,7 +237,7 @@ def start_loop(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopConten
 
     step()  # the queue has its actors, the trainer has published
     # The loop is ahead by one batch at the end of a round as at its beginning, because `warm` runs a step before it.
-    pids = [*process_ids(policy.group._actors), *trainer.rollouts.pids(), *services_of(queue)]
+    pids = [*process_ids(policy.group._actors), *process_ids(trainer.rollouts._actors), *services_of(queue)]
     return [LoopContender(parts.label, parts.case, pids, step)]
 
 

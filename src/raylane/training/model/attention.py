@@ -19,6 +19,7 @@ tokens in a row, t = T / cp, N = heads, D = size of a head.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +97,11 @@ class PackedRows:
     row_tokens: int
     group: Any = None
     """Process group of the ranks that share the rows; None if every rank holds whole rows."""
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """True if the documents of all rows have the same lengths, so that one kernel can compute all rows."""
+        return all(row == self.lengths[0] for row in self.lengths[1:])
 
     @classmethod
     def of(cls, positions: Tensor, chunks: Sequence[tuple[int, int]] | None = None, group: Any = None) -> PackedRows:
@@ -209,31 +215,31 @@ def attend(
     # torch's kernel for rows of several lengths (FlashAttention) knows neither dropout nor explicit scores.
     if query.is_cuda and half and not scoring.dropout and not scoring.explicit:
         return _varlen(query, key, value, packed_rows, scale, sliding_window), None
-    rows = [
-        _row(parts, packed_rows.lengths[i], packed_rows.pieces[i], scoring)
-        for i, parts in enumerate(zip(query.unbind(), key.unbind(), value.unbind(), strict=True))
-    ]
-    return torch.stack(rows).transpose(1, 2), None
+    lengths, of_rows = packed_rows.lengths, packed_rows.pieces
+    if packed_rows.alike:
+        return _rows(query, key, value, lengths[0], of_rows[0], scoring).transpose(1, 2), None
+    parts = zip(torch.split(query, 1), torch.split(key, 1), torch.split(value, 1), strict=True)
+    rows = [_rows(*row, lengths[i], of_rows[i], scoring) for i, row in enumerate(parts)]
+    return torch.cat(rows).transpose(1, 2), None
 
 
-def _row(
-    parts: tuple[Tensor, Tensor, Tensor], lengths: list[int], of_row: list[AttentionPiece], scoring: _Scoring
+def _rows(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], of_row: list[AttentionPiece], scoring: _Scoring
 ) -> Tensor:
-    """Return the output [N, t, D] of one row."""
-    query, key, value = parts
+    """Return the output [B, N, t, D] of rows whose documents have these lengths in all of them."""
     # `split` instead of slices: the backward pass of a slice fills a gradient of the whole row with zeros.
-    queries = torch.split(query, [piece.queries for piece in of_row], dim=1)
-    keys, values = torch.split(key, lengths, dim=1), torch.split(value, lengths, dim=1)
+    queries = torch.split(query, [piece.queries for piece in of_row], dim=2)
+    keys, values = torch.split(key, lengths, dim=2), torch.split(value, lengths, dim=2)
     out = []
     for piece, some in zip(of_row, queries, strict=True):
-        seen = (keys[piece.document][:, : piece.keys], values[piece.document][:, : piece.keys])
+        seen = (keys[piece.document][:, :, : piece.keys], values[piece.document][:, :, : piece.keys])
         out.append(_one_piece(some, *seen, scoring))
-    return torch.cat(out, dim=1)
+    return torch.cat(out, dim=2)
 
 
 def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """Return the output [N, q, D] of queries [N, q, D] that are the last q of the k tokens of the keys [., k, D]."""
-    q, k, window = query.shape[1], key.shape[1], scoring.window
+    """Return the output of queries [B, N, q, D] that are the last q of the k tokens of the keys [B, ., k, D]."""
+    q, k, window = query.shape[2], key.shape[2], scoring.window
     # Shorter documents never reach beyond the window.
     windowed = window is not None and k > window
     mask = None
@@ -245,32 +251,32 @@ def _one_piece(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> 
             mask &= places[None] > query_places - window
     if scoring.explicit:
         # Soft-capped scores or sinks: the scores [N, q, k] are whole in memory.
-        repeats = query.shape[0] // key.shape[0]
-        key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
-        scores = query @ key.transpose(1, 2) * scoring.scale
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        scores = query @ key.transpose(2, 3) * scoring.scale
         if scoring.softcap is not None:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if scoring.sinks is not None:
-            sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+            sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(scores.shape[0], -1, q, 1)
             scores = torch.cat([scores, sinks], dim=-1)
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         # The sink takes its share of the weights and adds nothing.
-        return F.dropout(weights[..., : key.shape[1]], scoring.dropout) @ value
+        return F.dropout(weights[..., :k], scoring.dropout) @ value
     # Fewer key heads than query heads: the kernel repeats them without a copy.
-    grouped = key.shape[0] != query.shape[0]
+    grouped = key.shape[1] != query.shape[1]
     out: Tensor = F.scaled_dot_product_attention(
-        query[None],
-        key[None],
-        value[None],
+        query,
+        key,
+        value,
         attn_mask=mask,
         dropout_p=scoring.dropout,
         is_causal=mask is None and q > 1,
         scale=scoring.scale,
         enable_gqa=grouped,
     )
-    return out[0]
+    return out
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float, window: int | None) -> Tensor:
