@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from raylane.errors import QueueTimeoutError, RaylaneError
+from raylane.errors import QueueLostError, QueueTimeoutError, RaylaneError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.prompts import PromptSet, load_tokenizer
 from raylane.rl.queue.book import ItemTicket
@@ -260,6 +260,8 @@ class Rollouts:
                 self._reports.append(report)
             elif isinstance(error, ray.exceptions.RayActorError):
                 self._replace(engine, error)
+            elif isinstance(getattr(error, "cause", None), QueueLostError):
+                self._schedule.failed(work.number)
             else:
                 # Raised in the thread that takes groups: this one must not end the run by itself.
                 cause = getattr(error, "cause", None)

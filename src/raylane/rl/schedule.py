@@ -104,6 +104,12 @@ class Schedule:
         """Note that all groups of a batch are in the queue."""
         self.sent.pop(number, None)
 
+    def failed(self, number: int) -> None:
+        """Note that the groups of a batch are lost, although its actor lives: it is sent again."""
+        _, work = self.sent.pop(number)
+        self._again.append(work.prompts)
+        self.made_again += len(work.prompts)
+
     def actor_died(self, engine: int) -> list[int]:
         """Note the death of an actor; return the prompts that will be made again."""
         lost = [number for number, (actor, _) in self.sent.items() if actor == engine]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from raylane import weights
 from raylane.core import trace_file
-from raylane.errors import CheckpointDamagedError, WorkerLostError
+from raylane.errors import CheckpointDamagedError, QueueLostError, WorkerLostError
 from raylane.rl.config import GrpoRunConfig
 from raylane.rl.engines import Rollouts
 from raylane.rl.policy import GrpoPolicy
@@ -172,9 +172,12 @@ class GrpoTrainer:
         self.rollouts.begin_at(self.done)
 
     def fit(self) -> None:
-        """Run all remaining steps. After the loss of a worker all workers are started again; the engines go on."""
+        """Run all remaining steps.
+
+        After the loss of a worker, or of answers on their way, all workers are started again; the engines go on.
+        """
         grpo = self._config.grpo
-        lost: WorkerLostError | None = None
+        lost: WorkerLostError | QueueLostError | None = None
         while True:
             try:
                 if lost is not None:
@@ -189,15 +192,16 @@ class GrpoTrainer:
                 if self._config.checkpointing.enabled:
                     self._save(with_hf=self.done >= grpo.max_num_steps and self._config.checkpointing.save_hf)
                 return
-            except WorkerLostError as error:
+            # A worker that misses its answers leaves the others in the middle of a step, so all of them start again.
+            except (WorkerLostError, QueueLostError) as error:
                 if self._restarts >= grpo.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
                 lost = error
 
-    def _restart(self, lost: WorkerLostError) -> None:
+    def _restart(self, lost: WorkerLostError | QueueLostError) -> None:
         """Start the workers again, and go back to the last checkpoint, or to the first step."""
-        reason = str(lost.fields.get("reason", lost))
+        reason = str(lost.fields.get("reason", f"{lost}."))
         source = (
             f"from {self.saved.path}" if self.saved is not None else "from the first step, as no checkpoint was saved"
         )
