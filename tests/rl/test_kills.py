@@ -21,7 +21,7 @@ from raylane.rl.trainer import GrpoTrainer
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.faults, pytest.mark.usefixtures("cluster")]
 
 KILLS = int(os.environ.get("RAYLANE_KILLS", "4"))
-VICTIMS = ("engine", "rank", "queue host")
+VICTIMS = ("engine", "rank", "queue host", "queue")
 
 
 def pid_of(actor: Any) -> int:
@@ -36,6 +36,8 @@ def kill(running: GrpoTrainer, victim: str) -> None:
         actors = list(rollouts._actors)
     elif victim == "rank":
         actors = list(running.policy.group._actors)
+    elif victim == "queue":
+        actors = [rollouts.queue._actor]
     else:
         actors = list(ray.get(rollouts.queue._actor.hosts.remote(), timeout=30).values())
     os.kill(pid_of(random.choice(actors)), signal.SIGKILL)
@@ -73,7 +75,7 @@ def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytes
 
         def noted(number: int, tickets: Any) -> Any:
             metrics = train(number, tickets)
-            taken.append((number, [ticket.group for group in tickets for ticket in group]))
+            taken.append((len(started), [ticket.group for group in tickets for ticket in group]))
             return metrics
 
         self.policy.train_groups = noted  # type: ignore[method-assign]
@@ -85,17 +87,18 @@ def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytes
     def kill_at_random() -> None:
         while not started:
             time.sleep(0.1)
+        # `started[-1]`: after the death of the queue everything is started again.
         while len(killed) < KILLS and not ended.wait(chance.uniform(0.5, 4)):
             victim = chance.choice(VICTIMS)
             try:
-                kill(started[0], victim)
+                kill(started[-1], victim)
                 killed.append(victim)
             except (ray.exceptions.RayError, ProcessLookupError, IndexError):
                 continue  # it is being started
-        last = started[0].done
-        while started[0].done < last + 5 and not ended.wait(0.1):  # it has recovered from the last kill too
+        last = len(taken)
+        while len(taken) < last + 5 and not ended.wait(0.1):  # the run has recovered from the last kill too
             pass
-        started[0]._stop.ask()
+        started[-1]._stop.ask()
 
     monkeypatch.setattr(GrpoTrainer, "fit", noted_fit)
     monkeypatch.setattr(GrpoTrainer, "step", noted_step)
@@ -114,5 +117,5 @@ def test_random_kills_lose_and_double_no_step(tmp_path: Path, monkeypatch: pytes
         assert record["train:lag"] <= 2
         assert record["train:sampled_tokens"] > 0
     # Within an epoch, that is between two restarts, each prompt is trained on once.
-    keys = [key for _, groups in taken for key in groups]
+    keys = [(start, key) for start, groups in taken for key in groups]
     assert len(keys) == len(set(keys))

@@ -225,10 +225,11 @@ def start_loop(parts: LoopParts, stack: contextlib.ExitStack) -> list[LoopConten
     log = stack.enter_context(
         MetricsLog(parts.config.logger, parts.config.logger.log_dir, io.StringIO())  # its progress lines are not shown
     )
-    trainer = GrpoTrainer(parts.config, policy, log, StopRequest(), [])
+    trainer = GrpoTrainer(parts.config, log, StopRequest(), [])
+    trainer.policy = policy
     trainer.rollouts = Rollouts(parts.config, parts.vocabulary, parts.prompts, queue, trainer.note)
     stack.callback(trainer.rollouts.close)
-    trainer.resume_from(None)
+    trainer.resume_from(None, anew=True)
     path = log.path
 
     def step() -> tuple[float, float]:

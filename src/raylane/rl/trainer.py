@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from raylane import weights
 from raylane.core import trace_file
@@ -93,19 +94,18 @@ def run(config: GrpoRunConfig) -> GrpoResult:
         with block_sigterm():
             stack.enter_context(ray_session.connect(config.cluster))
             stop = stack.enter_context(StopRequest())
-        source = config.policy.tokenizer.name or config.policy.model_name
-        assert source is not None, "the configuration names a model"
-        vocabulary = vocabulary_of(tokenizer, source)
-        queue = TrajectoryQueue(max_items=1 << 20, max_bytes=config.rollout.queue_bytes)
-        # The stack ends what was started last first: engines, then the weights that they read, then the workers.
-        policy = stack.enter_context(GrpoPolicy(config, vocabulary, config.grpo.max_num_steps, queue))
-        stack.callback(weights.drop, config.policy.publish_weights.name or "")
-        trainer = GrpoTrainer(config, policy, log, stop, held_out)
-        rollouts = Rollouts(config, vocabulary, prompts, queue, trainer.note)
-        stack.callback(rollouts.close)
-        trainer.rollouts = rollouts
-        trainer.resume_from(resumed)
-        trainer.fit()
+        losses = 0
+        while True:
+            trainer = GrpoTrainer(config, log, stop, held_out)
+            try:
+                _train(trainer, config, tokenizer, prompts, resumed, anew=losses == 0)
+                break
+            except QueueLostError as error:
+                losses += 1
+                if losses > config.grpo.max_restarts or stop.requested:
+                    raise
+                trainer.note(f"{error}. Starting everything again ({losses} of {config.grpo.max_restarts})")
+                resumed = trainer.saved
         stopped = trainer.done < config.grpo.max_num_steps
         trace_file.save(log.run_dir / TIMELINE_FILE, trainer.timeline.trace())
         report = record.finish("ended on SIGTERM" if stopped else "finished", None)
@@ -121,15 +121,38 @@ def run(config: GrpoRunConfig) -> GrpoResult:
     )
 
 
-class GrpoTrainer:
-    """Loop over the steps of one run. Set `rollouts`, call `resume_from` once, then `fit` once."""
+def _train(
+    trainer: GrpoTrainer,
+    config: GrpoRunConfig,
+    tokenizer: Any,
+    prompts: PromptSet,
+    resumed: Saved | None,
+    *,
+    anew: bool,
+) -> None:
+    """Run all steps with a new queue, new workers and new engines, which have ended when this returns or raises."""
+    source = config.policy.tokenizer.name or config.policy.model_name
+    assert source is not None, "the configuration names a model"
+    vocabulary = vocabulary_of(tokenizer, source)
+    with ExitStack() as stack:
+        queue = TrajectoryQueue(max_items=1 << 20, max_bytes=config.rollout.queue_bytes)
+        # The stack ends what was started last first: engines, then the weights that they read, then the workers.
+        trainer.policy = stack.enter_context(GrpoPolicy(config, vocabulary, config.grpo.max_num_steps, queue))
+        stack.callback(weights.drop, config.policy.publish_weights.name or "")
+        trainer.rollouts = Rollouts(config, vocabulary, prompts, queue, trainer.note)
+        stack.callback(trainer.rollouts.close)
+        trainer.resume_from(resumed, anew=anew)
+        trainer.fit()
 
+
+class GrpoTrainer:
+    """Loop over the steps of one run. Set `policy` and `rollouts`, call `resume_from` once, then `fit` once."""
+
+    policy: GrpoPolicy
     rollouts: Rollouts
 
-    def __init__(
-        self, config: GrpoRunConfig, policy: GrpoPolicy, log: MetricsLog, stop: StopRequest, held_out: Sequence[Prompt]
-    ) -> None:
-        self._config, self.policy, self._log, self._stop, self._held_out = config, policy, log, stop, held_out
+    def __init__(self, config: GrpoRunConfig, log: MetricsLog, stop: StopRequest, held_out: Sequence[Prompt]) -> None:
+        self._config, self._log, self._stop, self._held_out = config, log, stop, held_out
         self.timeline = Timeline()
         self.saved: Saved | None = None
         """Last checkpoint of this run, or the checkpoint that the run resumed from."""
@@ -151,8 +174,11 @@ class GrpoTrainer:
         _log.warning("%s", text)
         self._log.note(self.done, text)
 
-    def resume_from(self, saved: Saved | None) -> None:
-        """Load a checkpoint (None starts a new run), publish its weights, and let the engines begin."""
+    def resume_from(self, saved: Saved | None, *, anew: bool) -> None:
+        """Load a checkpoint (None: begin with the model's folder), publish its weights, and let the engines begin.
+
+        With `anew`, records of an earlier run in the same folder are moved aside if there is no checkpoint.
+        """
         while saved is not None:
             try:
                 self.policy.load(saved.path)
@@ -163,6 +189,8 @@ class GrpoTrainer:
             self.saved = saved
             _log.info("resuming from %s, step %d of %d", saved.path, self.done, self._config.grpo.max_num_steps)
             self._log.rewind(self.done)
+        elif not anew:
+            self._log.rewind(0)
         elif (aside := self._log.begin_anew()) is not None:
             _log.info("the metrics of an earlier run were moved to %s", aside)
         if self._config.checkpointing.enabled:
@@ -194,6 +222,8 @@ class GrpoTrainer:
                 return
             # A worker that misses its answers leaves the others in the middle of a step, so all of them start again.
             except (WorkerLostError, QueueLostError) as error:
+                if isinstance(error, QueueLostError):
+                    self.rollouts.queue.stats()  # raises if its actor has died: then `run` makes a new queue
                 if self._restarts >= grpo.max_restarts or self._stop.requested:
                     raise
                 self._restarts += 1
@@ -209,11 +239,9 @@ class GrpoTrainer:
             f"{reason} Starting all workers again {source} ({self._restarts} of {self._config.grpo.max_restarts})"
         )
         self.policy.recover()
-        # `resume_from` begins a new epoch of the schedule: what the engines have made since is not used.
-        if self.saved is None:
-            self._log.rewind(0)
         self._validated = {step for step in self._validated if self.saved is not None and step <= self.saved.step}
-        self.resume_from(self.saved)
+        # A new epoch of the schedule begins: what the engines have made since is not used.
+        self.resume_from(self.saved, anew=False)
 
     def step(self) -> None:
         """Run one step on the groups that have come, and validate or save after it if that is due."""
