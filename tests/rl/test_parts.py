@@ -208,6 +208,16 @@ def test_modes_differ_in_their_lag() -> None:
     assert (config.policy.publish_weights.name, config.policy.publish_weights.every) == ("policy", 1)
 
 
+def test_example_with_two_rewards_loads() -> None:
+    words = ["policy.model_name=models/qwen", "data.train=problems.jsonl"]
+    config = load_config(Path(__file__).parents[2] / "examples" / "grpo_qwen.yaml", words)
+    correct, boxed = (load_reward(*named) for named in config.grpo.named_rewards)
+    row = {"answer": "1234"}
+    assert score([correct, boxed], r"so \boxed{1,234}", row) == (1.1, [1, 1])
+    assert score([correct, boxed], r"\boxed{7} or \boxed{8}", row) == (0, [0, 0])
+    assert score([correct, boxed], "1234", row) == (0, [0, 0])
+
+
 def test_reference_page_is_what_the_schema_says() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "grpo-config.md"
     assert page.read_text() == reference_markdown(GrpoRunConfig), "run: python tests/sft/config_page.py grpo"

@@ -87,12 +87,13 @@ def test_synchronous_run_resumes_exactly(tmp_path: Path, model: Path, monkeypatc
 
 
 def test_asynchronous_run_survives_a_dead_engine(tmp_path: Path, model: Path) -> None:
-    config = config_in(
-        tmp_path, model, grpo__mode="async", grpo__max_lag=2, rollout__engines=2, rollout__kill_after_step=1
-    )
+    rewards = ["tests.rl.tiny:closeness", {"function": "tests.rl.tiny:brevity", "weight": 0.1}]
+    options = {"grpo__mode": "async", "grpo__max_lag": 2, "rollout__engines": 2, "rollout__kill_after_step": 1}
+    config = config_in(tmp_path, model, grpo__rewards=rewards, **options)
     result = trainer.run(config)
     assert result.steps == 4
     assert max(record["train:lag"] for record in train_records(config)) <= 2
+    assert any("train:reward_brevity" in record for record in train_records(config))
     (note,) = [text for _, text in read_notes(Path(config.logger.log_dir) / "metrics.jsonl")]
     assert note.startswith("rollout actor 0 died and is replaced; ")
 

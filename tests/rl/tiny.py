@@ -87,3 +87,8 @@ def closeness(answer: str, row: Mapping[str, Any]) -> float:
     """Return a reward that differs between nearly all answers."""
     places = sum(one == other for one, other in zip(answer, row["answer"], strict=False))
     return places + sum(map(ord, answer)) % 97 / 97
+
+
+def brevity(answer: str, row: Mapping[str, Any]) -> float:
+    """Return more for a shorter answer."""
+    return -float(len(answer))
