@@ -83,6 +83,7 @@ def blocks_of(case: Case, *, quick: bool) -> Blocks:
 
 def samples_of(case: Case, contender: str, blocks: Blocks) -> int:
     """Return the number of samples that a contender of a queue gets in each round: each process has equally many."""
+    # Ray's ways take so long for each sample that as many of them would take minutes.
     count = blocks.calls if contender in (RAYLANE, MAPPED) else blocks.calls // case.reduced
     processes = PRODUCERS * CONSUMERS
     return max(1, count // processes) * processes
@@ -114,6 +115,7 @@ def queue_goals(case: str, rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
 
 def loop_goals(rows: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
     """Return the goals of a case of loops, from its records by contender."""
+    # Half of a loop cannot be faster alone than the loop with both halves at the same time, but for noise.
     reached = []
     if ASYNC in rows and PLAIN in rows:
         case, factor = rows[ASYNC]["case"], rate(rows[ASYNC]) / rate(rows[PLAIN])

@@ -80,6 +80,7 @@ class GrpoConfig(LoopConfig):
     @property
     def lag(self) -> int:
         """Largest number of steps between the weights that sampled and those that are trained."""
+        # The only difference between the modes: see `schedule`.
         return {"sync": 0, "one_step": 1, "async": self.max_lag}[self.mode]
 
     @property

@@ -222,6 +222,7 @@ class Rollouts:
         return actor.remote(self._config, self._vocabulary, number, self.queue, os.getcwd())
 
     def _dispatch(self) -> None:
+        # After an error no new work: the main thread raises it at its next call.
         if self._closed or self._error is not None:
             return
         if dispatch(self._schedule, self._send):
@@ -288,6 +289,7 @@ class Rollouts:
         again = self._schedule.actor_died(engine)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != engine}
         self._deaths += 1
+        # A reward that ends its process would otherwise be called for ever.
         if self._deaths > self._config.rollout.max_restarts:
             self._error = RaylaneError(
                 f"rollout actor {engine} died: {error}. {self._deaths} have died in this run "

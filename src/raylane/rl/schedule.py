@@ -62,6 +62,7 @@ class Schedule:
     def begin_at(self, step: int) -> None:
         """Begin at a step: a new run at 0, or a run that goes back to a checkpoint."""
         self.done, self._next = step, step * self.prompts_per_step
+        # Calls that are under way go on, but what they put has the old epoch in its key.
         self.epoch += 1
         self.sent.clear()
         self._again.clear()
@@ -129,6 +130,7 @@ class Schedule:
 
     def accepts(self, key: GroupKey) -> bool:
         """Return True if a group is to be trained on: of this epoch, and for the first time."""
+        # A group comes twice if its actor died after it had put it, and late after the trainer went back.
         epoch, prompt = key
         if epoch != self.epoch or prompt not in self._open:
             return False

@@ -131,11 +131,13 @@ def divide(
     for axis, rank, placement in zip(mesh, coordinate, placements, strict=True):
         if placement is None:
             continue
+        # An axis divides what the axes before it have left, which may be several runs.
         rows = runs[placement.dim]
         parts = _chunks(sum(stop - start for start, stop in rows), placement.split_factor)
         shares = [(lo + a, lo + b) for lo, hi in parts for a, b in _chunks(hi - lo, axis)[rank : rank + 1]]
         runs[placement.dim] = _joined([run for lo, hi in shares for run in _taken(rows, lo, hi)])
     boxes = []
+    # Where each run begins in the memory of the rank, which holds its runs one after the other.
     offsets = [list(itertools.accumulate([stop - start for start, stop in rows], initial=0)) for rows in runs]
     for numbers in itertools.product(*(range(len(rows)) for rows in runs)):
         picked = [rows[number] for rows, number in zip(runs, numbers, strict=True)]
@@ -184,6 +186,7 @@ def store(
     """
     holders: dict[str, dict[Box, list[int]]] = {}
     first_of: dict[str, tuple[int, TensorLayout]] = {}
+    # Equal boxes of several ranks are replicas; boxes that only overlap are an error, found below.
     for rank, layout in enumerate(layouts):
         for name, tensor in layout.items():
             first_rank, first = first_of.setdefault(name, (rank, tensor))
@@ -199,6 +202,7 @@ def store(
     tensors = {}
     for name, boxes in holders.items():
         tensor = first_of[name][1]
+        # As many elements as the tensor has, and no overlap: then nothing is missing either.
         count, total = sum(box.elements for box in boxes), math.prod(tensor.shape)
         if count != total or (len(boxes) > 1 and have_overlap(list(boxes))):
             cause = "no rank holds some of them" if count < total else "ranks hold different regions that overlap"
@@ -223,17 +227,20 @@ class _Rooms:
 
     def place(self, tensor: TensorLayout, holders: Mapping[Box, Sequence[int]]) -> StoredTensor:
         """Give a tensor its room; `holders` has the ranks that hold each of its boxes."""
+        # Hosts that have every box of the tensor, so that it can lie in one piece: readers map whole tensors only.
         parts = set(range(len(self.hosts)))
         for ranks in holders.values():
             parts &= {self._part_of[rank] for rank in ranks}
         stored, writes = [], []
         if parts and holders:
+            # The emptiest one: parts of about equal size are copied to other hosts in about equal time.
             part = min(parts, key=lambda part: self.nbytes[part])
             stored.append(self._room(part, Box((0,) * len(tensor.shape), tensor.shape), tensor.itemsize))
             for box, ranks in holders.items():
                 writer = self._writer([rank for rank in ranks if self._part_of[rank] == part], box, tensor.itemsize)
                 writes.append(WrittenBox(writer, 0, box))
         else:
+            # No host has all of it: each box lies on the host of the rank that writes it.
             for number, (box, ranks) in enumerate(holders.items()):
                 writer = self._writer(ranks, box, tensor.itemsize)
                 stored.append(self._room(self._part_of[writer], box, tensor.itemsize))
@@ -241,11 +248,13 @@ class _Rooms:
         return StoredTensor(tensor.shape, tensor.dtype, tensor.itemsize, tuple(stored), tuple(writes))
 
     def _writer(self, ranks: Sequence[int], box: Box, itemsize: int) -> int:
+        # In order of ranks where they are equal, so that all ranks find the same writer without asking each other.
         writer = min(ranks, key=lambda rank: self._written[rank])
         self._written[writer] += box.elements * itemsize
         return writer
 
     def _room(self, part: int, box: Box, itemsize: int) -> StoredBox:
+        # Aligned for every dtype, and for readers that map tensors.
         offset = self.nbytes[part]
         self.nbytes[part] += -(-box.elements * itemsize // ALIGNMENT) * ALIGNMENT
         return StoredBox(part, offset, box)

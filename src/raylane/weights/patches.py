@@ -105,6 +105,7 @@ class _PatchedVersion:
         self._notify()
 
     def _notify(self) -> None:
+        # A new event instead of clearing the old one: those that wait wake up, and later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -119,6 +120,7 @@ class _PatchedVersion:
         at = offset
         while at < offset + nbytes and at in self.chunks:
             chunk = self.chunks[at]
+            # One chunk without a patch decides: the whole range will be copied.
             if chunk is None:
                 return True
             at += chunk.nbytes
@@ -180,6 +182,7 @@ class Patches:
                 chunk = None
                 if patch is not None:
                     chunk = PatchOfChunk(last - first, hashlib.sha256(newer.data).digest(), patch)
+                # After the diff: what was read before this is of these versions, whole.
                 if not (new.is_there() and old.is_there()):
                     return  # the trainer writes the next version
                 loop.call_soon_threadsafe(version.add, first, chunk)
@@ -187,6 +190,7 @@ class Patches:
         try:
             await loop.run_in_executor(self._differ, make_all)
         finally:
+            # Also after an error: those that wait for patches copy whole chunks then.
             version.end()
 
     async def find(
@@ -194,6 +198,7 @@ class Patches:
     ) -> list[PatchOfChunk] | None:
         """Return the patches for a range of a version; None if it has to be copied whole. Waits as requested."""
         version = self._versions.get(slot.path)
+        # The slot may hold a newer version by now, and the reader may have another base than the last diff.
         if version is None or version.number != slot.number or version.base != request.base:
             return None
         try:
@@ -235,11 +240,13 @@ def restore(target: Array, base: Array, data: Array, proofs: Sequence[Proof]) ->
     at = patch_at = 0
     for patch_bytes, nbytes, digest in proofs:
         chunk, patch = target[at : at + nbytes], data[patch_at : patch_at + patch_bytes]
+        # Not in place over the base: a reader may still use that version.
         np.copyto(chunk, base[at : at + nbytes])
         try:
             apply(patch, chunk)
         except MalformedPatch:
             return None
+        # The digest is that of the trainer's host, so a wrong base or patch cannot go on to further hosts.
         if hashlib.sha256(chunk.data).digest() != digest:
             return None
         patches.append(PatchOfChunk(nbytes, digest, patch))

@@ -106,6 +106,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _keys_that_fit(self) -> DataConfig:
+        # Here and not in `layout`: these keys need nothing of other sections.
         if self.validation is not None and self.validation_fraction:
             raise ValueError(
                 f"validation={self.validation!r} and validation_fraction={self.validation_fraction} are both set; "
