@@ -73,6 +73,7 @@ def generate(
         if mask is not None:
             mask = F.pad(mask, (0, 1), value=1)
     stacked = torch.stack(tokens, 1)
+    # Lengths are found at the end, from whole rows: nothing is counted while tokens are made.
     is_end = torch.isin(stacked, ends)
     # The filler may be an end token: the first one counts.
     first = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, stacked.shape[1])

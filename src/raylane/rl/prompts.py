@@ -118,6 +118,7 @@ class PromptSet:
 def tokenise(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
     """Return the tokens of a prompt with the chat template, up to where the answer begins."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    # As text first: templates write their own special tokens, which must not be added a second time.
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
     tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokens

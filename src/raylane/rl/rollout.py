@@ -180,6 +180,7 @@ class RolloutActor:
     def answer(self, prompts: Sequence[Prompt], at_least: int, temperature: float) -> list[tuple[str, float, int]]:
         """Return text, reward and tokens of one answer to each prompt, with weights of so many steps or more."""
         self.engine.update(at_least, self.timeout_s)
+        # One answer each: a validation measures the model, not the best of several tries.
         options = SamplingOptions(
             1, self.options.new_tokens, self.options.end_ids, self.options.pad_id, temperature, self.options.seed
         )
@@ -192,6 +193,7 @@ class RolloutActor:
 
     def _texts(self, answers: Answers) -> list[str]:
         """Return the answers as text, without their end tokens."""
+        # Special tokens within an answer stay in its text: a reward should see that they are there.
         rows = [
             tokens[:length] for tokens, length in zip(answers.tokens.tolist(), answers.lengths.tolist(), strict=True)
         ]
