@@ -183,16 +183,16 @@ def test_self_check_finds_an_error_in_a_later_row(worker, folder, monkeypatch, p
     order = lengths.argsort(kind="stable").tolist()
     source = row_source(worker, [(order[0], order[1]), (order[2], order[-1]), (order[3],)])
     limit = int(lengths[order[-1]])
-    complete = attention._row
+    complete = attention._rows
 
-    def wrong(parts, of_lengths, of_row, scoring):
-        out = complete(parts, of_lengths, of_row, scoring)
+    def wrong(query, key, value, of_lengths, of_row, scoring):
+        out = complete(query, key, value, of_lengths, of_row, scoring)
         padded = len(of_lengths) > 1 and of_lengths[0] == lengths[order[3]]
         if (limit in of_lengths) if place == "longest document" else padded:
             return out * 1.01
         return out
 
-    monkeypatch.setattr(attention, "_row", wrong)
+    monkeypatch.setattr(attention, "_rows", wrong)
     with pytest.raises(ConfigError, match=r"is wrong for this model|does not separate packed documents"):
         selfcheck.check_model(worker.model, source, torch.device("cpu"), "float32", FixedRows(1))
 
